@@ -1,0 +1,206 @@
+"""The configuration: its keys, its defaults, and how a file, `--set` and the environment make one.
+
+Later sources win: defaults, then the file (`atoll.toml`), then each `--set KEY=VALUE` in turn.
+Every error names the file or the flag, the key, what was wrong, and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+
+from atoll.core.errors import ConfigError
+from atoll.core.units import parse_bytes, parse_seconds
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
+DEFAULT_FILE = "atoll.toml"
+
+Strategy = Literal["ring"]
+NonFinite = Literal["stop", "skip", "allow"]
+
+
+class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
+    """`[run]`: what starts, and where its records go."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1)] = 1
+    strategy: Strategy = "ring"
+    directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
+    log_every: Annotated[int, msgspec.Meta(ge=1)] = 1  # one record for so many steps
+
+
+class Chunks(msgspec.Struct, forbid_unknown_fields=True):
+    """`[chunks]`: how parameters are laid out."""
+
+    size: str = "auto"  # bytes ("4MiB"), or auto: the size with the least waste
+
+
+class Sync(msgspec.Struct, forbid_unknown_fields=True):
+    """`[sync]`: how workers agree."""
+
+    timeout: str = "10min"  # the deadline of a wait for other workers
+    nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
+
+
+class Config(msgspec.Struct, forbid_unknown_fields=True):
+    """The whole configuration; docs/configuration.md explains each key."""
+
+    run: Run = msgspec.field(default_factory=Run)
+    chunks: Chunks = msgspec.field(default_factory=Chunks)
+    sync: Sync = msgspec.field(default_factory=Sync)
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """`chunks.size` in bytes; None for auto."""
+        return None if self.chunks.size == "auto" else parse_bytes(self.chunks.size)
+
+    @property
+    def timeout_seconds(self) -> float:
+        return parse_seconds(self.sync.timeout)
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    settings: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and
+    `settings` ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong.
+    """
+    environment = os.environ if environment is None else environment
+    if path is None:
+        path = environment.get(CONFIG_VARIABLE) or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
+    table = _read(Path(path)) if path is not None else {}
+    if path is not None:
+        _check_keys(table, str(path))
+    config = _convert(table, str(path))
+    for setting in settings:
+        _apply(table, setting)
+        config = _convert(table, f"--set {setting}")
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as a TOML file that `load_config` reads back to an equal one."""
+    lines: list[str] = []
+    for section, values in msgspec.to_builtins(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?` for the known word most like this one, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+
+
+def _known() -> dict[str, list[str]]:
+    hints = get_type_hints(Config)
+    return {section: list(hints[section].__struct_fields__) for section in Config.__struct_fields__}
+
+
+def _dotted(known: dict[str, list[str]]) -> Iterator[str]:
+    for section, keys in known.items():
+        yield from (f"{section}.{key}" for key in keys)
+
+
+def _check_keys(table: dict[str, Any], where: str) -> None:
+    known = _known()
+    for section, values in table.items():
+        if section not in known:
+            candidates = [*known, *_dotted(known)]
+            raise ConfigError(f"{where}: no section or key {section!r}{_suggest(section, candidates)}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where}: {section!r} is a section; write [{section}] and its keys below it")
+        for key in values:
+            if key not in known[section]:
+                name = f"{section}.{key}"
+                raise ConfigError(f"{where}: no key {name!r}{_suggest(name, list(_dotted(known)))}")
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    """The nearest known name; a key without its section, or under another one, is found too."""
+    same_key = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    if same_key:
+        return f"; did you mean {same_key[0]!r}?"
+    return nearest(name, known) or f"; known: {', '.join(known)}"
+
+
+def _apply(table: dict[str, Any], setting: str) -> None:
+    """Put `sync.timeout=30s` into the table."""
+    name, equals, text = setting.partition("=")
+    name = name.strip()
+    where = f"--set {setting}"
+    section, dot, key = name.partition(".")
+    if not equals or not dot or not key:
+        raise ConfigError(f"{where}: write it as SECTION.KEY=VALUE, such as sync.timeout=30s")
+    known = _known()
+    if key not in known.get(section, ()):
+        raise ConfigError(f"{where}: no key {name!r}{_suggest(name, list(_dotted(known)))}")
+    table.setdefault(section, {})[key] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value if it is one, else the text itself: `30s` needs no quotes on a command line."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _convert(table: dict[str, Any], where: str) -> Config:
+    try:
+        config = msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
+    for name, parse in (("chunks.size", lambda: config.chunk_bytes), ("sync.timeout", lambda: config.timeout_seconds)):
+        try:
+            value = parse()
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {name}: {error}") from None
+        if value is not None and value <= 0:
+            raise ConfigError(f"{where}: {name}: must be more than 0")
+    return config
+
+
+def _explain(message: str, table: dict[str, Any]) -> str:
+    """msgspec's "... - at `$.run.strategy`" as "run.strategy: ...", with the known values of a choice."""
+    text, _, place = message.partition(" - at `$.")
+    name = place.rstrip("`")
+    section, _, key = name.partition(".")
+    given = table.get(section, {}).get(key)
+    choices = _choices(section, key)
+    if choices:
+        suggestion = nearest(str(given), choices)
+        return f"{name}: no such choice {given!r}{suggestion} (one of: {', '.join(choices)})"
+    return f"{name}: {text[:1].lower()}{text[1:]}, got {given!r}" if name else text
+
+
+def _choices(section: str, key: str) -> list[str]:
+    kind: Any = {"run.strategy": Strategy, "sync.nonfinite": NonFinite}.get(f"{section}.{key}")
+    return list(kind.__args__) if kind is not None else []

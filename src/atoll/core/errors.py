@@ -1,0 +1,52 @@
+"""The errors that Atoll raises, and the exit status that each one means.
+
+A `UserError` is shown as one line with no stack trace, and ends the process with
+status 2. A `RunError` is nobody's typing mistake (a worker was lost, a wait passed its
+deadline): it also shows one line, and ends with status 1.
+"""
+
+from __future__ import annotations
+
+
+class AtollError(Exception):
+    """Any error that Atoll raises on purpose; `str(error)` is the one line to show."""
+
+    exit_status = 1
+
+
+class UserError(AtollError):
+    """Something that the user gave is wrong: a file, a key, a model, a call."""
+
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    """A configuration file, a `--set`, or an environment variable is wrong."""
+
+
+class PrepareError(UserError):
+    """The model or the optimizer cannot be trained as given; names the parameter and the way out."""
+
+
+class BindingError(UserError):
+    """A parameter no longer lies in its chunk (`model.double()`, say), found at the next step."""
+
+
+class NonFiniteGradientError(UserError):
+    """A gradient holds NaN or infinity, and the policy `sync.nonfinite` is `stop`."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, half-written, damaged, or of another model."""
+
+
+class RunError(AtollError):
+    """The run cannot go on, through no fault of what the user gave."""
+
+
+class PeerLostError(RunError):
+    """Another worker is gone; usually the echo of that worker's own error."""
+
+
+class DeadlineError(RunError):
+    """A wait passed its deadline; names who was waited for, on what, when, and how long."""

@@ -1,0 +1,136 @@
+"""What happens in a run, as data: plain records that observers subscribe to.
+
+Every record carries `time` (seconds since the epoch) and the `worker` that saw it.
+Nothing here does I/O: a journal, a display and a report are subscribers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Optional, Union
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
+    """What every event has."""
+
+    time: float
+    worker: int
+
+
+class Started(Event, frozen=True):
+    """A worker has joined its group."""
+
+    workers: int
+    strategy: str
+    device: str
+    pid: int
+    groups: int = 1
+
+
+class Expected(Event, frozen=True):
+    """How many steps the run will take, where the script (`session.expect`) or the sampler knows it."""
+
+    steps: int
+
+
+class StepDone(Event, frozen=True):
+    """A worker has finished an iteration.
+
+    `samples` are the worker's own; `seconds` is the wall time since the step before;
+    `waiting` is the part of it that was spent blocked on other workers; `bytes_sent` is what
+    this worker sent for it, by the collective algorithm's own count.
+    """
+
+    iteration: int
+    samples: float
+    seconds: float
+    waiting: float
+    bytes_sent: int
+
+
+class Logged(Event, frozen=True):
+    """Values from `session.log`, to be averaged over workers with `weight`."""
+
+    iteration: int
+    weight: float
+    values: dict[str, Optional[float]]  # None stands for NaN and the infinities, which JSON lacks
+
+
+class Decided(Event, frozen=True):
+    """A choice that Atoll made, with its reason."""
+
+    what: str
+    choice: str
+    reason: str
+
+
+class Skipped(Event, frozen=True):
+    """An iteration that no worker applied."""
+
+    iteration: int
+    reason: str
+
+
+class Saved(Event, frozen=True):
+    """A checkpoint is whole on disk."""
+
+    iteration: int
+    path: str
+
+
+class Warned(Event, frozen=True):
+    """Something that a person should know and that does not stop the run."""
+
+    message: str
+
+
+class Failed(Event, frozen=True):
+    """A worker ends with an error; `echo` marks one that another worker's end has caused."""
+
+    error: str
+    message: str
+    traceback: str
+    exit_status: int
+    echo: bool = False
+
+
+class Finished(Event, frozen=True):
+    """A worker has left the session in good order."""
+
+    iteration: int
+
+
+AnyEvent = Union[
+    Started, Expected, StepDone, Logged, Decided, Skipped, Saved, Warned, Failed, Finished
+]
+Subscriber = Callable[[AnyEvent], None]
+
+
+class EventBus:
+    """Hands each event to every subscriber, in order, on the thread that emits it."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Subscriber] = []
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+
+    def emit(self, event: AnyEvent) -> None:
+        for subscriber in self._subscribers:
+            subscriber(event)
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode(event: AnyEvent) -> bytes:
+    """One line of JSON, without its end of line. NaN and infinities become null."""
+    return _encoder.encode(event)
+
+
+def decode(line: bytes) -> AnyEvent:
+    """The event that `encode` wrote; raises msgspec.DecodeError for anything else."""
+    return _decoder.decode(line)

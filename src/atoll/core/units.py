@@ -1,0 +1,55 @@
+"""Sizes and spans as people write them ("2GiB", "90s"), and as they read them."""
+
+from __future__ import annotations
+
+import re
+
+from atoll.core.errors import ConfigError
+
+_BYTES = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
+
+
+def parse_bytes(text: str | float) -> int:
+    """The number of bytes in `2GiB`, `500 MB` or `4096`; raises ConfigError for anything else."""
+    value, unit = _split(text, _BYTES, "a size", "2GiB, 500MB or 4096")
+    return round(value * _BYTES[unit])
+
+
+def parse_seconds(text: str | float) -> float:
+    """The seconds in `90s`, `200ms`, `5min` or `1.5`; raises ConfigError for anything else."""
+    value, unit = _split(text, _SECONDS, "a span of time", "90s, 200ms or 5min")
+    return value * _SECONDS[unit]
+
+
+def format_bytes(count: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """`192.4` as `3 min 12 s`, `0.0123` as `12.3 ms`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _split(text: str | float, units: dict[str, float] | dict[str, int], what: str, such_as: str) -> tuple[float, str]:
+    match = _QUANTITY.match(str(text))
+    if match is None or match[2].upper() not in units:
+        raise ConfigError(f"{text!r} is not {what}; write it like {such_as}")
+    return float(match[1]), match[2].upper()
