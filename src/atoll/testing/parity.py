@@ -1,0 +1,209 @@
+"""The same few steps by Atoll's session and by plain PyTorch, and where the two part.
+
+`train_plain` is the reference: one process computes each worker's share in turn, each with its
+own buffers, takes the mean of the gradients weighted by samples, and steps a plain optimizer.
+`train_atoll` is what a user writes. `differences` compares them after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+import atoll
+from atoll.core.config import Chunks, Config, Sync
+from atoll.testing.models import MODELS, TinyModel
+from atoll.train.place import Place
+
+STEPS = 20
+MAX_NORM = 0.5  # below the norm of most steps' gradients, above that of some
+Array = NDArray[Any]
+OptimizerMaker = Callable[[nn.Module], "tuple[Optimizer, LRScheduler | None]"]
+
+
+def make_sgd(model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), None
+
+
+def make_adamw(model: nn.Module) -> tuple[Optimizer, LRScheduler | None]:
+    """Matrices decay, the rest does not and learns faster; warm-up, then decline."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.95**step)
+
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {"sgd": make_sgd, "adamw": make_adamw}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the parity table."""
+
+    model: str
+    optimizer: str = "sgd"
+    workers: int = 1
+    accumulation: int = 1  # micro-batches to a step
+    clip: bool = False
+    dtype: torch.dtype = torch.float64
+    chunk_size: str = "auto"
+    steps: int = STEPS
+
+    def __str__(self) -> str:
+        clip = "clipped" if self.clip else "unclipped"
+        dtype = str(self.dtype).removeprefix("torch.")
+        run = f"{self.workers}w-x{self.accumulation}-{clip}"
+        return f"{self.model}-{self.optimizer}-{dtype}-{run}-{self.chunk_size}"
+
+    @property
+    def tiny(self) -> TinyModel:
+        return MODELS[self.model]
+
+
+@dataclass
+class Trajectory:
+    """What every step left behind. For plain PyTorch, `losses` and `buffers` hold all shares' in turn."""
+
+    losses: list[list[float]] = field(default_factory=list)  # [step][share]
+    parameters: list[dict[str, Array]] = field(default_factory=list)  # [step][name]
+    buffers: list[list[dict[str, Array]]] = field(default_factory=list)  # [step][share][name]
+
+
+def _arrays(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Array]:
+    return {name: tensor.detach().clone().numpy() for name, tensor in tensors}
+
+
+def train_atoll(place: Place, case: Case) -> Trajectory:
+    """The case as a user writes it, on one of its workers."""
+    config = Config(chunks=Chunks(size=case.chunk_size), sync=Sync(timeout="30s"))
+    tiny, seen = case.tiny, Trajectory()
+    with atoll.join(config, place=place) as session:
+        model = tiny.build(case.dtype)
+        optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
+        model, optimizer = session.prepare(model, optimizer)
+        for step in range(case.steps):
+            loss = 0.0
+            for micro in range(case.accumulation):
+                last = micro == case.accumulation - 1
+                with nullcontext() if last else session.no_sync():
+                    part = tiny.loss(model, tiny.batch(place.rank, step, micro, dtype=case.dtype))
+                    (part / case.accumulation).backward()
+                    loss += part.item()
+            if case.clip:
+                session.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            seen.losses.append([loss])
+            seen.parameters.append(_arrays(model.named_parameters()))
+            seen.buffers.append([_arrays(model.named_buffers())])
+    return seen
+
+
+def train_plain(case: Case) -> Trajectory:
+    """The reference, by plain PyTorch in this process."""
+    tiny, seen = case.tiny, Trajectory()
+    model = tiny.build(case.dtype)
+    optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
+    parameters = list(model.parameters())
+    buffers = [_clones(model) for _ in range(case.workers)]  # each share counts for itself
+    for step in range(case.steps):
+        losses: list[float] = []
+        gradients: list[list[Tensor | None]] = []
+        samples: list[int] = []
+        for share in range(case.workers):
+            _put(model, buffers[share])
+            loss, count = _backward(case, model, share, step)
+            buffers[share] = _clones(model)
+            losses.append(loss)
+            samples.append(count)
+            gradients.append([p.grad for p in parameters])
+            optimizer.zero_grad()
+        for index, parameter in enumerate(parameters):
+            parameter.grad = _weighted_mean([g[index] for g in gradients], samples)
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        seen.losses.append(losses)
+        seen.parameters.append(_arrays(model.named_parameters()))
+        seen.buffers.append([_arrays(iter(held.items())) for held in buffers])
+    return seen
+
+
+def _backward(case: Case, model: nn.Module, share: int, step: int) -> tuple[float, int]:
+    """Gradients of one share's step into p.grad; its loss and its samples."""
+    loss, samples = 0.0, 0
+    for micro in range(case.accumulation):
+        batch = case.tiny.batch(share, step, micro, dtype=case.dtype)
+        part = case.tiny.loss(model, batch)
+        torch.autograd.backward(part / case.accumulation)
+        loss += part.item()
+        samples += batch.samples
+    return loss, samples
+
+
+def _weighted_mean(gradients: list[Tensor | None], samples: list[int]) -> Tensor | None:
+    """The mean by samples, a share without a gradient counting as zero; None if no share has one."""
+    if len(gradients) == 1:
+        return gradients[0]
+    total = sum(samples)
+    parts = [g * (n / total) for g, n in zip(gradients, samples, strict=True) if g is not None]
+    return torch.stack(parts).sum(0) if parts else None
+
+
+def _clones(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _put(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def differences(case: Case, plain: Trajectory, workers: list[Trajectory], tolerance: float) -> list[str]:
+    """One line for each value of the first step at which the workers and plain PyTorch differ by more
+    than `tolerance` (0: in any bit): the case, the step, the worker, the name and the difference.
+    """
+    for step in range(case.steps):
+        found: list[str] = []
+        for rank, seen in enumerate(workers):
+            pairs: list[tuple[str, Array, Array]] = [
+                ("loss", np.array(plain.losses[step][rank]), np.array(seen.losses[step][0]))
+            ]
+            pairs += _pair(plain.parameters[step], seen.parameters[step])
+            pairs += _pair(plain.buffers[step][rank], seen.buffers[step][0])
+            for name, expected, got in pairs:
+                worst = _difference(expected, got)
+                if not worst <= tolerance:  # NaN is a difference too
+                    found.append(f"{case}: step {step}, worker {rank}, {name}: differs by {worst:.3g}")
+        if found:
+            return found
+    return []
+
+
+def _pair(expected: dict[str, Array], got: dict[str, Array]) -> list[tuple[str, Array, Array]]:
+    if list(expected) != list(got):
+        raise AssertionError(f"names differ: {sorted(set(expected) ^ set(got)) or 'in their order'}")
+    return [(name, expected[name], got[name]) for name in expected]
+
+
+def _difference(expected: Array, got: Array) -> float:
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return float("inf")
+    if np.array_equal(expected, got):
+        return 0.0
+    return float(np.abs(expected.astype(np.float64) - got.astype(np.float64)).max(initial=0.0))

@@ -1,0 +1,86 @@
+"""One worker, every element-wise optimizer of torch.optim by every implementation it has: bit-equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import atoll
+from atoll.core.config import Chunks, Config
+from atoll.testing.models import MODELS
+
+STEPS = 8
+
+FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}],
+    "Adam": [{"lr": 1e-2}, {"lr": 1e-2, "amsgrad": True, "maximize": True}],
+    "AdamW": [{"lr": 1e-2, "weight_decay": 0.1}],
+    "Adamax": [{"lr": 1e-2}],
+    "NAdam": [{"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}],
+    "RAdam": [{"lr": 1e-2}],
+    "Adagrad": [{"lr": 1e-2, "initial_accumulator_value": 0.1, "lr_decay": 0.01}],
+    "Adadelta": [{"lr": 1.0}],
+    "RMSprop": [{"lr": 1e-2, "momentum": 0.9, "centered": True}],
+    "ASGD": [{"lr": 1e-2, "t0": 3}],
+    "Rprop": [{"lr": 1e-2}],
+}
+CASES = [
+    pytest.param(
+        name, {**settings, **how}, id="-".join([name, *map(str, settings), *(k for k in how if how[k])])
+    )
+    for name, variants in SETTINGS.items()
+    for settings in variants
+    for how in ({"foreach": False}, {"foreach": True}, *([{"fused": True}] if name in FUSED else []))
+]
+
+
+def train(model: nn.Module, optimizer: Optimizer, name: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """STEPS steps on share 0's batches; the parameters after each."""
+    seen = []
+    for step in range(STEPS):
+        MODELS[name].loss(model, MODELS[name].batch(0, step, dtype=dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("model_name", ["odd", "unused"])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_bit_equal(name: str, settings: dict[str, Any], model_name: str, dtype: torch.dtype) -> None:
+    make = getattr(torch.optim, name)
+    plain_model = MODELS[model_name].build(dtype)
+    plain_optimizer = make(plain_model.parameters(), **settings)
+    plain = train(plain_model, plain_optimizer, model_name, dtype)
+
+    model = MODELS[model_name].build(dtype)
+    optimizer = make(model.parameters(), **settings)
+    with atoll.join(Config(chunks=Chunks(size="1KiB"))) as session:
+        session.prepare(model, optimizer)
+        seen = train(model, optimizer, model_name, dtype)
+
+    for step, (expected, got) in enumerate(zip(plain, seen, strict=True)):
+        for (parameter, _), a, b in zip(model.named_parameters(), expected, got, strict=True):
+            assert torch.equal(a, b), f"step {step}, {parameter}: differs by {(a - b).abs().max():.3g}"
+    states = plain_optimizer.state_dict(), optimizer.state_dict()
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for index, state in states[0]["state"].items():
+        assert state.keys() == states[1]["state"][index].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1]["state"][index][key])), key
+
+
+def test_every_elementwise_optimizer_of_torch_is_here() -> None:
+    """What a new torch brings must be held to the test above, or be listed as not element-wise."""
+    not_elementwise = {"Optimizer", "LBFGS", "Adafactor", "Muon", "SparseAdam"}
+    found = {
+        n for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)
+    }
+    assert found - not_elementwise == set(SETTINGS)
