@@ -36,7 +36,6 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
     strategy: Strategy = "ring"
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
-    log_every: Annotated[int, msgspec.Meta(ge=1)] = 1  # one record for so many steps
 
 
 class Chunks(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,0 +1,189 @@
+"""Parameters and gradients as views into chunks.
+
+`BoundChunk.bind(storage)` is the one operation that puts parameters into a chunk's memory, at the
+start and whenever that memory moves. Each view is made through DLPack, so that it is a tensor with a
+storage of exactly its own size that happens to lie inside the chunk: `state_dict`, `torch.save`,
+`copy.deepcopy` and safetensors see what plain PyTorch would show, and each view has a version
+counter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from atoll.chunks import Chunk, ChunkMap, ParameterSpec
+from atoll.core.errors import BindingError, PrepareError
+
+
+def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A tensor with the shape and strides of `like`, at element `offset` of `storage` (1-D).
+
+    The two share memory; the result's own storage spans its elements alone. The memory lives for as
+    long as either does.
+    """
+    view = torch.as_strided(storage.detach(), like.shape, like.stride(), offset)
+    carved: Tensor = from_dlpack(to_dlpack(view))
+    return carved
+
+
+class Buffer:
+    """Memory for one chunk's worth of values, and a view into it for each slot.
+
+    `flat` is 1-D with at least `chunk.extent` elements; `views[i]` has the shape and strides of slot i's parameter.
+    """
+
+    def __init__(self, chunk: Chunk, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        self.flat = flat
+        self.views = [
+            carve(flat, slot.offset, parameter)
+            for slot, parameter in zip(chunk.slots, parameters, strict=True)
+        ]
+
+
+class BoundChunk:
+    """One chunk of a model on torch: its memory and the parameters that live there.
+
+    `names[i]` and `parameters[i]` belong to `chunk.slots[i]`. `data` is None until the first `bind`.
+    """
+
+    def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self.chunk = chunk
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.data: Buffer | None = None
+        self._addresses: list[int] = []
+
+    @property
+    def flat(self) -> Tensor:
+        """The chunk's memory, 1-D; raises BindingError before the first `bind`."""
+        if self.data is None:
+            raise BindingError(f"chunk {self.chunk.id} is not bound to memory yet")
+        return self.data.flat
+
+    def bind(self, storage: Tensor) -> None:
+        """Make the parameters views into `storage` and copy their values there.
+
+        `storage` is 1-D, has `chunk.numel` elements and the chunk's dtype. Optimizers, hooks and the
+        user's own references keep working: the Parameter objects stay, only their memory changes.
+        """
+        buffer = Buffer(self.chunk, self.parameters, storage)
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, buffer.views, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.data = buffer
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+
+    def new_buffer(self) -> Buffer:
+        """A zeroed buffer for as many values as the chunk's parameters span, on its device, for gradients."""
+        return Buffer(self.chunk, self.parameters, self.flat.new_zeros(self.chunk.extent))
+
+    def check(self) -> None:
+        """Raise BindingError, naming the parameter, if one no longer lies where `bind` put it."""
+        for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                raise BindingError(_why_unbound(name, parameter, self.flat))
+
+
+def _why_unbound(name: str, parameter: Tensor, flat: Tensor) -> str:
+    what = "its memory was replaced"
+    if parameter.dtype != flat.dtype:
+        what = f"its dtype went from {_short(flat.dtype)} to {_short(parameter.dtype)}"
+    elif parameter.device != flat.device:
+        what = f"it went from {flat.device} to {parameter.device}"
+    return (
+        f"parameter {name!r} no longer lies in its chunk: {what} after session.prepare; "
+        "convert, move or reassign the model's parameters before session.prepare"
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def specs_of(
+    parameters: Mapping[str, nn.Parameter], settings: Mapping[nn.Parameter, str]
+) -> list[ParameterSpec]:
+    """What the layout needs to know of each parameter, in registration order.
+
+    `settings` maps a parameter to its optimizer settings' key; one without is trained by no optimizer.
+    """
+    return [
+        ParameterSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=_short(parameter.dtype),
+            trainable=parameter.requires_grad,
+            settings=settings.get(parameter, ""),
+        )
+        for name, parameter in parameters.items()
+    ]
+
+
+def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> list[BoundChunk]:
+    """Allocate each chunk on its parameters' device and bind them, chunk by chunk.
+
+    So the model is never held twice: at most one chunk's worth of memory is extra.
+    """
+    names = list(parameters)
+    bound = []
+    for chunk in chunk_map.chunks:
+        members = [names[slot.parameter] for slot in chunk.slots]
+        held = [parameters[name] for name in members]
+        chunk_of = BoundChunk(chunk, members, held)
+        chunk_of.bind(torch.zeros(chunk.numel, dtype=held[0].dtype, device=held[0].device))
+        bound.append(chunk_of)
+    return bound
+
+
+def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise PrepareError for the first parameter that cannot live in a chunk, with the way out."""
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PrepareError(
+                f"parameter {name!r} is lazy and has no shape yet; run one batch through the model before session.prepare"
+            )
+        if parameter.is_meta:
+            raise PrepareError(
+                f"parameter {name!r} is on the meta device; give it values (model.to_empty and your initialisation) before session.prepare"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise PrepareError(
+                f"parameter {name!r} is a DTensor, sharded by another library; give session.prepare the unsharded model"
+            )
+        if parameter.is_sparse or parameter.layout != torch.strided:
+            raise PrepareError(f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()")
+        if parameter.is_complex():
+            raise PrepareError(
+                f"parameter {name!r} is {_short(parameter.dtype)}; hold it as a real parameter and use torch.view_as_complex in forward"
+            )
+        if not _is_dense(parameter):
+            raise PrepareError(
+                f"parameter {name!r} has overlapping or gapped memory (strides {tuple(parameter.stride())}); "
+                "assign parameter.data = parameter.data.contiguous() before session.prepare"
+            )
+        if parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((start, start + parameter.numel() * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            raise PrepareError(
+                f"parameters {first!r} and {second!r} are two Parameters that share memory; "
+                "tie them by assigning the same Parameter object to both"
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True

@@ -1,0 +1,307 @@
+"""The user's optimizer, stepping chunk by chunk.
+
+The optimizer object stays the user's own. Just before its `step` runs, its parameters are exchanged for
+**segments**, flat runs of chunk memory whose parameters step alike; just after, they are exchanged
+back. So its own code computes the update, by the implementation that it would choose (fused, foreach or
+loop), on few large tensors in place of many small ones, and every optimizer whose update is element-wise works.
+
+A segment never spans parameters that differ in what their update depends on: the param group, whether there is
+a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import PrepareError, UserError
+from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_keys
+
+State: TypeAlias = dict[str, Any]
+_FULL_PRECISION = (torch.float32, torch.float64)
+
+
+class Segment:
+    """A run of a chunk's slots, `first` to `last` inclusive, that steps as one flat parameter."""
+
+    def __init__(self, chunk: BoundChunk, first: int, last: int) -> None:
+        slots = chunk.chunk.slots
+        self.chunk, self.first, self.last = chunk, first, last
+        self.start, self.end = slots[first].offset, slots[last].offset + slots[last].numel
+        self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
+        self.state: State = {}
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.end == self.chunk.chunk.extent
+
+
+class ChunkState:
+    """A chunk's optimizer state: flat tensors for what each element has, and per-slot values for the rest."""
+
+    def __init__(self, chunk: BoundChunk) -> None:
+        self.chunk = chunk
+        self.elements: dict[str, Tensor] = {}  # key -> [chunk.extent]
+        self.slots: list[State] = [{} for _ in chunk.chunk.slots]  # each slot's values; element-wise ones as views
+        self.segments: list[Segment] = []
+        self.present: tuple[bool, ...] | None = None  # the presence that `segments` were cut for
+
+    def signature(self, slot: int) -> tuple[object, ...]:
+        """What must be equal for two slots to share a segment."""
+        return tuple((key, _comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items()))
+
+    def cut(self, present: tuple[bool, ...], fused: bool) -> None:
+        """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
+        self.dissolve()
+        # On a CPU, fused kernels and half precision round differently in a vector loop and in its scalar tail
+        # (docs/notes/optimizers.md), so a run of parameters would not come out to the bit as each by itself.
+        on_cpu = self.chunk.flat.device.type == "cpu"
+        alone = on_cpu and (fused or self.chunk.flat.dtype not in _FULL_PRECISION)
+        runs: list[list[int]] = []
+        last: tuple[object, ...] | None = None
+        for slot, here in enumerate(present):
+            if not here or self.chunk.chunk.slots[slot].numel == 0:
+                last = None
+                continue
+            signature = self.signature(slot)
+            if alone or last is None or signature != last:
+                runs.append([])
+            runs[-1].append(slot)
+            last = signature
+        self.segments = [self._segment(run[0], run[-1]) for run in runs]
+        self.present = present
+
+    def _segment(self, first: int, last: int) -> Segment:
+        segment = Segment(self.chunk, first, last)
+        for key, value in self.slots[first].items():
+            if key in self.elements:
+                segment.state[key] = self.elements[key][segment.start : segment.end]
+            else:
+                segment.state[key] = value.clone() if isinstance(value, Tensor) else value
+        self._share(segment)
+        return segment
+
+    def dissolve(self) -> None:
+        """Give each slot values of its own again, so that the next segments may differ."""
+        for segment in self.segments:
+            for slot in range(segment.first, segment.last + 1):
+                for key, value in segment.state.items():
+                    if key not in self.elements:
+                        self.slots[slot][key] = value.clone() if isinstance(value, Tensor) else value
+        self.segments, self.present = [], None
+
+    def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
+        """Take over what the optimizer keeps in `state` for a segment; returns whether the keys changed."""
+        changed = state.keys() != segment.state.keys()
+        for key, value in state.items():
+            if value is segment.state.get(key):
+                continue
+            if key in elementwise and isinstance(value, Tensor):
+                state[key] = self._hold(segment, key, value)
+                changed = True
+        segment.state = state
+        if changed:
+            self._share(segment)
+        else:
+            numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for slot in range(segment.first, segment.last + 1) if numbers else ():
+                self.slots[slot].update(numbers)
+        return changed
+
+    def _hold(self, segment: Segment, key: str, value: Tensor) -> Tensor:
+        """Put a segment's new element-wise tensor into the chunk's; returns the segment's part of it."""
+        held = self.elements.get(key)
+        if held is None and segment.is_whole:
+            self.elements[key] = value
+            return value
+        if held is None:
+            held = self.elements[key] = value.new_zeros(self.chunk.chunk.extent)
+        part = held[segment.start : segment.end]
+        part.copy_(value)
+        return part
+
+    def _share(self, segment: Segment) -> None:
+        """Let the user's view of each slot's state show the segment's."""
+        for slot in range(segment.first, segment.last + 1):
+            view: State = {}
+            offset = self.chunk.chunk.slots[slot].offset
+            for key, value in segment.state.items():
+                if key in self.elements:
+                    view[key] = carve(self.elements[key], offset, self.chunk.parameters[slot])
+                else:
+                    view[key] = value
+            self.slots[slot].clear()
+            self.slots[slot].update(view)
+
+    def load(self, slot: int, state: State, elementwise: set[str]) -> None:
+        """Take a parameter's state from plain torch's form."""
+        view: State = {}
+        for key, value in state.items():
+            if key in elementwise and isinstance(value, Tensor):
+                held = self.elements.get(key)
+                if held is None:
+                    held = torch.zeros(self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device)
+                    self.elements[key] = held
+                view[key] = carve(held, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
+                view[key].copy_(value)
+            else:
+                view[key] = value
+        self.slots[slot].clear()
+        self.slots[slot].update(view)
+
+
+class ChunkOptimizer:
+    """Makes `optimizer` step the segments of `chunks`.
+
+    In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's gradients
+    and, for each slot, whether there is one; `accept(flat gradients)` says whether to apply them; and
+    `after_step()` runs last. Raises PrepareError for an optimizer that is not element-wise.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        chunks: Sequence[BoundChunk],
+        *,
+        before_step: Callable[[], None],
+        gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
+        accept: Callable[[Sequence[Tensor]], bool],
+        after_step: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._before_step, self._gradients, self._accept, self._after_step = before_step, gradients, accept, after_step
+        self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
+        group_of = {p: index for index, params in enumerate(self._group_parameters) for p in params}
+        self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
+        self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
+        self._elementwise: set[str] = set()
+        for group in optimizer.param_groups:
+            self._elementwise |= _probe(optimizer, group, group["params"][0].device if group["params"] else None)
+        self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own, while it is exchanged
+        self._import()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._exchange),
+            optimizer.register_step_post_hook(self._exchange_back),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._import()),
+        ]
+
+    def close(self) -> None:
+        """Leave the optimizer to the user as a plain one, its state per parameter."""
+        self.restore()
+        for chunk_state in self._states:
+            chunk_state.dissolve()
+        self._publish()
+        for handle in self._handles:
+            handle.remove()
+
+    def restore(self) -> None:
+        """Undo an exchange that a failing step left behind."""
+        if self._user_state is not None:
+            for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
+                group["params"] = list(parameters)
+            self.optimizer.state = self._user_state
+            self._user_state = None
+
+    def _import(self) -> None:
+        """Take over the optimizer's state as it stands: at the start, and after `load_state_dict`."""
+        self.restore()
+        for chunk_state in self._states:
+            chunk_state.segments, chunk_state.present = [], None
+            chunk_state.elements.clear()
+            for slot, parameter in enumerate(chunk_state.chunk.parameters):
+                chunk_state.load(slot, self.optimizer.state.get(parameter, {}), self._elementwise)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Show the state per parameter, where the user and `state_dict` look for it."""
+        for chunk_state in self._states:
+            for parameter, state in zip(chunk_state.chunk.parameters, chunk_state.slots, strict=True):
+                if state:
+                    self.optimizer.state[parameter] = state
+
+    def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The step's pre-hook: parameters and state out, segments in."""
+        self.restore()
+        args, kwargs = _call_closure_now(args, kwargs)
+        self._check_groups()
+        self._before_step()
+        segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        flat_state: defaultdict[Any, Any] = defaultdict(dict)
+        gradients = []
+        for chunk_state, group in zip(self._states, self._group_of_chunk, strict=True):
+            buffer, present = self._gradients(chunk_state.chunk)
+            if present != chunk_state.present:
+                chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
+            for segment in chunk_state.segments:
+                segment.parameter.grad = buffer[segment.start : segment.end]
+                gradients.append(segment.parameter.grad)
+                segments[group].append(segment.parameter)
+                if segment.state:
+                    flat_state[segment.parameter] = dict(segment.state)
+        accepted = self._accept(gradients)
+        self._user_state = optimizer.state
+        optimizer.state = flat_state
+        for group_dict, flats in zip(optimizer.param_groups, segments, strict=True):
+            group_dict["params"] = flats if accepted else []
+        return args, kwargs
+
+    def _exchange_back(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """The step's post-hook: segments out, parameters and state in."""
+        flat_state = optimizer.state
+        self.restore()
+        changed = False
+        for chunk_state in self._states:
+            for segment in chunk_state.segments:
+                segment.parameter.grad = None
+                if segment.parameter in flat_state:
+                    changed |= chunk_state.adopt(segment, flat_state[segment.parameter], self._elementwise)
+                # Each parameter's version counter is its own: without this, autograd could not tell that a
+                # value saved for backward was overwritten by the step.
+                torch.autograd.graph.increment_version(chunk_state.chunk.parameters[segment.first : segment.last + 1])
+        if changed:
+            self._publish()
+        self._after_step()
+
+    def _check_groups(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            known = self._group_parameters[index] if index < len(self._group_parameters) else []
+            if len(known) != len(group["params"]) or any(a is not b for a, b in zip(known, group["params"], strict=True)):
+                raise UserError(
+                    f"the optimizer's param group {index} was changed after session.prepare; "
+                    "add parameters and groups before it"
+                )
+
+
+def _probe(optimizer: torch.optim.Optimizer, group: State, device: torch.device | None) -> set[str]:
+    try:
+        return elementwise_state_keys(optimizer, group, device or torch.device("cpu"))
+    except NotElementwiseError as error:
+        raise PrepareError(
+            f"optimizer {type(optimizer).__name__} is not element-wise ({error}), so it cannot step chunks; "
+            "use one that is, such as torch.optim.AdamW or SGD"
+        ) from None
+
+
+def _call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
+    """Run the closure of `step(closure)` while the parameters are still in place, and pass its result on."""
+    # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs
+
+
+def _comparable(value: Any, elementwise: bool) -> object:
+    """A value that equals another slot's exactly when the two may share a segment."""
+    if elementwise:
+        return None
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else (value if not isinstance(value, Tensor) else id(value))

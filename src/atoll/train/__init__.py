@@ -1,0 +1,1 @@
+"""The session: where a training script, its tensors and the other workers meet."""

@@ -1,0 +1,64 @@
+"""Where a worker stands: its rank among how many, and the store through which they first meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from atoll.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its group. `store` is None exactly when `world` is 1."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    store: Store | None = None
+
+    @staticmethod
+    def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:
+        """The place that torchrun's variables describe; alone when there are none.
+
+        `timeout` is in seconds. Raises ConfigError when they are incomplete or contradict each other.
+        """
+        environment = os.environ if environment is None else environment
+        if "WORLD_SIZE" not in environment and "RANK" not in environment:
+            return Place()
+        world, rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+        if not 0 <= rank < world:
+            raise ConfigError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}; start workers with torchrun")
+        if world == 1:
+            return Place()
+        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+        return Place(rank, world, local_rank, _meet(environment, timeout))
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except (KeyError, ValueError):
+        given = environment.get(name)
+        said = "is not set" if given is None else f"is {given!r}"
+        raise ConfigError(f"{name} {said}; it must be a whole number: start workers with torchrun") from None
+
+
+def _meet(environment: Mapping[str, str], timeout: float) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, or the one of a default group that the script has made."""
+    if dist.is_initialized():
+        found = _get_default_store()
+    else:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise ConfigError(f"{name} is not set, though WORLD_SIZE is; start workers with torchrun")
+        found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    # A restarted launch meets in the same store: its keys must not be those of the launch before.
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"atoll/{restart}", found)

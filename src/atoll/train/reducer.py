@@ -1,0 +1,335 @@
+"""The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
+
+Backward leaves each gradient in its chunk's **local** buffer. A chunk whose last gradient has come is scaled into
+its **published** buffer and reduced there, while backward goes on. When backward ends, the workers agree that
+every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. The local gradients
+stay as they were until the next backward, so that an iteration can be reduced again (a chunk whose
+gradient changed after it had left; later, a ring that lost a member). Source: design.md, "The way of a gradient".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+
+from atoll.core.errors import RunError, UserError
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.channel import Channel
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a worker puts into an iteration: its `weight` in the mean, and the `samples` behind it."""
+
+    weight: float
+    samples: float
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group's channels: `data` carries chunks (on their device), `agreement` small vectors (on the CPU)."""
+
+    data: Channel
+    agreement: Channel
+
+    @property
+    def world(self) -> int:
+        return self.data.place.world
+
+
+class ChunkGradients:
+    """The gradients of one chunk, and how far this backward has come with them."""
+
+    def __init__(self, bound: BoundChunk, reduces: bool) -> None:
+        self.bound = bound
+        self.local = bound.new_buffer()
+        self.published: Buffer = bound.new_buffer() if reduces else self.local
+        self.fired = [False] * len(bound.parameters)
+        self.missing = len(bound.parameters)
+        self.late = False  # wait for the end of backward: its gradients come more than once
+        self.dirty = False  # a gradient came after the chunk had left
+        self.work: Work | None = None
+
+    def begin(self) -> None:
+        self.fired = [False] * len(self.fired)
+        self.missing = len(self.fired)
+        self.dirty, self.work = False, None
+
+    def settle(self) -> None:
+        """Make the local buffer whole: gradients that this backward did not touch, and zeros for absent ones."""
+        for parameter, view in zip(self.bound.parameters, self.local.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+    def publish(self, present: Sequence[bool]) -> None:
+        """Let `p.grad` show the published values where any worker had a gradient."""
+        for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
+            parameter.grad = view if here else None
+
+    def collect(self) -> tuple[bool, ...]:
+        """Bring gradients that the script has replaced back into the published buffer; which are present."""
+        for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient is not view:
+                view.copy_(gradient)
+                parameter.grad = view
+        return tuple(parameter.grad is not None for parameter in self.bound.parameters)
+
+
+class Reducer:
+    """Reduces one model's trainable chunks over a ring; with `ring` None it only gathers them into chunks.
+
+    `contribution()` is asked once per reduction; `committed(own, weight, samples)` is told the worker's own
+    contribution and the group's sums when an iteration is whole.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        ring: Ring | None,
+        *,
+        contribution: Callable[[], Contribution],
+        committed: Callable[[Contribution, float, float], None],
+    ) -> None:
+        self._ring = ring
+        self._contribution, self._committed = contribution, committed
+        self.gradients = {bound.chunk.id: ChunkGradients(bound, ring is not None) for bound in chunks}
+        self._order = list(self.gradients.values())  # in which chunks leave, the same on every worker
+        self._arrivals: list[int] = []  # chunk ids as they filled in this backward
+        self._order_is_measured = ring is None
+        self._next = 0  # the first of `_order` that has not left
+        self._armed = False  # the end of this backward has been asked for
+        self._own: Contribution | None = None  # fixed when the first chunk leaves
+        self._reference = 1.0  # the last iteration's sum of weights
+        self.synchronous = True  # False within no_sync
+        self._reduced = False  # since the last step
+        self._unsent = False  # gradients have come that no reduction has seen
+        self.steps = 0
+        self.seconds_waiting = 0.0
+        self.bytes_sent = 0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(chunk, index))  # type: ignore[no-untyped-call]
+            for chunk in self._order
+            for index, parameter in enumerate(chunk.bound.parameters)
+        ]
+
+    def close(self) -> None:
+        """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._ring = None
+
+    # -- during backward ---------------------------------------------------------------------------------------
+
+    def forget_aborted_backward(self) -> None:
+        """At the start of a forward: a backward that raised never reached its end."""
+        if self._armed:
+            self._armed = False
+            self._begin()
+
+    def arm(self) -> None:
+        """Ask for `_end_of_backward` to run when the backward that is now running ends."""
+        if not self._armed:
+            self._armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _hook(self, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
+        view = chunk.local.views[index]
+        name = chunk.bound.names[index]
+
+        def on_gradient(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not view:
+                assert gradient is not None
+                if gradient.requires_grad or gradient.layout != torch.strided:
+                    raise UserError(_unusable(name, gradient))
+                view.copy_(gradient)
+                parameter.grad = view
+            self._arrived(chunk, index)
+
+        return on_gradient
+
+    def _arrived(self, chunk: ChunkGradients, index: int) -> None:
+        self.arm()
+        self._unsent = True
+        if chunk.fired[index]:
+            chunk.late = True
+            chunk.dirty = chunk.work is not None
+            return
+        chunk.fired[index] = True
+        chunk.missing -= 1
+        if chunk.missing == 0:
+            self._arrivals.append(chunk.bound.chunk.id)
+            if self.synchronous and self._ring is not None:
+                self._send_ready()
+
+    def _send_ready(self) -> None:
+        """Send, in the agreed order, the chunks that are complete: workers must agree on the order of collectives."""
+        while self._next < len(self._order):
+            chunk = self._order[self._next]
+            if chunk.missing or chunk.late:
+                return
+            self._send(chunk)
+            self._next += 1
+
+    def _send(self, chunk: ChunkGradients) -> None:
+        assert self._ring is not None
+        if self._own is None:
+            self._own = self._contribution()
+        torch.mul(chunk.local.flat, self._own.weight / self._reference, out=chunk.published.flat)
+        chunk.work = self._ring.data.sum(chunk.published.flat)
+        self._count(chunk.published.flat.numel() * chunk.published.flat.element_size())
+
+    def _count(self, size: int) -> None:
+        """A ring sends each byte on 2 (n - 1) / n times."""
+        assert self._ring is not None
+        self.bytes_sent += 2 * (self._ring.world - 1) * size // self._ring.world
+
+    def _end_of_backward(self) -> None:
+        self._armed = False
+        if self.synchronous:
+            self.reduce()
+        else:
+            self._begin()
+
+    # -- at its end --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Send what has not left, wait for all of it, agree, and publish."""
+        if self._own is None:
+            self._own = self._contribution()
+        if self._ring is None:
+            self._done(self._own, self._own.weight, self._own.samples)
+            return
+        for chunk in self._order[self._next :]:
+            chunk.settle()
+            self._send(chunk)
+        present = [[p.grad is not None for p in chunk.bound.parameters] for chunk in self._order]
+        self._wait(self._order)
+        agreed = self._agree(self._ring, self._own, present)
+        while agreed.dirty:
+            again = [chunk for chunk, dirty in zip(self._order, agreed.dirty_chunks, strict=True) if dirty]
+            for chunk in again:
+                chunk.dirty, chunk.late = False, True
+                self._send(chunk)
+            self._wait(again)
+            agreed = self._agree(self._ring, self._own, present)
+        if agreed.weight <= 0:
+            raise UserError(f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; session.weight must be above 0 somewhere")
+        factor = self._reference / agreed.weight
+        for chunk, here in zip(self._order, agreed.present, strict=True):
+            if factor != 1.0:
+                chunk.published.flat.mul_(factor)
+            chunk.publish(here)
+        self._reference = agreed.weight
+        self._measure_order(self._ring)
+        self._done(self._own, agreed.weight, agreed.samples)
+
+    def _wait(self, chunks: Sequence[ChunkGradients]) -> None:
+        assert self._ring is not None
+        for chunk in chunks:
+            assert chunk.work is not None
+            what = f"chunk {chunk.bound.chunk.id} (with {chunk.bound.names[0]!r}) in iteration {self.steps}"
+            self.seconds_waiting += self._ring.data.wait(chunk.work, what)
+        if chunks and chunks[0].local.flat.device.type != "cpu":
+            # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
+            torch.accelerator.current_stream(chunks[0].local.flat.device).synchronize()
+
+    def _agree(self, ring: Ring, own: Contribution, present: list[list[bool]]) -> Agreement:
+        """Sum what every worker has to say about this iteration; that all have said it makes the iteration whole."""
+        head = [own.weight, own.samples, float(self.steps), *(float(chunk.dirty) for chunk in self._order)]
+        vector = torch.tensor([*head, *(float(here) for row in present for here in row)], dtype=torch.float64)
+        work = ring.agreement.sum(vector)
+        self.seconds_waiting += ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
+        self._count(vector.numel() * 8)
+        agreement = Agreement(vector.tolist(), [len(row) for row in present])
+        if agreement.steps != self.steps * ring.world:
+            raise RunError(
+                f"the workers are at different iterations (this one at {self.steps}, on average {agreement.steps / ring.world:g}); "
+                "every worker must call optimizer.step() equally often"
+            )
+        return agreement
+
+    def _measure_order(self, ring: Ring) -> None:
+        """Once: take worker 0's order of arrival as the order in which chunks leave."""
+        if self._order_is_measured:
+            return
+        self._order_is_measured = True
+        never = [chunk.bound.chunk.id for chunk in self._order if chunk.bound.chunk.id not in self._arrivals]
+        order = torch.tensor([*self._arrivals, *never], dtype=torch.int64)
+        ring.agreement.wait(ring.agreement.broadcast(order), "worker 0's order of chunks")
+        self._order = [self.gradients[chunk_id] for chunk_id in order.tolist()]
+
+    def _done(self, own: Contribution, weight: float, samples: float) -> None:
+        self._reduced, self._unsent = True, False
+        self._begin()
+        self._committed(own, weight, samples)
+
+    def _begin(self) -> None:
+        """Make ready for the next backward."""
+        for chunk in self._order:
+            chunk.begin()
+        self._next, self._own = 0, None
+        self._arrivals.clear()
+
+    # -- at the optimizer's step -------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Find broken views; send what no backward has sent (all of it under no_sync, or no gradient here at all)."""
+        for chunk in self._order:
+            chunk.bound.check()
+        if self._unsent or not self._reduced:
+            self.reduce()
+
+    def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
+        """The memory of a chunk's published gradients, and which slots have one."""
+        chunk = self.gradients[bound.chunk.id]
+        return chunk.published.flat, chunk.collect()
+
+    def after_step(self) -> None:
+        self._reduced = False
+        self.steps += 1
+
+    def own_nonfinite(self) -> list[str]:
+        """The parameters whose local gradient, this worker's own, holds NaN or infinity."""
+        return [
+            name
+            for chunk in self._order
+            for name, parameter, view in zip(
+                chunk.bound.names, chunk.bound.parameters, chunk.local.views, strict=True
+            )
+            if parameter.grad is not None and not bool(torch.isfinite(view).all())
+        ]
+
+
+class Agreement:
+    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence of each gradient."""
+
+    def __init__(self, vector: list[float], slots: list[int]) -> None:
+        self.weight, self.samples, self.steps = vector[:3]
+        self.dirty_chunks = [count > 0 for count in vector[3 : 3 + len(slots)]]
+        self.dirty = any(self.dirty_chunks)
+        self.present: list[list[bool]] = []
+        start = 3 + len(slots)
+        for count in slots:
+            self.present.append([value > 0 for value in vector[start : start + count]])
+            start += count
+
+
+def _unusable(name: str, gradient: Tensor) -> str:
+    if gradient.requires_grad:
+        return (
+            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
+            "take second derivatives with torch.autograd.grad"
+        )
+    return f"the gradient of {name!r} is sparse; build the layer with sparse=False"
+
+

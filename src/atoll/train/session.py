@@ -1,0 +1,498 @@
+"""The session: what a training script sees of Atoll.
+
+    with atoll.join() as session:
+        model, optimizer = session.prepare(model, optimizer)
+        ...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core import events
+from atoll.core.config import Config, load_config
+from atoll.core.errors import CheckpointError, ConfigError, UserError
+from atoll.observe.journal import Journal
+from atoll.observe.recorder import Recorder
+from atoll.observe.rundir import RunDirectory
+from atoll.tensors.checkpoint import read_checkpoint, write_checkpoint
+from atoll.train import resume
+from atoll.train.channel import Channel
+from atoll.train.place import Place
+from atoll.train.prepared import Prepared
+from atoll.train.reducer import Ring
+from atoll.train.sampler import ShardedSampler
+from atoll.train.workers import Reduction, Value, Workers
+
+RUN_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run`, which itself reads what its workers write there
+_READ_SECONDS = 0.5  # logged tensors are read this long after they were given, at the latest at the next step
+
+
+class Stateful(Protocol):
+    """What `session.register` takes."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group that a worker belongs to: its index among `count`, and the worker's rank among the group's `size`."""
+
+    index: int
+    count: int
+    rank: int
+    size: int
+
+
+def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
+    """Take this process's place in the run: from torchrun's variables, or alone.
+
+    `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
+    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment, and
+    DeadlineError when the other workers do not come within `sync.timeout`.
+    """
+    config = config if isinstance(config, Config) else load_config(config)
+    return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
+
+
+class Session:
+    """One worker's part in a run; made by `join`, closed by `with` or `close`."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config, self._place = config, place
+        self.device = _device(place)
+        self._prepared: list[Prepared] = []
+        self._samplers: list[ShardedSampler] = []
+        self._sampling: ShardedSampler | None = None  # the sampler that gave the latest index
+        self._registered: dict[str, Stateful] = {}
+        self._resumed_random: dict[str, Any] | None = None
+        self._logged: list[tuple[int, float, dict[str, Any]]] = []
+        self._iteration = 0
+        self._read_at = self._stepped_at = time.perf_counter()
+        self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
+        self._closed = False
+        self._bus = events.EventBus()
+        self._journal = self._open_journal()
+        timeout = config.timeout_seconds
+        channel = Channel(place, "session", timeout, torch.device("cpu")) if place.world > 1 else None
+        self._workers = Workers(place, channel)
+        self._ring = self._make_ring(timeout)
+        self._emit(
+            events.Started,
+            workers=place.world,
+            strategy=config.run.strategy,
+            device=str(self.device),
+            pid=os.getpid(),
+        )
+        self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+
+    # -- who and where -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._place.rank
+
+    @property
+    def world(self) -> int:
+        """How many workers there are."""
+        return self._place.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0, which prints and writes for all."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> Group:
+        """This worker's group; under `ring` there is one."""
+        return Group(index=0, count=1, rank=self.rank, size=self.world)
+
+    @property
+    def iteration(self) -> int:
+        """How many times the (first) prepared optimizer has stepped."""
+        return self._iteration
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
+
+        The model moves to `session.device`; its parameters become views into chunks and take worker 0's values, as do its
+        buffers. Every worker calls it, with the same model. May be called again for another pair.
+        Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
+        """
+        prepared = Prepared(
+            model,
+            optimizer,
+            config=self.config,
+            device=self.device,
+            workers=self._workers,
+            ring=self._ring,
+            counted=self._count_samples,
+            stepped=self._stepped,
+            skipped=lambda reason: self._emit(events.Skipped, iteration=self._iteration, reason=reason),
+        )
+        self._prepared.append(prepared)
+        self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
+        self._stepped_at = time.perf_counter()
+        return model, optimizer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it `backward()` only accumulates this worker's gradients; the next one outside it sends the sum."""
+        before = [prepared.reducer.synchronous for prepared in self._prepared]
+        for prepared in self._prepared:
+            prepared.reducer.synchronous = False
+        try:
+            yield
+        finally:
+            for prepared, synchronous in zip(self._prepared, before, strict=True):
+                prepared.reducer.synchronous = synchronous
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        model: nn.Module | None = None,
+    ) -> Tensor:
+        """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+        It is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in registration order.
+        `model` says whose gradients where several models are prepared.
+        """
+        prepared = self._find(model)
+        prepared.reducer.before_step()
+        return torch.nn.utils.clip_grad_norm_(
+            list(prepared.parameters.values()), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def weight(self, samples: float, model: nn.Module | None = None) -> None:
+        """Say how much the batch of this iteration weighs in the global mean, in place of its number of samples.
+
+        Unless called, a batch weighs the leading dimension of the first tensor given to the model's forward.
+        Under accumulation the weights of an iteration's batches add up.
+        """
+        if not samples >= 0:
+            raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
+        self._find(model).samples.give(float(samples))
+
+    def sampler(
+        self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
+    ) -> ShardedSampler:
+        """This worker's share of `dataset`'s indices, in an order drawn anew each epoch from `seed`.
+
+        Give it to a DataLoader. Its place in the epoch is saved and loaded with the session's checkpoints.
+        """
+        sampler = ShardedSampler(
+            dataset,
+            rank=self.rank,
+            world=self.world,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            on_epoch=self._epoch_begins,
+        )
+        self._samplers.append(sampler)
+        return sampler
+
+    # -- telling -----------------------------------------------------------------------------------------------
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record values of this iteration (numbers or tensors of one element): their mean over workers, weighted by samples.
+
+        Tensors are detached and copied at once but read later, so that a GPU is not waited for.
+        """
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UserError(f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one number, such as its mean")
+        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+        weight = self._prepared[0].samples.latest if self._prepared else 1.0
+        self._logged.append((self._iteration, weight, kept))
+
+    def expect(self, steps: int) -> None:
+        """Say how many steps the run will take in all, for the display's estimate of the time left."""
+        self._emit(events.Expected, steps=int(steps))
+
+    def barrier(self) -> None:
+        """Return when every worker has called it."""
+        self._workers.barrier()
+
+    def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
+        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker calls it.
+
+        With `mean`, each worker's value counts by `weight` (1 each unless given).
+        """
+        return self._workers.reduce(value, op, weight)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every worker calls it."""
+        return self._workers.gather(value)
+
+    # -- saving and loading ------------------------------------------------------------------------------------
+
+    def register(self, **objects: Stateful) -> None:
+        """Save and load these objects too, under these names (a GradScaler, an average of the weights)."""
+        for name, stateful in objects.items():
+            if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
+                raise UserError(f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and load_state_dict")
+        self._registered.update(objects)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random state, iteration.
+
+        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in plain torch
+        (safetensors). It replaces an older checkpoint there at once or not at all. Raises CheckpointError on every worker
+        if it cannot be written.
+        """
+        self._require_prepared("session.save")
+        trees = {"optimizer": [p.optimizer.state_dict() for p in self._prepared], "state": self._state()}
+        failure = ""
+        if self.is_main:
+            try:
+                write_checkpoint(path, model=self._model_state(), trees=trees)
+            except CheckpointError as error:
+                failure = str(error)
+        self._raise_together(failure, "worker 0 to write the checkpoint")
+        self._emit(events.Saved, iteration=self._iteration, path=str(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
+
+        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the checkpoint is missing, damaged or of
+        another model; nothing of it has then been taken over.
+        """
+        self._require_prepared("session.load")
+        failure, checkpoint = "", None
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError as error:
+            failure = str(error)
+        self._raise_together(failure, "the other workers to read the checkpoint")
+        assert checkpoint is not None
+        state = checkpoint.trees["state"]
+        if state["models"] != len(self._prepared):
+            raise CheckpointError(f"{path}: holds {state['models']} models, and the session has prepared {len(self._prepared)}")
+        for index, prepared in enumerate(self._prepared):
+            resume.load_model(prepared.module, _unprefixed(checkpoint.model, index), str(path))
+        for index, prepared in enumerate(self._prepared):
+            resume.load_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], str(path))
+            resume.load_scheduler_states(prepared.optimizer, state["schedulers"][index])
+            prepared.reducer.steps = state["steps"][index]
+        self._load_rest(state, str(path))
+
+    def _state(self) -> dict[str, Any]:
+        consumed = [[sampler.consumed for sampler in self._samplers]]
+        consumed = self._workers.gather(consumed[0], "the workers' samplers")
+        return {
+            "iteration": self._iteration,
+            "workers": self.world,
+            "models": len(self._prepared),
+            "steps": [prepared.reducer.steps for prepared in self._prepared],
+            "schedulers": [resume.scheduler_states(prepared.optimizer) for prepared in self._prepared],
+            "samplers": [s.state_dict(sum(column)) for s, column in zip(self._samplers, zip(*consumed, strict=True), strict=True)],
+            "registered": {name: stateful.state_dict() for name, stateful in self._registered.items()},
+            "random": self._workers.gather(resume.random_state(self.device), "the workers' random state"),
+        }
+
+    def _model_state(self) -> dict[str, Tensor]:
+        model: dict[str, Tensor] = {}
+        for index, prepared in enumerate(self._prepared):
+            model |= {_prefix(index) + name: value for name, value in prepared.module.state_dict().items()}
+        return model
+
+    def _load_rest(self, state: dict[str, Any], where: str) -> None:
+        if len(state["samplers"]) != len(self._samplers):
+            raise CheckpointError(
+                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made {len(self._samplers)}; "
+                "make them before session.load"
+            )
+        for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+        for name, saved in state["registered"].items():
+            if name not in self._registered:
+                raise CheckpointError(f"{where}: holds the state of {name!r}; call session.register({name}=...) before session.load")
+            self._registered[name].load_state_dict(saved)
+        self._iteration = state["iteration"]
+        if self.rank < len(state["random"]):
+            self._resumed_random = state["random"][self.rank]
+            resume.set_random_state(self._resumed_random, self.device)
+        else:
+            resume.derive_random_state(state["random"][0], self.rank)
+
+    def _raise_together(self, failure: str, what: str) -> None:
+        failures = self._workers.gather(failure, what)
+        for rank, message in enumerate(failures):
+            if message:
+                raise CheckpointError(failure or f"worker {rank}: {message}")
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._leave()
+
+    def close(self) -> None:
+        """Wait for the other workers to finish too, write the last records, and let the model and the optimizer go."""
+        if self._closed:
+            return
+        self._workers.barrier("the end of the session")
+        self._emit(events.Finished, iteration=self._iteration)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._read_logged()
+        for prepared in self._prepared:
+            prepared.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._ring = None
+        self._workers.channel = None
+        self._summarise()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _make_ring(self, timeout: float) -> Ring | None:
+        if self.world == 1:
+            return None
+        data = Channel(self._place, "ring", timeout, self.device)
+        if self.device.type == "cpu":
+            return Ring(data, data)
+        return Ring(data, Channel(self._place, "agreement", timeout, torch.device("cpu")))
+
+    def _ring_kind(self) -> str:
+        if self.world == 1:
+            return "none: one worker"
+        return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
+
+    def _find(self, model: nn.Module | None) -> Prepared:
+        self._require_prepared("this call")
+        if model is None:
+            if len(self._prepared) > 1:
+                raise UserError("several models are prepared; say which is meant with model=...")
+            return self._prepared[0]
+        for prepared in self._prepared:
+            if prepared.module is getattr(model, "_orig_mod", model):
+                return prepared
+        raise UserError("this model is not prepared; call session.prepare(model, optimizer) first")
+
+    def _require_prepared(self, what: str) -> None:
+        if not self._prepared:
+            raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
+
+    def _count_samples(self, samples: float) -> None:
+        if self._sampling is not None:
+            self._sampling.consumed += int(samples)
+
+    def _epoch_begins(self, sampler: ShardedSampler) -> None:
+        self._sampling = sampler
+        if sampler.resumed and self._resumed_random is not None:
+            # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
+            resume.set_random_state(self._resumed_random, self.device)
+        self._resumed_random = None
+
+    def _stepped(self, prepared: Prepared) -> None:
+        if prepared is not self._prepared[0]:
+            return
+        self._iteration += 1
+        if self._journal is None:
+            return
+        now = time.perf_counter()
+        waiting = sum(p.reducer.seconds_waiting for p in self._prepared)
+        sent = sum(p.reducer.bytes_sent for p in self._prepared)
+        self._emit(
+            events.StepDone,
+            iteration=self._iteration,
+            samples=prepared.own_samples,
+            seconds=now - self._stepped_at,
+            waiting=waiting - self._counters[0],
+            bytes_sent=sent - self._counters[1],
+        )
+        self._stepped_at, self._counters = now, (waiting, sent)
+        if now - self._read_at > _READ_SECONDS:
+            self._read_at = now
+            self._read_logged()
+
+    def _read_logged(self) -> None:
+        for iteration, weight, values in self._logged:
+            numbers = {name: _finite(float(value)) for name, value in values.items()}
+            self._emit(events.Logged, iteration=iteration, weight=weight, values=numbers)
+        self._logged.clear()
+
+    def _open_journal(self) -> Journal | None:
+        directory = os.environ.get(RUN_VARIABLE) or self.config.run.directory
+        if not directory:
+            return None
+        run = RunDirectory(Path(directory))
+        run.create()
+        journal = Journal(run.journal(self.rank))
+        self._bus.subscribe(journal)
+        return journal
+
+    def _summarise(self) -> None:
+        """Without `atoll run` above, worker 0 puts the records together itself."""
+        if self._journal is None or RUN_VARIABLE in os.environ or not self.is_main:
+            return
+        recorder = Recorder(RunDirectory(Path(self.config.run.directory)), self.world)
+        recorder.poll()
+        recorder.close()
+
+    def _decided(self, what: str, choice: str, reason: str) -> None:
+        if self.is_main:
+            self._emit(events.Decided, what=what, choice=choice, reason=reason)
+
+    def _emit(self, kind: Any, **fields: Any) -> None:
+        self._bus.emit(kind(time=time.time(), worker=self.rank, **fields))
+
+
+def _device(place: Place) -> torch.device:
+    """This worker's accelerator, or the CPU where there is none that rings can use."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (place.world > 1 and accelerator.type != "cuda"):
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if place.local_rank >= count:
+        raise ConfigError(
+            f"worker {place.rank} has no {accelerator.type} device of its own: this machine has {count}; "
+            f"start {count} workers here, or hide the devices (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    torch.accelerator.set_device_index(place.local_rank)
+    return torch.device(accelerator.type, place.local_rank)
+
+
+def _finite(value: float) -> float | None:
+    return value if value - value == 0 else None
+
+
+def _prefix(index: int) -> str:
+    """The first model's names are its own; a second one's are told apart."""
+    return "" if index == 0 else f"model{index}:"
+
+
+def _unprefixed(model: dict[str, Any], index: int) -> dict[str, Any]:
+    if index:
+        prefix = _prefix(index)
+        return {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+    return {name: value for name, value in model.items() if not (name.startswith("model") and ":" in name)}

@@ -1,0 +1,134 @@
+"""What the workers of a group tell one another outside the iterations: small values, and tensors to start from.
+
+Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atoll.core.errors import UserError
+from atoll.train.channel import Channel
+from atoll.train.place import Place
+
+Reduction = Literal["mean", "sum", "min", "max"]
+Value = TypeVar("Value", float, Tensor)
+_OPS: dict[str, dist.ReduceOp.RedOpType] = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class Workers:
+    """The workers of `place`, joined by `channel` (Gloo, CPU tensors); `channel` is None exactly when alone."""
+
+    def __init__(self, place: Place, channel: Channel | None) -> None:
+        self.place, self.channel = place, channel
+
+    def barrier(self, what: str = "the barrier") -> None:
+        """Return when every worker has come."""
+        self._sum(torch.zeros(1), what)
+
+    def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce") -> Value:
+        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape and dtype.
+
+        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an unknown `op`,
+        for a weight with another op than `mean`, and for weights that sum to 0.
+        """
+        if op not in _OPS:
+            raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
+        if weight is not None and op != "mean":
+            raise UserError(f"reduce: weight goes with op='mean', not with {op!r}")
+        own = 1.0 if weight is None else float(weight)
+        if isinstance(value, Tensor):
+            return self._reduce_tensor(value, op, own, what)
+        return float(self._reduce_tensor(torch.tensor(float(value), dtype=torch.float64), op, own, what))
+
+    def _reduce_tensor(self, value: Tensor, op: Reduction, weight: float, what: str) -> Tensor:
+        if op == "mean" and not value.is_floating_point():
+            raise UserError(f"reduce: the mean of a {value.dtype} tensor is not one of its kind; give value.float()")
+        result = value.detach().to("cpu", copy=True).contiguous()
+        if op == "mean":
+            total = float(self._sum(torch.tensor([weight], dtype=torch.float64), what)[0])
+            if total <= 0:
+                raise UserError(f"reduce: the workers' weights sum to {total:g}; they must be above 0")
+            result.mul_(weight / total)
+        if self.channel is not None:
+            self.channel.wait(self.channel.reduce(result, _OPS[op]), what)
+        return result.to(value.device)
+
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can hold."""
+        if isinstance(value, Tensor):
+            return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
+        try:
+            payload = msgspec.json.encode(value)
+        except (TypeError, NotImplementedError):
+            raise UserError(
+                f"gather: a {type(value).__name__} cannot be sent; give a tensor, or numbers, strings, lists and dicts of them"
+            ) from None
+        return [msgspec.json.decode(part) for part in self.gather_bytes(payload, what)]
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Each worker's bytes, in order of rank."""
+        if self.channel is None:
+            return [payload]
+        sizes, work = self.channel.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
+        self.channel.wait(work, what)
+        padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        parts, work = self.channel.all_gather(padded)
+        self.channel.wait(work, what)
+        return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+
+    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Overwrite `tensors` by worker 0's values; shapes and dtypes are the same everywhere."""
+        if self.channel is None:
+            return
+        for tensor in tensors:
+            host = tensor.detach().to("cpu").contiguous()
+            if host.numel() == 0:
+                continue
+            self.channel.wait(self.channel.broadcast(_sendable(host)), what)
+            if host.data_ptr() != tensor.data_ptr() or host.device != tensor.device:
+                tensor.copy_(host)
+
+    def _sum(self, tensor: Tensor, what: str) -> Tensor:
+        if self.channel is not None:
+            self.channel.wait(self.channel.sum(tensor), what)
+        return tensor
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: Gloo has no broadcast for every dtype (bool, for one)."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Header(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+
+
+def _pack(tensor: Tensor) -> bytes:
+    host = tensor.detach().to("cpu").contiguous()
+    header = msgspec.json.encode(_Header(str(host.dtype).removeprefix("torch."), list(host.shape)))
+    body = bytes(_sendable(host).numpy()) if host.numel() else b""
+    return len(header).to_bytes(4, "little") + header + body
+
+
+def _unpack(payload: bytes, device: torch.device) -> Tensor:
+    size = int.from_bytes(payload[:4], "little")
+    header = msgspec.json.decode(payload[4 : 4 + size], type=_Header)
+    dtype = getattr(torch, header.dtype)
+    body = payload[4 + size :]
+    if not body:
+        return torch.empty(header.shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(body), dtype=dtype).reshape(header.shape).to(device)
