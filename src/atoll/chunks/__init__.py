@@ -1,0 +1,18 @@
+"""The layout: which parameter lies where in which chunk, from names, shapes and dtypes alone."""
+
+from __future__ import annotations
+
+from atoll.chunks.layout import lay_out
+from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot, first_difference
+from atoll.chunks.specs import ParameterSpec, itemsize
+
+__all__ = [
+    "Chunk",
+    "ChunkGroup",
+    "ChunkMap",
+    "ParameterSpec",
+    "Slot",
+    "first_difference",
+    "itemsize",
+    "lay_out",
+]

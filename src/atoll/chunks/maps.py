@@ -1,0 +1,149 @@
+"""The chunk map: groups, chunks and slots, as immutable data."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from atoll.chunks.specs import ParameterSpec, itemsize
+from atoll.core.units import format_bytes
+
+
+class ChunkGroup(msgspec.Struct, frozen=True):
+    """What all parameters of a chunk have in common."""
+
+    dtype: str
+    settings: str
+    trainable: bool
+    feature: str
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """Where a parameter lies in its chunk: `numel` elements from element `offset`."""
+
+    parameter: int  # index into ChunkMap.specs
+    offset: int
+    numel: int
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A contiguous run of memory for one or more parameters of one group."""
+
+    id: int  # also its index in ChunkMap.chunks
+    group: int  # index into ChunkMap.groups
+    dtype: str
+    numel: int  # elements of storage, padding and unused tail included
+    slots: tuple[Slot, ...]  # in the order in which backward fills them
+    oversize: bool  # holds one parameter that is larger than the common size
+
+    @property
+    def used(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def extent(self) -> int:
+        """Elements up to the end of the last slot: what a transfer needs to carry."""
+        return max(slot.offset + slot.numel for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return self.numel * itemsize(self.dtype)
+
+
+class ChunkMap(msgspec.Struct, frozen=True):
+    """The layout of one model.
+
+    `specs` are in the order of registration. Chunks are numbered with the trainable ones first, in
+    the order in which backward completes them. `places[i]` is parameter i's (chunk id, index of its
+    slot in that chunk).
+    """
+
+    chunk_bytes: int  # the common size of chunks
+    alignment: int  # bytes; every slot starts on a multiple
+    specs: tuple[ParameterSpec, ...]
+    groups: tuple[ChunkGroup, ...]
+    chunks: tuple[Chunk, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def chunk_of(self, parameter: int) -> Chunk:
+        """The chunk that holds the parameter of this index."""
+        return self.chunks[self.places[parameter][0]]
+
+    def slot_of(self, parameter: int) -> Slot:
+        """The slot of the parameter of this index."""
+        chunk, slot = self.places[parameter]
+        return self.chunks[chunk].slots[slot]
+
+    @property
+    def trainable(self) -> tuple[Chunk, ...]:
+        """The chunks that receive gradients, in the order in which backward completes them."""
+        return tuple(chunk for chunk in self.chunks if self.groups[chunk.group].trainable)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks' storage."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that belong to parameters."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def waste(self) -> float:
+        """The fraction of storage that belongs to no parameter: tails and alignment."""
+        total = self.nbytes
+        return (total - self.used_bytes) / total if total else 0.0
+
+    @property
+    def digest(self) -> str:
+        """A stable hash of specs and sizes: equal for two workers exactly when their layouts are."""
+        content = msgspec.json.encode((self.chunk_bytes, self.alignment, self.specs))
+        return hashlib.sha256(content).hexdigest()
+
+    def describe(self) -> str:
+        """A few lines for people: chunks by group, and the waste."""
+        lines = [
+            f"{len(self.specs)} parameters ({format_bytes(self.used_bytes)}) in {len(self.chunks)} chunks "
+            f"of {format_bytes(self.chunk_bytes)}; {self.waste:.2%} of the memory is unused"
+        ]
+        for index, group in enumerate(self.groups):
+            chunks = [chunk for chunk in self.chunks if chunk.group == index]
+            oversize = sum(chunk.oversize for chunk in chunks)
+            features = [
+                group.dtype,
+                "trainable" if group.trainable else "frozen",
+                group.settings,
+                group.feature,
+            ]
+            lines.append(
+                f"  {', '.join(filter(None, features))}: {len(chunks)} chunks, "
+                f"{format_bytes(sum(chunk.nbytes for chunk in chunks))}"
+                + (f", {oversize} of them of one oversize parameter each" if oversize else "")
+            )
+        return "\n".join(lines)
+
+
+def first_difference(mine: ChunkMap, other: ChunkMap) -> str | None:
+    """What first sets two workers' layouts apart, as one clause that names the parameter; None if nothing.
+
+    "mine" and "other" appear as "here" and "there".
+    """
+    for left, right in zip(mine.specs, other.specs, strict=False):
+        if left != right:
+            for field in ParameterSpec.__struct_fields__:
+                here, there = getattr(left, field), getattr(right, field)
+                if here != there:
+                    return f"parameter {left.name!r} has {field} {here!r} here and {there!r} there"
+    if len(mine.specs) != len(other.specs):
+        longer, where = (mine, "here") if len(mine.specs) > len(other.specs) else (other, "there")
+        extra = longer.specs[min(len(mine.specs), len(other.specs))]
+        return f"parameter {extra.name!r} exists {where} only"
+    for field in ("chunk_bytes", "alignment"):
+        here, there = getattr(mine, field), getattr(other, field)
+        if here != there:
+            return f"{field} is {here} here and {there} there"
+    return None

@@ -1,0 +1,113 @@
+"""The search for the common size of chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+_GRID = 256  # sizes tried at equal ratios, beside those that the model's own shapes suggest
+_RUNS = 2048  # suggested sizes kept, at most
+_THRESHOLDS = 8  # parameter sizes of which each is tried as the largest that is not oversize
+_STARTS = 16
+_STEP = 10_000  # waste is compared in steps of 1 / _STEP
+_BEARABLE = 0.01  # waste for which chunks stay alike
+
+
+def least_waste(
+    groups: Sequence[Sequence[int]], used: int, smallest: int, largest: int, alignment: int
+) -> int:
+    """The chunk size in bytes, from `smallest` to `largest`, that wastes the least memory.
+
+    `groups` holds, for each group, its parameters' sizes in bytes, rounded up to `alignment`, in the
+    order of filling; `used` is the bytes of all parameters, not rounded. All bounds are multiples of
+    `alignment`.
+
+    Waste is compared in steps of 0.01 % of the memory, and within a step the smaller size wins:
+    smaller chunks overlap better, and nobody would pay a chunk twice the size for less. Sizes at which
+    half of the bytes or more would be oversize, and the chunks unlike one another, are taken only
+    where every other size wastes over 1 %; of those, the larger wins.
+    """
+    sizes = [np.array(group, dtype=np.int64) for group in groups]
+    candidates = _candidates(sizes, smallest, largest, alignment)
+    storage = np.zeros_like(candidates)
+    for group in sizes:
+        storage += _storage(group, candidates)
+    wasted: Int64s = storage - used
+    steps = wasted * _STEP // np.maximum(storage, 1)
+    alike = candidates >= _half_of_bytes(sizes)
+    if np.any(alike) and steps[alike].min() <= _STEP * _BEARABLE:
+        return int(candidates[alike][np.argmin(steps[alike])])
+    return int(candidates[steps == steps.min()][-1])
+
+
+def _half_of_bytes(groups: list[Int64s]) -> int:
+    """The smallest size such that parameters of at most this size hold half of the bytes."""
+    sizes: Int64s = np.sort(np.concatenate([np.zeros(1, dtype=np.int64), *groups]))
+    held = np.cumsum(sizes)
+    return int(sizes[np.searchsorted(held, held[-1] / 2)])
+
+
+def _candidates(groups: list[Int64s], smallest: int, largest: int, alignment: int) -> Int64s:
+    """Ascending sizes to try: a grid of equal ratios, and the lengths of runs of parameters.
+
+    A model's layers repeat; the length of a run of whole parameters is where a chunk's tail vanishes.
+    """
+    grid = np.geomspace(smallest, largest, _GRID).astype(np.int64) // alignment * alignment
+    runs: list[Int64s] = [np.empty(0, dtype=np.int64)]
+    for group in groups:
+        # Below the size of a large parameter that one is oversize, and the runs are of those that remain.
+        thresholds = np.unique(group[group <= largest])[-_THRESHOLDS:]
+        for threshold in thresholds:
+            runs += _runs(group[group <= threshold], smallest, largest)
+    suggested: Int64s = np.unique(np.concatenate(runs))
+    if len(suggested) > _RUNS:
+        suggested = suggested[np.linspace(0, len(suggested) - 1, _RUNS).astype(np.int64)]
+    both: Int64s = np.unique(np.clip(np.concatenate([grid, suggested]), smallest, largest))
+    return both
+
+
+def _runs(sizes: Int64s, smallest: int, largest: int) -> list[Int64s]:
+    """The lengths within bounds of runs that begin at the first parameters, and at some spread over all."""
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+    spread = np.linspace(0, len(sizes) - 1, _STARTS).astype(np.int64)
+    runs = []
+    for start in sorted({*range(min(_STARTS, len(sizes))), *spread.tolist()}):
+        lengths = ends[start + 1 :] - ends[start]
+        runs.append(lengths[(lengths >= smallest) & (lengths <= largest)])
+    return runs
+
+
+def _storage(group: Int64s, candidates: Int64s) -> Int64s:
+    """The bytes of storage that one group takes at each of the ascending candidate sizes."""
+    result = np.zeros_like(candidates)
+    # Candidates between two neighbouring parameter sizes have the same oversize parameters.
+    bounds = np.searchsorted(candidates, np.unique(group))
+    for low, high in itertools.pairwise(sorted({0, *bounds.tolist(), len(candidates)})):
+        small = group[group <= candidates[low]]
+        oversize = int(group.sum() - small.sum())
+        result[low:high] = oversize + _fill(small, candidates[low:high])
+    return result
+
+
+def _fill(sizes: Int64s, candidates: Int64s) -> Int64s:
+    """The bytes that `sizes` take, filled one after another, at every candidate size at once.
+
+    Every chunk takes the whole candidate size, the last one only what it uses.
+    """
+    ends = np.cumsum(sizes)
+    total = int(ends[-1]) if len(ends) else 0
+    storage = np.zeros_like(candidates)
+    begun = np.zeros_like(candidates)  # bytes of parameters in the chunks closed so far
+    active = np.arange(len(candidates) if total else 0)
+    while active.size:
+        ended = ends[np.searchsorted(ends, begun[active] + candidates[active], side="right") - 1]
+        done = ended >= total
+        storage[active] += np.where(done, total - begun[active], candidates[active])
+        begun[active] = ended
+        active = active[~done]
+    return storage
