@@ -6,6 +6,7 @@ group, which stays the script's. Every wait goes through `Channel.wait`, which n
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from typing import Any, cast
@@ -80,7 +81,7 @@ class Channel:
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         """The error to raise in place of c10d's."""
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first_line = _essence(str(error)) or type(error).__name__
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
             return PeerLostError(f"worker {self.place.rank} lost touch with another worker, waiting for {what}: {first_line}")
         missing = self._who_is_missing()
@@ -104,6 +105,12 @@ class Channel:
             return missing
         except RuntimeError:  # the store went with the worker that held it: nobody can be asked
             return []
+
+
+def _essence(message: str) -> str:
+    """c10d's message without its source position and its advice."""
+    first_line = message.splitlines()[0] if message else ""
+    return re.sub(r"^\[[^]]*\]\s*", "", first_line).split(". ")[0]
 
 
 class _Explained:
