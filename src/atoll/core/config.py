@@ -177,7 +177,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
-    for name, parse in (("chunks.size", lambda: config.chunk_bytes), ("sync.timeout", lambda: config.timeout_seconds)):
+    for name, parse in (
+        ("chunks.size", lambda: config.chunk_bytes),
+        ("sync.timeout", lambda: config.timeout_seconds),
+    ):
         try:
             value = parse()
         except ConfigError as error:

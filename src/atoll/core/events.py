@@ -7,7 +7,7 @@ Nothing here does I/O: a journal, a display and a report are subscribers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Optional, Union
+from typing import Union
 
 import msgspec
 
@@ -55,7 +55,7 @@ class Logged(Event, frozen=True):
 
     iteration: int
     weight: float
-    values: dict[str, Optional[float]]  # None stands for NaN and the infinities, which JSON lacks
+    values: dict[str, float | None]  # None stands for NaN and the infinities, which JSON lacks
 
 
 class Decided(Event, frozen=True):
@@ -102,9 +102,7 @@ class Finished(Event, frozen=True):
     iteration: int
 
 
-AnyEvent = Union[
-    Started, Expected, StepDone, Logged, Decided, Skipped, Saved, Warned, Failed, Finished
-]
+AnyEvent = Union[Started, Expected, StepDone, Logged, Decided, Skipped, Saved, Warned, Failed, Finished]
 Subscriber = Callable[[AnyEvent], None]
 
 

@@ -48,7 +48,9 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _split(text: str | float, units: dict[str, float] | dict[str, int], what: str, such_as: str) -> tuple[float, str]:
+def _split(
+    text: str | float, units: dict[str, float] | dict[str, int], what: str, such_as: str
+) -> tuple[float, str]:
     match = _QUANTITY.match(str(text))
     if match is None or match[2].upper() not in units:
         raise ConfigError(f"{text!r} is not {what}; write it like {such_as}")

@@ -9,6 +9,7 @@ counter of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,7 +34,8 @@ def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
 class Buffer:
     """Memory for one chunk's worth of values, and a view into it for each slot.
 
-    `flat` is 1-D with at least `chunk.extent` elements; `views[i]` has the shape and strides of slot i's parameter.
+    `flat` is 1-D with at least `chunk.extent` elements; `views[i]` has the shape and strides of slot
+    i's parameter.
     """
 
     def __init__(self, chunk: Chunk, parameters: Sequence[Tensor], flat: Tensor) -> None:
@@ -146,21 +148,27 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise PrepareError(
-                f"parameter {name!r} is lazy and has no shape yet; run one batch through the model before session.prepare"
+                f"parameter {name!r} is lazy and has no shape yet; run one batch through the model "
+                "before session.prepare"
             )
         if parameter.is_meta:
             raise PrepareError(
-                f"parameter {name!r} is on the meta device; give it values (model.to_empty and your initialisation) before session.prepare"
+                f"parameter {name!r} is on the meta device; give it values (model.to_empty and your "
+                "initialisation) before session.prepare"
             )
         if hasattr(parameter, "device_mesh"):
             raise PrepareError(
-                f"parameter {name!r} is a DTensor, sharded by another library; give session.prepare the unsharded model"
+                f"parameter {name!r} is a DTensor, sharded by another library; give session.prepare "
+                "the unsharded model"
             )
         if parameter.is_sparse or parameter.layout != torch.strided:
-            raise PrepareError(f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()")
+            raise PrepareError(
+                f"parameter {name!r} is sparse; chunks hold dense parameters only, call to_dense()"
+            )
         if parameter.is_complex():
             raise PrepareError(
-                f"parameter {name!r} is {_short(parameter.dtype)}; hold it as a real parameter and use torch.view_as_complex in forward"
+                f"parameter {name!r} is {_short(parameter.dtype)}; hold it as a real parameter and "
+                "use torch.view_as_complex in forward"
             )
         if not _is_dense(parameter):
             raise PrepareError(
@@ -171,7 +179,7 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
             start = parameter.data_ptr()
             spans.append((start, start + parameter.numel() * parameter.element_size(), name))
     spans.sort()
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise PrepareError(
                 f"parameters {first!r} and {second!r} are two Parameters that share memory; "
@@ -182,7 +190,9 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory, each once, in whatever order."""
     expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1
+    ):
         if stride != expected:
             return tensor.numel() == 0
         expected *= size

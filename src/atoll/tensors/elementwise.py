@@ -18,7 +18,9 @@ from torch import Tensor, nn
 _ROWS, _COLUMNS, _STEPS = 4, 6, 3
 
 
-def elementwise_state_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> set[str]:
+def elementwise_state_keys(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+) -> set[str]:
     """The state that `optimizer` keeps for each element (`exp_avg`), as against for each parameter (`step`).
 
     `group` is one of its param groups, whose hyperparameters are used. Raises NotElementwiseError when
@@ -41,7 +43,9 @@ def elementwise_state_keys(optimizer: torch.optim.Optimizer, group: dict[str, An
         raise NotElementwiseError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if not torch.allclose(whole.reshape(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
         raise NotElementwiseError("a matrix and its two flattened halves came out different")
-    return {key for key, value in states[0].items() if isinstance(value, Tensor) and value.shape == whole.shape}
+    return {
+        key for key, value in states[0].items() if isinstance(value, Tensor) and value.shape == whole.shape
+    }
 
 
 class NotElementwiseError(Exception):
@@ -61,7 +65,9 @@ def _try(
         setattr(probe, hooks, OrderedDict())
     parameters = [nn.Parameter(value.clone().to(device)) for value in values]
     hyperparameters = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
     }
     probe.param_groups = [{**hyperparameters, "params": parameters}]
     probe.state = defaultdict(dict)

@@ -3,9 +3,11 @@
 The optimizer object stays the user's own. Just before its `step` runs, its parameters are exchanged for
 **segments**, flat runs of chunk memory whose parameters step alike; just after, they are exchanged
 back. So its own code computes the update, by the implementation that it would choose (fused, foreach or
-loop), on few large tensors in place of many small ones, and every optimizer whose update is element-wise works.
+loop), on few large tensors in place of many small ones, and every optimizer whose update is
+element-wise works.
 
-A segment never spans parameters that differ in what their update depends on: the param group, whether there is
+A segment never spans parameters that differ in what their update depends on: the param group, whether
+there is
 a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
 """
 
@@ -47,13 +49,17 @@ class ChunkState:
     def __init__(self, chunk: BoundChunk) -> None:
         self.chunk = chunk
         self.elements: dict[str, Tensor] = {}  # key -> [chunk.extent]
-        self.slots: list[State] = [{} for _ in chunk.chunk.slots]  # each slot's values; element-wise ones as views
+        self.slots: list[State] = [
+            {} for _ in chunk.chunk.slots
+        ]  # each slot's values; element-wise ones as views
         self.segments: list[Segment] = []
         self.present: tuple[bool, ...] | None = None  # the presence that `segments` were cut for
 
     def signature(self, slot: int) -> tuple[object, ...]:
         """What must be equal for two slots to share a segment."""
-        return tuple((key, _comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items()))
+        return tuple(
+            (key, _comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items())
+        )
 
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
@@ -65,7 +71,7 @@ class ChunkState:
         runs: list[list[int]] = []
         last: tuple[object, ...] | None = None
         for slot, here in enumerate(present):
-            if not here or self.chunk.chunk.slots[slot].numel == 0:
+            if not here:
                 last = None
                 continue
             signature = self.signature(slot)
@@ -145,7 +151,9 @@ class ChunkState:
             if key in elementwise and isinstance(value, Tensor):
                 held = self.elements.get(key)
                 if held is None:
-                    held = torch.zeros(self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device)
+                    held = torch.zeros(
+                        self.chunk.chunk.extent, dtype=value.dtype, device=self.chunk.flat.device
+                    )
                     self.elements[key] = held
                 view[key] = carve(held, self.chunk.chunk.slots[slot].offset, self.chunk.parameters[slot])
                 view[key].copy_(value)
@@ -158,7 +166,8 @@ class ChunkState:
 class ChunkOptimizer:
     """Makes `optimizer` step the segments of `chunks`.
 
-    In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's gradients
+    In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's
+    gradients
     and, for each slot, whether there is one; `accept(flat gradients)` says whether to apply them; and
     `after_step()` runs last. Raises PrepareError for an optimizer that is not element-wise.
     """
@@ -174,14 +183,21 @@ class ChunkOptimizer:
         after_step: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
-        self._before_step, self._gradients, self._accept, self._after_step = before_step, gradients, accept, after_step
+        self._before_step, self._gradients, self._accept, self._after_step = (
+            before_step,
+            gradients,
+            accept,
+            after_step,
+        )
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         group_of = {p: index for index, params in enumerate(self._group_parameters) for p in params}
         self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
         self._elementwise: set[str] = set()
         for group in optimizer.param_groups:
-            self._elementwise |= _probe(optimizer, group, group["params"][0].device if group["params"] else None)
+            self._elementwise |= _probe(
+                optimizer, group, group["params"][0].device if group["params"] else None
+            )
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own, while it is exchanged
         self._import()
         self._handles = [
@@ -262,7 +278,9 @@ class ChunkOptimizer:
                     changed |= chunk_state.adopt(segment, flat_state[segment.parameter], self._elementwise)
                 # Each parameter's version counter is its own: without this, autograd could not tell that a
                 # value saved for backward was overwritten by the step.
-                torch.autograd.graph.increment_version(chunk_state.chunk.parameters[segment.first : segment.last + 1])
+                torch.autograd.graph.increment_version(
+                    chunk_state.chunk.parameters[segment.first : segment.last + 1]
+                )
         if changed:
             self._publish()
         self._after_step()
@@ -270,7 +288,9 @@ class ChunkOptimizer:
     def _check_groups(self) -> None:
         for index, group in enumerate(self.optimizer.param_groups):
             known = self._group_parameters[index] if index < len(self._group_parameters) else []
-            if len(known) != len(group["params"]) or any(a is not b for a, b in zip(known, group["params"], strict=True)):
+            if len(known) != len(group["params"]) or any(
+                a is not b for a, b in zip(known, group["params"], strict=True)
+            ):
                 raise UserError(
                     f"the optimizer's param group {index} was changed after session.prepare; "
                     "add parameters and groups before it"
@@ -304,4 +324,8 @@ def _comparable(value: Any, elementwise: bool) -> object:
     """A value that equals another slot's exactly when the two may share a segment."""
     if elementwise:
         return None
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else (value if not isinstance(value, Tensor) else id(value))
+    return (
+        value.item()
+        if isinstance(value, Tensor) and value.numel() == 1
+        else (value if not isinstance(value, Tensor) else id(value))
+    )

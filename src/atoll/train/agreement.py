@@ -27,7 +27,8 @@ class Description(msgspec.Struct):
 def describe(
     specs: list[ParameterSpec], model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
 ) -> Description:
-    """This worker's description. The optimizer's state counts by which parameters have some, not by its values."""
+    """This worker's description. The optimizer's state counts by which parameters have some, not by
+    its values."""
     parameters = {
         spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}{_in_group(spec.settings)}"
         for spec in specs
@@ -48,7 +49,8 @@ def describe(
 
 
 def check_same(workers: Workers, own: Description) -> None:
-    """Raise PrepareError on every worker, naming the first difference and who has which, unless all are equal."""
+    """Raise PrepareError on every worker, naming the first difference and who has which, unless all
+    are equal."""
     encoded = msgspec.json.encode(own)
     digests = workers.gather_bytes(hashlib.sha256(encoded).digest(), "the other workers' models")
     if len(set(digests)) == 1:
@@ -74,7 +76,9 @@ def _first_difference(descriptions: list[Description]) -> str:
                         f"and {theirs.get(name, 'missing')} on worker {rank}; {way_out}"
                     )
         if list(first.parameters) != list(other.parameters):
-            return f"the workers differ: worker {rank} registers its parameters in another order than worker 0"
+            return (
+                f"the workers differ: worker {rank} registers its parameters in another order than worker 0"
+            )
     return "the workers differ in the order of their buffers or settings"
 
 

@@ -83,7 +83,9 @@ class Channel:
         """The error to raise in place of c10d's."""
         first_line = _essence(str(error)) or type(error).__name__
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
-            return PeerLostError(f"worker {self.place.rank} lost touch with another worker, waiting for {what}: {first_line}")
+            return PeerLostError(
+                f"worker {self.place.rank} lost touch with another worker, waiting for {what}: {first_line}"
+            )
         missing = self._who_is_missing()
         who = " and ".join(f"worker {rank}" for rank in missing) or "another worker"
         return DeadlineError(
@@ -125,5 +127,3 @@ class _Explained:
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise self._channel.explain(error, self._what, time.perf_counter() - self._start) from error
-
-

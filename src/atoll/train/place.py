@@ -34,7 +34,9 @@ class Place:
             return Place()
         world, rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
         if not 0 <= rank < world:
-            raise ConfigError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}; start workers with torchrun")
+            raise ConfigError(
+                f"RANK={rank} must be at least 0 and below WORLD_SIZE={world}; start workers with torchrun"
+            )
         if world == 1:
             return Place()
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank

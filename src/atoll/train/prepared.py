@@ -80,7 +80,9 @@ class Prepared:
         workers.take_from_first([chunk.flat for chunk in self.chunks], "worker 0's parameters")
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
-        self.reducer = Reducer(trained, ring, contribution=self.samples.contribution, committed=self._committed)
+        self.reducer = Reducer(
+            trained, ring, contribution=self.samples.contribution, committed=self._committed
+        )
         self.chunk_optimizer = ChunkOptimizer(
             optimizer,
             trained,
@@ -89,7 +91,9 @@ class Prepared:
             accept=self._accept,
             after_step=self._after_step,
         )
-        self._hooks = _hook_forward(model, self._before_forward, self.reducer.arm if ring is not None else None)
+        self._hooks = _hook_forward(
+            model, self._before_forward, self.reducer.arm if ring is not None else None
+        )
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are."""
@@ -121,7 +125,8 @@ class Prepared:
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
-        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide alike."""
+        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all
+        decide alike."""
         if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
             return True
         if all(_is_finite(gradient) for gradient in gradients):
@@ -131,7 +136,8 @@ class Prepared:
             self._skipped(f"{reason}; skipped on every worker")
             return False
         raise NonFiniteGradientError(
-            f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such iterations out, "
+            f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such "
+            "iterations out, "
             "or to 'allow' to apply them"
         )
 
@@ -152,7 +158,9 @@ def leading_dimension(value: Any) -> float | None:
     """The first dimension of the first tensor in nested arguments; None where there is none."""
     if isinstance(value, Tensor):
         return float(value.shape[0]) if value.dim() else None
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    )
     for part in parts:
         found = leading_dimension(part)
         if found is not None:
@@ -162,13 +170,16 @@ def leading_dimension(value: Any) -> float | None:
 
 def _is_finite(gradient: Tensor) -> bool:
     """One pass and one number; only a sum that overflowed needs the closer look."""
-    # A sum in the gradient's own precision is five times as fast as a widening one; half precision would overflow.
+    # A sum in the gradient's own precision is five times as fast as a widening one; half precision
+    # would overflow.
     wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
     return bool(torch.isfinite(gradient.sum(dtype=wide))) or bool(torch.isfinite(gradient).all())
 
 
 def _hook_forward(
-    model: nn.Module, before: Callable[[tuple[Any, ...], dict[str, Any]], None], arm: Callable[[], None] | None
+    model: nn.Module,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    arm: Callable[[], None] | None,
 ) -> list[Any]:
     """Call `before` at each forward that autograd records, and `arm` when the backward of its outputs begins.
 
@@ -199,7 +210,9 @@ def _hook_forward(
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    )
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
@@ -213,8 +226,10 @@ def _settings(
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise PrepareError(
-                    f"parameter {position} of the optimizer's param group {index}, of shape {tuple(parameter.shape)}, "
-                    "is not in the model; put every module that it steps into one nn.ModuleList and prepare that"
+                    f"parameter {position} of the optimizer's param group {index}, of shape "
+                    f"{tuple(parameter.shape)}, "
+                    "is not in the model; put every module that it steps into one nn.ModuleList and "
+                    "prepare that"
                 )
             settings[parameter] = str(index)
     return settings
@@ -235,7 +250,9 @@ def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device
 def _refuse_wrapped(module: nn.Module) -> None:
     name = type(module).__name__
     if name in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
-        raise PrepareError(f"the model is wrapped in {name}; give session.prepare the module inside (model.module)")
+        raise PrepareError(
+            f"the model is wrapped in {name}; give session.prepare the module inside (model.module)"
+        )
 
 
 def _refuse_sparse(module: nn.Module) -> None:
@@ -243,7 +260,6 @@ def _refuse_sparse(module: nn.Module) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             parameter = f"{name}.weight" if name else "weight"
             raise PrepareError(
-                f"parameter {parameter!r} gets sparse gradients, which chunks cannot hold; build {name or 'it'!r} with sparse=False"
+                f"parameter {parameter!r} gets sparse gradients, which chunks cannot hold; build "
+                f"{name or 'it'!r} with sparse=False"
             )
-
-

@@ -1,10 +1,13 @@
 """The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
 
-Backward leaves each gradient in its chunk's **local** buffer. A chunk whose last gradient has come is scaled into
+Backward leaves each gradient in its chunk's **local** buffer. A chunk whose last gradient has come is
+scaled into
 its **published** buffer and reduced there, while backward goes on. When backward ends, the workers agree that
-every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. The local gradients
+every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. The
+local gradients
 stay as they were until the next backward, so that an iteration can be reduced again (a chunk whose
-gradient changed after it had left; later, a ring that lost a member). Source: design.md, "The way of a gradient".
+gradient changed after it had left; later, a ring that lost a member). Source: design.md, "The way of a
+gradient".
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class ChunkGradients:
         self.dirty, self.work = False, None
 
     def settle(self) -> None:
-        """Make the local buffer whole: gradients that this backward did not touch, and zeros for absent ones."""
+        """Make the local buffer whole: gradients that this backward did not touch, and zeros for
+        absent ones."""
         for parameter, view in zip(self.bound.parameters, self.local.views, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -126,7 +130,8 @@ class Reducer:
             handle.remove()
         self._ring = None
 
-    # -- during backward ---------------------------------------------------------------------------------------
+    # -- during backward
+    # ---------------------------------------------------------------------------------------
 
     def forget_aborted_backward(self) -> None:
         """At the start of a forward: a backward that raised never reached its end."""
@@ -171,7 +176,8 @@ class Reducer:
                 self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send, in the agreed order, the chunks that are complete: workers must agree on the order of collectives."""
+        """Send, in the agreed order, the chunks that are complete: workers must agree on the order of
+        collectives."""
         while self._next < len(self._order):
             chunk = self._order[self._next]
             if chunk.missing or chunk.late:
@@ -199,7 +205,8 @@ class Reducer:
         else:
             self._begin()
 
-    # -- at its end --------------------------------------------------------------------------------------------
+    # -- at its end
+    # --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -223,7 +230,10 @@ class Reducer:
             self._wait(again)
             agreed = self._agree(self._ring, self._own, present)
         if agreed.weight <= 0:
-            raise UserError(f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; session.weight must be above 0 somewhere")
+            raise UserError(
+                f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
+                "session.weight must be above 0 somewhere"
+            )
         factor = self._reference / agreed.weight
         for chunk, here in zip(self._order, agreed.present, strict=True):
             if factor != 1.0:
@@ -244,7 +254,8 @@ class Reducer:
             torch.accelerator.current_stream(chunks[0].local.flat.device).synchronize()
 
     def _agree(self, ring: Ring, own: Contribution, present: list[list[bool]]) -> Agreement:
-        """Sum what every worker has to say about this iteration; that all have said it makes the iteration whole."""
+        """Sum what every worker has to say about this iteration; that all have said it makes the
+        iteration whole."""
         head = [own.weight, own.samples, float(self.steps), *(float(chunk.dirty) for chunk in self._order)]
         vector = torch.tensor([*head, *(float(here) for row in present for here in row)], dtype=torch.float64)
         work = ring.agreement.sum(vector)
@@ -253,7 +264,8 @@ class Reducer:
         agreement = Agreement(vector.tolist(), [len(row) for row in present])
         if agreement.steps != self.steps * ring.world:
             raise RunError(
-                f"the workers are at different iterations (this one at {self.steps}, on average {agreement.steps / ring.world:g}); "
+                f"the workers are at different iterations (this one at {self.steps}, on average "
+                f"{agreement.steps / ring.world:g}); "
                 "every worker must call optimizer.step() equally often"
             )
         return agreement
@@ -280,10 +292,12 @@ class Reducer:
         self._next, self._own = 0, None
         self._arrivals.clear()
 
-    # -- at the optimizer's step -------------------------------------------------------------------------------
+    # -- at the optimizer's step
+    # -------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Find broken views; send what no backward has sent (all of it under no_sync, or no gradient here at all)."""
+        """Find broken views; send what no backward has sent (all of it under no_sync, or no gradient
+        here at all)."""
         for chunk in self._order:
             chunk.bound.check()
         if self._unsent or not self._reduced:
@@ -311,7 +325,8 @@ class Reducer:
 
 
 class Agreement:
-    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence of each gradient."""
+    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence of each
+    gradient."""
 
     def __init__(self, vector: list[float], slots: list[int]) -> None:
         self.weight, self.samples, self.steps = vector[:3]
@@ -331,5 +346,3 @@ def _unusable(name: str, gradient: Tensor) -> str:
             "take second derivatives with torch.autograd.grad"
         )
     return f"the gradient of {name!r} is sparse; build the layer with sparse=False"
-
-

@@ -16,7 +16,8 @@ from atoll.core.errors import CheckpointError
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`. JSON can hold it."""
+    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`.
+    JSON can hold it."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": _listed(random.getstate()),
@@ -54,19 +55,23 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     some ten milliseconds, at a save or a load.
     """
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    found = [o for o in gc.get_objects() if isinstance(o, kinds) and getattr(o, "optimizer", None) is optimizer]
+    found = [
+        o for o in gc.get_objects() if isinstance(o, kinds) and getattr(o, "optimizer", None) is optimizer
+    ]
     held = {id(child) for scheduler in found for child in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in found if id(scheduler) not in held]
 
 
 def scheduler_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of each scheduler of `optimizer`, under its class's name. Raises CheckpointError when two share one."""
+    """The state of each scheduler of `optimizer`, under its class's name. Raises CheckpointError when
+    two share one."""
     states: dict[str, Any] = {}
     for scheduler in schedulers_of(optimizer):
         name = type(scheduler).__name__
         if name in states:
             raise CheckpointError(
-                f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell them apart; "
+                f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell "
+                "them apart; "
                 "join them in torch.optim.lr_scheduler.ChainedScheduler"
             )
         states[name] = scheduler.state_dict()
@@ -74,12 +79,14 @@ def scheduler_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_scheduler_states(optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-    """Put scheduler states back. Raises CheckpointError where the script's schedulers are not those that were saved."""
+    """Put scheduler states back. Raises CheckpointError where the script's schedulers are not those
+    that were saved."""
     present = {type(scheduler).__name__: scheduler for scheduler in schedulers_of(optimizer)}
     for name, state in states.items():
         if name not in present:
             raise CheckpointError(
-                f"the checkpoint holds the state of a {name}, and no {name} drives the optimizer; make it before session.load"
+                f"the checkpoint holds the state of a {name}, and no {name} drives the optimizer; "
+                "make it before session.load"
             )
         present[name].load_state_dict(state)
 

@@ -1,8 +1,8 @@
 """The session: what a training script sees of Atoll.
 
-    with atoll.join() as session:
-        model, optimizer = session.prepare(model, optimizer)
-        ...
+with atoll.join() as session:
+    model, optimizer = session.prepare(model, optimizer)
+    ...
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """The group that a worker belongs to: its index among `count`, and the worker's rank among the group's `size`."""
+    """The group that a worker belongs to: its index among `count`, and the worker's rank among the
+    group's `size`."""
 
     index: int
     count: int
@@ -60,7 +61,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     """Take this process's place in the run: from torchrun's variables, or alone.
 
     `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
-    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment, and
+    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or
+    environment, and
     DeadlineError when the other workers do not come within `sync.timeout`.
     """
     config = config if isinstance(config, Config) else load_config(config)
@@ -98,7 +100,8 @@ class Session:
         )
         self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
 
-    # -- who and where -----------------------------------------------------------------------------------------
+    # -- who and where
+    # -----------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -125,12 +128,16 @@ class Session:
         """How many times the (first) prepared optimizer has stepped."""
         return self._iteration
 
-    # -- training ----------------------------------------------------------------------------------------------
+    # -- training
+    # ----------------------------------------------------------------------------------------------
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
 
-        The model moves to `session.device`; its parameters become views into chunks and take worker 0's values, as do its
+        The model moves to `session.device`; its parameters become views into chunks and take worker
+        0's values, as do its
         buffers. Every worker calls it, with the same model. May be called again for another pair.
         Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
         """
@@ -152,7 +159,8 @@ class Session:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it `backward()` only accumulates this worker's gradients; the next one outside it sends the sum."""
+        """Within it `backward()` only accumulates this worker's gradients; the next one outside it
+        sends the sum."""
         before = [prepared.reducer.synchronous for prepared in self._prepared]
         for prepared in self._prepared:
             prepared.reducer.synchronous = False
@@ -172,7 +180,8 @@ class Session:
     ) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
 
-        It is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in registration order.
+        It is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in
+        registration order.
         `model` says whose gradients where several models are prepared.
         """
         prepared = self._find(model)
@@ -182,7 +191,8 @@ class Session:
         )
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
-        """Say how much the batch of this iteration weighs in the global mean, in place of its number of samples.
+        """Say how much the batch of this iteration weighs in the global mean, in place of its number
+        of samples.
 
         Unless called, a batch weighs the leading dimension of the first tensor given to the model's forward.
         Under accumulation the weights of an iteration's batches add up.
@@ -210,16 +220,21 @@ class Session:
         self._samplers.append(sampler)
         return sampler
 
-    # -- telling -----------------------------------------------------------------------------------------------
+    # -- telling
+    # -----------------------------------------------------------------------------------------------
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values of this iteration (numbers or tensors of one element): their mean over workers, weighted by samples.
+        """Record values of this iteration (numbers or tensors of one element): their mean over
+        workers, weighted by samples.
 
         Tensors are detached and copied at once but read later, so that a GPU is not waited for.
         """
         for name, value in values.items():
             if isinstance(value, Tensor) and value.numel() != 1:
-                raise UserError(f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one number, such as its mean")
+                raise UserError(
+                    f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one "
+                    "number, such as its mean"
+                )
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         weight = self._prepared[0].samples.latest if self._prepared else 1.0
         self._logged.append((self._iteration, weight, kept))
@@ -233,30 +248,39 @@ class Session:
         self._workers.barrier()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
-        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker calls it.
+        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every
+        worker calls it.
 
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
         return self._workers.reduce(value, op, weight)
 
     def gather(self, value: Any) -> list[Any]:
-        """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every worker calls it."""
+        """Each worker's `value`, in order of rank; tensors of any shapes, or what JSON can hold. Every
+        worker calls it."""
         return self._workers.gather(value)
 
-    # -- saving and loading ------------------------------------------------------------------------------------
+    # -- saving and loading
+    # ------------------------------------------------------------------------------------
 
     def register(self, **objects: Stateful) -> None:
         """Save and load these objects too, under these names (a GradScaler, an average of the weights)."""
         for name, stateful in objects.items():
             if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
-                raise UserError(f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and load_state_dict")
+                raise UserError(
+                    f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and "
+                    "load_state_dict"
+                )
         self._registered.update(objects)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random state, iteration.
+        """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random
+        state, iteration.
 
-        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in plain torch
-        (safetensors). It replaces an older checkpoint there at once or not at all. Raises CheckpointError on every worker
+        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in
+        plain torch
+        (safetensors). It replaces an older checkpoint there at once or not at all. Raises
+        CheckpointError on every worker
         if it cannot be written.
         """
         self._require_prepared("session.save")
@@ -273,7 +297,8 @@ class Session:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
 
-        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the checkpoint is missing, damaged or of
+        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the
+        checkpoint is missing, damaged or of
         another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
@@ -286,7 +311,9 @@ class Session:
         assert checkpoint is not None
         state = checkpoint.trees["state"]
         if state["models"] != len(self._prepared):
-            raise CheckpointError(f"{path}: holds {state['models']} models, and the session has prepared {len(self._prepared)}")
+            raise CheckpointError(
+                f"{path}: holds {state['models']} models, and the session has prepared {len(self._prepared)}"
+            )
         for index, prepared in enumerate(self._prepared):
             resume.load_model(prepared.module, _unprefixed(checkpoint.model, index), str(path))
         for index, prepared in enumerate(self._prepared):
@@ -304,7 +331,10 @@ class Session:
             "models": len(self._prepared),
             "steps": [prepared.reducer.steps for prepared in self._prepared],
             "schedulers": [resume.scheduler_states(prepared.optimizer) for prepared in self._prepared],
-            "samplers": [s.state_dict(sum(column)) for s, column in zip(self._samplers, zip(*consumed, strict=True), strict=True)],
+            "samplers": [
+                s.state_dict(sum(column))
+                for s, column in zip(self._samplers, zip(*consumed, strict=True), strict=True)
+            ],
             "registered": {name: stateful.state_dict() for name, stateful in self._registered.items()},
             "random": self._workers.gather(resume.random_state(self.device), "the workers' random state"),
         }
@@ -318,14 +348,18 @@ class Session:
     def _load_rest(self, state: dict[str, Any], where: str) -> None:
         if len(state["samplers"]) != len(self._samplers):
             raise CheckpointError(
-                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made {len(self._samplers)}; "
+                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has "
+                f"made {len(self._samplers)}; "
                 "make them before session.load"
             )
         for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         for name, saved in state["registered"].items():
             if name not in self._registered:
-                raise CheckpointError(f"{where}: holds the state of {name!r}; call session.register({name}=...) before session.load")
+                raise CheckpointError(
+                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before "
+                    "session.load"
+                )
             self._registered[name].load_state_dict(saved)
         self._iteration = state["iteration"]
         if self.rank < len(state["random"]):
@@ -340,19 +374,23 @@ class Session:
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end
+    # -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:
             self._leave()
 
     def close(self) -> None:
-        """Wait for the other workers to finish too, write the last records, and let the model and the optimizer go."""
+        """Wait for the other workers to finish too, write the last records, and let the model and the
+        optimizer go."""
         if self._closed:
             return
         self._workers.barrier("the end of the session")
@@ -372,7 +410,8 @@ class Session:
         self._workers.channel = None
         self._summarise()
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- inside
+    # ------------------------------------------------------------------------------------------------
 
     def _make_ring(self, timeout: float) -> Ring | None:
         if self.world == 1:

@@ -1,6 +1,8 @@
-"""What the workers of a group tell one another outside the iterations: small values, and tensors to start from.
+"""What the workers of a group tell one another outside the iterations: small values, and tensors to
+start from.
 
-Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches no socket.
+Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches
+no socket.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _OPS: dict[str, dist.ReduceOp.RedOpType] = {
 
 
 class Workers:
-    """The workers of `place`, joined by `channel` (Gloo, CPU tensors); `channel` is None exactly when alone."""
+    """The workers of `place`, joined by `channel` (Gloo, CPU tensors); `channel` is None exactly when
+    alone."""
 
     def __init__(self, place: Place, channel: Channel | None) -> None:
         self.place, self.channel = place, channel
@@ -37,10 +40,14 @@ class Workers:
         """Return when every worker has come."""
         self._sum(torch.zeros(1), what)
 
-    def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce") -> Value:
-        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape and dtype.
+    def reduce(
+        self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
+    ) -> Value:
+        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape
+        and dtype.
 
-        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an unknown `op`,
+        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an
+        unknown `op`,
         for a weight with another op than `mean`, and for weights that sum to 0.
         """
         if op not in _OPS:
@@ -54,7 +61,9 @@ class Workers:
 
     def _reduce_tensor(self, value: Tensor, op: Reduction, weight: float, what: str) -> Tensor:
         if op == "mean" and not value.is_floating_point():
-            raise UserError(f"reduce: the mean of a {value.dtype} tensor is not one of its kind; give value.float()")
+            raise UserError(
+                f"reduce: the mean of a {value.dtype} tensor is not one of its kind; give value.float()"
+            )
         result = value.detach().to("cpu", copy=True).contiguous()
         if op == "mean":
             total = float(self._sum(torch.tensor([weight], dtype=torch.float64), what)[0])
@@ -66,14 +75,16 @@ class Workers:
         return result.to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can hold."""
+        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON
+        can hold."""
         if isinstance(value, Tensor):
             return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
         try:
             payload = msgspec.json.encode(value)
         except (TypeError, NotImplementedError):
             raise UserError(
-                f"gather: a {type(value).__name__} cannot be sent; give a tensor, or numbers, strings, lists and dicts of them"
+                f"gather: a {type(value).__name__} cannot be sent; give a tensor, or numbers, "
+                "strings, lists and dicts of them"
             ) from None
         return [msgspec.json.decode(part) for part in self.gather_bytes(payload, what)]
 

@@ -1,0 +1,241 @@
+"""The user's optimizer, stepping chunk by chunk: alone, through the session, against its plain twin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Chunks, Config
+from atoll.core.errors import PrepareError, UserError
+from atoll.train.place import Place
+
+
+class Blocks(nn.Module):
+    """Three layers of odd sizes; `skip` leaves the middle one out, so that its gradients are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 33), nn.Linear(33, 33), nn.Linear(33, 7)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.last(x if skip else self.middle(x).tanh())
+
+
+class Twins:
+    """The same model and optimizer twice: one plain, one prepared."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], chunk: str = "8KiB") -> None:
+        torch.manual_seed(0)
+        self.plain = Blocks()
+        self.chunked = copy.deepcopy(self.plain)
+        self.plain_optimizer, self.optimizer = make(self.plain.parameters()), make(self.chunked.parameters())
+        self.session = atoll.join(Config(chunks=Chunks(size=chunk)), place=Place())
+        self.session.prepare(self.chunked, self.optimizer)
+
+    def step(self, number: int, skip: bool = False) -> None:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+        for model, optimizer in ((self.plain, self.plain_optimizer), (self.chunked, self.optimizer)):
+            optimizer.zero_grad()
+            model(x, skip).square().mean().backward()
+            optimizer.step()
+
+    def assert_equal(self) -> None:
+        for (name, a), b in zip(self.plain.named_parameters(), self.chunked.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        left, right = self.plain_optimizer.state_dict(), self.optimizer.state_dict()
+        assert left["param_groups"] == right["param_groups"]
+        assert left["state"].keys() == right["state"].keys()
+        for index, state in left["state"].items():
+            assert state.keys() == right["state"][index].keys()
+            for key, value in state.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(right["state"][index][key])), (
+                    index,
+                    key,
+                )
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def test_a_parameter_without_gradient_is_skipped_and_keeps_its_own_step_count() -> None:
+    twins = Twins(adamw)
+    for number in range(8):
+        twins.step(number, skip=number in (0, 3, 4))
+    twins.assert_equal()
+    steps = {float(state["step"]) for state in twins.optimizer.state_dict()["state"].values()}
+    assert steps == {8.0, 5.0}
+
+
+def test_the_state_shown_is_the_state_used() -> None:
+    twins = Twins(adamw)
+    twins.step(0)
+    for optimizer, model in ((twins.plain_optimizer, twins.plain), (twins.optimizer, twins.chunked)):
+        optimizer.state[model.first.weight]["exp_avg"].zero_()
+    twins.step(1)
+    twins.assert_equal()
+
+
+def test_state_loads_from_and_into_plain_torch() -> None:
+    twins = Twins(adamw)
+    twins.step(0)
+    twins.step(1, skip=True)
+    saved = copy.deepcopy(twins.plain_optimizer.state_dict())
+    twins.step(2)
+    weights = copy.deepcopy(twins.plain.state_dict())
+    for optimizer, model in ((twins.plain_optimizer, twins.plain), (twins.optimizer, twins.chunked)):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        model.load_state_dict(weights)
+    for number in range(3, 6):
+        twins.step(number)
+    twins.assert_equal()
+
+
+def test_preparing_an_optimizer_that_has_state_goes_on_from_it() -> None:
+    twins = Twins(adamw)
+    twins.step(0)
+    twins.session.close()
+    twins.session = atoll.join(Config(), place=Place())
+    twins.session.prepare(twins.chunked, twins.optimizer)
+    twins.step(1)
+    twins.assert_equal()
+
+
+def test_after_the_session_the_optimizer_is_a_plain_one() -> None:
+    twins = Twins(adamw)
+    twins.step(0)
+    twins.session.close()
+    twins.step(1)
+    twins.step(2, skip=True)
+    twins.assert_equal()
+
+
+def test_a_step_that_raises_leaves_the_parameters_in_place() -> None:
+    twins = Twins(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)))
+    twins.step(0)
+    group = twins.optimizer.param_groups[0]
+    kept, group["betas"] = group["betas"], "not a pair"
+    with pytest.raises((ValueError, TypeError)):
+        twins.step(1)
+    group["betas"] = kept
+    twins.chunked(torch.ones(1, 5))
+    assert [id(p) for p in group["params"]] == [id(p) for p in twins.chunked.parameters()]
+
+
+def test_closures_run_with_the_parameters_in_place() -> None:
+    twins = Twins(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    x = torch.ones(2, 5)
+    losses = []
+    for model, optimizer in ((twins.plain, twins.plain_optimizer), (twins.chunked, twins.optimizer)):
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append([float(optimizer.step(closure).detach()) for _ in range(3)])
+    assert losses[0] == losses[1]
+    twins.assert_equal()
+
+
+def test_autograd_notices_a_step_between_forward_and_backward() -> None:
+    twins = Twins(adamw)
+    loss = twins.chunked(torch.ones(1, 5)).sum()
+    loss.backward(retain_graph=True)
+    twins.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def not_element_wise() -> list[Any]:
+    makers = [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam]
+    return makers + ([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])
+
+
+@pytest.mark.parametrize("kind", not_element_wise(), ids=lambda kind: kind.__name__)
+def test_an_optimizer_that_is_not_element_wise_is_named(kind: Any) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(PrepareError, match=f"optimizer {kind.__name__} is not element-wise") as caught:
+        atoll.join(Config(), place=Place()).prepare(model, kind(model.parameters()))
+    assert "AdamW" in str(caught.value)
+
+
+def test_a_trust_ratio_is_found_not_element_wise_without_being_known() -> None:
+    class Lamb(torch.optim.Optimizer):
+        """Scales each parameter's step by its norm."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * p.norm() / p.grad.norm(), alpha=group["lr"])
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(PrepareError, match="Lamb is not element-wise"):
+        atoll.join(Config(), place=Place()).prepare(model, Lamb(model.parameters(), {"lr": 0.1}))
+
+
+def test_an_unknown_element_wise_optimizer_works() -> None:
+    class SignDescent(torch.optim.Optimizer):
+        """Counts its steps in a plain number, and replaces its state tensor at each step."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["mean"] = p.grad * 0.5 + state.get("mean", torch.zeros_like(p)) * 0.5
+                    p.sub_(state["mean"].sign(), alpha=group["lr"] / state["count"])
+
+    twins = Twins(lambda parameters: SignDescent(parameters, {"lr": 0.1}))
+    for number in range(6):
+        twins.step(number, skip=number in (2, 3))
+    twins.assert_equal()
+
+
+def test_a_param_group_added_afterwards_is_refused() -> None:
+    twins = Twins(adamw)
+    twins.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(UserError, match="param group 1 was changed after session.prepare"):
+        twins.step(0)
+
+
+def test_the_step_takes_gradients_that_the_script_replaced() -> None:
+    twins = Twins(adamw)
+    for model, optimizer in ((twins.plain, twins.plain_optimizer), (twins.chunked, twins.optimizer)):
+        model(torch.ones(2, 5)).square().mean().backward()
+        model.first.weight.grad = torch.full_like(model.first.weight, 0.25)
+        model.last.bias.grad = None
+        model.middle.weight.grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.ASGD])
+def test_half_precision_is_stepped_to_the_bit(dtype: torch.dtype, make: Any) -> None:
+    torch.manual_seed(0)
+    plain = Blocks().to(dtype)
+    chunked = copy.deepcopy(plain)
+    extra = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {"eps": 1e-3}}.get(make, {})
+    optimizers = [make(model.parameters(), lr=1e-2, **extra) for model in (plain, chunked)]
+    atoll.join(Config(), place=Place()).prepare(chunked, optimizers[1])
+    for number in range(10):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
+        for model, optimizer in zip((plain, chunked), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), chunked.parameters(), strict=True))
