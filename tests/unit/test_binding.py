@@ -20,6 +20,11 @@ def bind(model: nn.Module, chunk_bytes: int = 4096) -> list[BoundChunk]:
     return bind_model(lay_out(specs_of(parameters, {}), chunk_bytes=chunk_bytes), parameters)
 
 
+def check_all(chunks: list[BoundChunk]) -> None:
+    for chunk in chunks:
+        chunk.check()
+
+
 def odd_model() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -108,8 +113,7 @@ def test_what_breaks_views_is_found_and_named(spoil: object, said: str) -> None:
     chunks = bind(model)
     spoil(model)  # type: ignore[operator]
     with pytest.raises(BindingError, match=said) as caught:
-        for chunk in chunks:
-            chunk.check()
+        check_all(chunks)
     assert "before session.prepare" in str(caught.value)
     assert "\n" not in str(caught.value)
 

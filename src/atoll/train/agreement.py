@@ -27,10 +27,10 @@ class Description(msgspec.Struct):
 def describe(
     specs: list[ParameterSpec], model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
 ) -> Description:
-    """This worker's description. The optimizer's state counts by which parameters have some, not by
-    its values."""
+    """This worker's description; of the optimizer's state only how many parameters have some."""
     parameters = {
-        spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}{_in_group(spec.settings)}"
+        spec.name: f"{spec.shape} {spec.dtype}{'' if spec.trainable else ', frozen'}"
+        + _in_group(spec.settings)
         for spec in specs
     }
     buffers = {name: f"{tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()}

@@ -22,23 +22,25 @@ class SampleCount:
     """The samples of the iteration under way: counted in forwards, or given by `session.weight`."""
 
     def __init__(self) -> None:
-        self._counted, self._given = 0.0, 0.0
+        self._counted = 0.0
+        self._given: float | None = None
         self.latest = 1.0  # the weight that logged values get
 
     def count(self, samples: float) -> None:
         self._counted += samples
-        self.latest = self._given or self._counted or 1.0
+        self.latest = self.contribution().weight
 
     def give(self, weight: float) -> None:
-        self._given += weight
+        self._given = weight + (self._given or 0.0)
         self.latest = self._given
 
     def contribution(self) -> Contribution:
         """A worker whose forwards showed no samples counts as one: then all weigh the same."""
-        return Contribution(weight=self._given or self._counted or 1.0, samples=self._counted)
+        weight = (self._counted or 1.0) if self._given is None else self._given
+        return Contribution(weight=weight, samples=self._counted)
 
     def reset(self) -> None:
-        self._counted, self._given = 0.0, 0.0
+        self._counted, self._given = 0.0, None
 
 
 class Prepared:
@@ -104,7 +106,7 @@ class Prepared:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.chunk_optimizer.restore()
-        self.reducer.forget_aborted_backward()
+        self.reducer.before_forward()
         samples = leading_dimension((args, kwargs))
         if samples is not None:
             self.samples.count(samples)

@@ -12,8 +12,9 @@ gradient".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,14 +131,24 @@ class Reducer:
             handle.remove()
         self._ring = None
 
-    # -- during backward
-    # ---------------------------------------------------------------------------------------
+    # During backward
 
-    def forget_aborted_backward(self) -> None:
-        """At the start of a forward: a backward that raised never reached its end."""
-        if self._armed:
-            self._armed = False
-            self._begin()
+    def before_forward(self) -> None:
+        """Find parameters that left their chunks, and a backward that raised before its end.
+
+        Raises BindingError for the first; RunError for the second, if chunks had already left.
+        """
+        for chunk in self._order:
+            chunk.bound.check()
+        if not self._armed:
+            return
+        self._armed = False
+        if self._next:
+            raise RunError(
+                f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} chunks had "
+                "left for the other workers, so the iteration cannot be completed; let its error end the script"
+            )
+        self._begin()
 
     def arm(self) -> None:
         """Ask for `_end_of_backward` to run when the backward that is now running ends."""
@@ -153,6 +164,8 @@ class Reducer:
             gradient = parameter.grad
             if gradient is not view:
                 assert gradient is not None
+                if gradient.dtype != view.dtype:
+                    chunk.bound.check()
                 if gradient.requires_grad or gradient.layout != torch.strided:
                     raise UserError(_unusable(name, gradient))
                 view.copy_(gradient)
@@ -176,8 +189,7 @@ class Reducer:
                 self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send, in the agreed order, the chunks that are complete: workers must agree on the order of
-        collectives."""
+        """Send the chunks that are complete, in the one order of collectives that all workers keep."""
         while self._next < len(self._order):
             chunk = self._order[self._next]
             if chunk.missing or chunk.late:
@@ -205,8 +217,7 @@ class Reducer:
         else:
             self._begin()
 
-    # -- at its end
-    # --------------------------------------------------------------------------------------------
+    # At its end
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -254,8 +265,7 @@ class Reducer:
             torch.accelerator.current_stream(chunks[0].local.flat.device).synchronize()
 
     def _agree(self, ring: Ring, own: Contribution, present: list[list[bool]]) -> Agreement:
-        """Sum what every worker has to say about this iteration; that all have said it makes the
-        iteration whole."""
+        """Sum what every worker says about this iteration; that all have said it makes it whole."""
         head = [own.weight, own.samples, float(self.steps), *(float(chunk.dirty) for chunk in self._order)]
         vector = torch.tensor([*head, *(float(here) for row in present for here in row)], dtype=torch.float64)
         work = ring.agreement.sum(vector)
@@ -292,12 +302,10 @@ class Reducer:
         self._next, self._own = 0, None
         self._arrivals.clear()
 
-    # -- at the optimizer's step
-    # -------------------------------------------------------------------------------
+    # At the optimizer's step
 
     def before_step(self) -> None:
-        """Find broken views; send what no backward has sent (all of it under no_sync, or no gradient
-        here at all)."""
+        """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
         for chunk in self._order:
             chunk.bound.check()
         if self._unsent or not self._reduced:
@@ -312,6 +320,13 @@ class Reducer:
         self._reduced = False
         self.steps += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to scale its sums, to the bit, as this one would."""
+        return {"steps": self.steps, "reference": self._reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self._reference = state["steps"], state["reference"]
+
     def own_nonfinite(self) -> list[str]:
         """The parameters whose local gradient, this worker's own, holds NaN or infinity."""
         return [
@@ -325,8 +340,7 @@ class Reducer:
 
 
 class Agreement:
-    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence of each
-    gradient."""
+    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence by slot."""
 
     def __init__(self, vector: list[float], slots: list[int]) -> None:
         self.weight, self.samples, self.steps = vector[:3]

@@ -100,8 +100,7 @@ class Session:
         )
         self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
 
-    # -- who and where
-    # -----------------------------------------------------------------------------------------
+    # Who and where
 
     @property
     def rank(self) -> int:
@@ -128,8 +127,7 @@ class Session:
         """How many times the (first) prepared optimizer has stepped."""
         return self._iteration
 
-    # -- training
-    # ----------------------------------------------------------------------------------------------
+    # Training
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -141,6 +139,8 @@ class Session:
         buffers. Every worker calls it, with the same model. May be called again for another pair.
         Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
         """
+        if any(prepared.module is getattr(model, "_orig_mod", model) for prepared in self._prepared):
+            raise UserError("this model is prepared already; call session.prepare once for each model")
         prepared = Prepared(
             model,
             optimizer,
@@ -220,8 +220,7 @@ class Session:
         self._samplers.append(sampler)
         return sampler
 
-    # -- telling
-    # -----------------------------------------------------------------------------------------------
+    # Telling
 
     def log(self, **values: float | Tensor) -> None:
         """Record values of this iteration (numbers or tensors of one element): their mean over
@@ -260,8 +259,7 @@ class Session:
         worker calls it."""
         return self._workers.gather(value)
 
-    # -- saving and loading
-    # ------------------------------------------------------------------------------------
+    # Saving and loading
 
     def register(self, **objects: Stateful) -> None:
         """Save and load these objects too, under these names (a GradScaler, an average of the weights)."""
@@ -319,7 +317,7 @@ class Session:
         for index, prepared in enumerate(self._prepared):
             resume.load_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], str(path))
             resume.load_scheduler_states(prepared.optimizer, state["schedulers"][index])
-            prepared.reducer.steps = state["steps"][index]
+            prepared.reducer.load_state_dict(state["reducers"][index])
         self._load_rest(state, str(path))
 
     def _state(self) -> dict[str, Any]:
@@ -329,7 +327,7 @@ class Session:
             "iteration": self._iteration,
             "workers": self.world,
             "models": len(self._prepared),
-            "steps": [prepared.reducer.steps for prepared in self._prepared],
+            "reducers": [prepared.reducer.state_dict() for prepared in self._prepared],
             "schedulers": [resume.scheduler_states(prepared.optimizer) for prepared in self._prepared],
             "samplers": [
                 s.state_dict(sum(column))
@@ -374,8 +372,7 @@ class Session:
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
 
-    # -- the end
-    # -----------------------------------------------------------------------------------------------
+    # The end
 
     def __enter__(self) -> Session:
         return self
@@ -410,8 +407,7 @@ class Session:
         self._workers.channel = None
         self._summarise()
 
-    # -- inside
-    # ------------------------------------------------------------------------------------------------
+    # Inside
 
     def _make_ring(self, timeout: float) -> Ring | None:
         if self.world == 1:
@@ -494,7 +490,9 @@ class Session:
         """Without `atoll run` above, worker 0 puts the records together itself."""
         if self._journal is None or RUN_VARIABLE in os.environ or not self.is_main:
             return
-        recorder = Recorder(RunDirectory(Path(self.config.run.directory)), self.world)
+        recorder = Recorder(
+            RunDirectory(Path(self.config.run.directory)), self.world, self.config.run.strategy
+        )
         recorder.poll()
         recorder.close()
 
