@@ -1,0 +1,117 @@
+"""`atoll run`, `atoll check`, `atoll report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import atoll
+from atoll.core.config import Config, load_config, to_toml
+from atoll.core.errors import AtollError, ConfigError, UserError
+from atoll.observe.rundir import RunDirectory
+
+app = typer.Typer(
+    help="Trains one PyTorch model on the machines that people really have.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# What typer raises for a wrong option, by its own copy of click or by click itself, as its version has it.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_ConfigOption = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="The configuration; ./atoll.toml if there is one."),
+]
+_SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, such as sync.timeout=30s."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+) -> None:
+    if version:
+        print(f"atoll {atoll.__version__}")
+        raise typer.Exit
+
+
+# Options after SCRIPT are the script's own.
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def _run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
+    config: _ConfigOption = None,
+    settings: _SetOption = None,
+    summary: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary here too.")] = None,
+) -> None:
+    """Train SCRIPT on several workers of this machine."""
+    from atoll.launch.run import run
+
+    chosen = _load(config, settings, workers, strategy)
+    raise typer.Exit(run(script, arguments or [], chosen, summary))
+
+
+@app.command("check")
+def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration file.")]) -> None:
+    """Say whether CONFIG is right, and print it with every default."""
+    print(to_toml(load_config(config)).rstrip("\n"))
+    print(f"{config}: right", file=sys.stderr)
+
+
+@app.command("report")
+def _report(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIRECTORY", help="A run's directory.")],
+) -> None:
+    """Draw the picture of a run again; for a run that was killed, its summary and metrics too."""
+    from atoll.observe.report import redraw
+
+    print(redraw(RunDirectory(directory)))
+
+
+def _load(
+    config: str | None, settings: list[str] | None, workers: str | None, strategy: str | None
+) -> Config:
+    """The configuration; the two options of their own are settings by another name, with the same checks."""
+    options = {"--workers": ("run.workers", workers), "--strategy": ("run.strategy", strategy)}
+    given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
+    try:
+        return load_config(config, given)
+    except ConfigError as error:
+        said = str(error)
+        for option, (key, value) in options.items():
+            said = said.replace(f"--set {key}={value}: {key}: ", f"{option} {value}: ")
+        raise ConfigError(said) from None
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(f"atoll: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _message(error: Exception) -> str:
+    """A usage error's text, on one line."""
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return " ".join(message.split())
+
+
+def main() -> NoReturn:
+    """The entry point. Ends with 0, 1 (the run failed), 2 (the input is wrong) or the script's status."""
+    try:
+        status = app(standalone_mode=False)
+    except AtollError as error:
+        _end(str(error), error.exit_status)
+    except _UsageError as error:
+        _end(_message(error), UserError.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        _end("stopped by Ctrl-C", 130)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,1 @@
+"""Starting workers through torchrun's own launcher, watching them, and stopping them."""

@@ -1,0 +1,93 @@
+"""Process trees on Linux: that none outlives its parent, and that none is left behind.
+
+`atoll run` starts torchrun's launcher, which starts the workers, each in a session of its own, and a worker
+may start processes too (a DataLoader's). Three things keep that tree from leaving anything:
+`die_with_parent` in launcher and workers, for a parent that is killed and cannot clean up; `adopt_orphans`
+in the command, so that what loses its parent becomes the command's child and can still be found;
+and `kill_descendants` at the end. On other systems than Linux the first two do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that the launcher must be a child of
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(signum: int, parent: int) -> None:
+    """Have this process sent `signum` when its parent, which is the process `parent`, ends.
+
+    If the parent is gone already, this process ends at once.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it died before the call above: no signal will come
+        os._exit(128 + signum)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends."""
+    if sys.platform.startswith("linux"):
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def descendants(root: int) -> list[int]:
+    """The process ids of the children of `root`, their children, and so on, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we were looking
+            # The name, in parentheses, may hold anything; the state and the parent come after it.
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in ("Z", "X"):
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        pending += (born := children.get(pending.pop(), []))
+        found += born
+    return found
+
+
+def kill_descendants(spare: Collection[int] = (), deadline: float = 5.0) -> list[int]:
+    """SIGKILL this process's descendants, but for the processes in `spare`, until none is left.
+
+    Returns those that are left after `deadline` seconds. A process may be born while the list is made, so it
+    is made anew until it is empty. Adopted orphans are reaped.
+    """
+    until = time.monotonic() + deadline
+    while left := [pid for pid in descendants(os.getpid()) if pid not in spare]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until:  # stuck in the kernel: nobody can kill it
+            return left
+        time.sleep(0.02)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):  # a child's child, which its own parent reaps
+                os.waitpid(pid, os.WNOHANG)
+    return []
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL` for 9."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,256 @@
+"""`atoll run`: starts the workers, watches them, stops them, and leaves the run directory complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from atoll.core.config import CONFIG_VARIABLE, Config, to_toml
+from atoll.core.errors import UserError
+from atoll.core.events import Warned
+from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.launcher import read_ends
+from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
+from atoll.launch.tail import Tail
+from atoll.launch.verdict import Verdict, judge, stopped
+from atoll.observe import report
+from atoll.observe.progress import Progress, format_values, make_progress
+from atoll.observe.recorder import Recorder, Writer
+from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.observe.summary import Summary, write_summary
+from atoll.observe.tensorboard import MISSING, TensorBoard
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need be
+FAILED_SECONDS = 30.0  # from a worker's error to the end of the launcher, by force if need be
+
+
+def run(script: str, arguments: Sequence[str], config: Config, summary: Path | None = None) -> int:
+    """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
+
+    0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. A script's own
+    `sys.exit(n)` passes as n; anything else is 1. The summary goes to the run directory, and to the file
+    `summary` where one is given.
+    Raises UserError for what is wrong before anything starts.
+    """
+    _check(script, summary)
+    directory = RunDirectory(_choose_directory(script, config))
+    directory.create()
+    directory.config.write_text(to_toml(config), encoding="utf-8")
+    with _Stop() as stop:
+        watch = _Watch(directory, config, stop)
+        verdict = watch.run(script, arguments)
+    if summary is not None:
+        write_summary(watch.summary, summary)
+    _close(watch.summary, directory, verdict)
+    return verdict.status
+
+
+def _check(script: str, summary: Path | None) -> None:
+    """Find mistakes before anything is started."""
+    path = Path(script)
+    if path.is_dir():
+        raise UserError(f"{script}: is a directory; give the training script in it")
+    if not path.is_file():
+        raise UserError(f"{script}: no such script")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{script}: cannot be read by this user")
+    if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
+        raise UserError(f"--summary {summary}: give a file in a directory that is there")
+
+
+def _choose_directory(script: str, config: Config) -> Path:
+    """`run.directory`, or a new one under runs/ named after the script and the time."""
+    if config.run.directory:
+        return Path(config.run.directory)
+    name = f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = Path("runs") / name, 1
+    while path.exists():
+        count += 1
+        path = Path("runs") / f"{name}-{count}"
+    return path
+
+
+@dataclass
+class _Stop:
+    """Counts the signals that ask for the end, while it is entered."""
+
+    signum: int = 0
+    count: int = 0
+    at: float = 0.0  # of the first one; time.time()
+    _before: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> _Stop:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[signum] = signal.signal(signum, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def _ask(self, signum: int, _frame: FrameType | None) -> None:
+        if self.count == 0:
+            self.signum, self.at = signum, time.time()
+        self.count += 1
+
+
+class _Watch:
+    """One run, from the launcher's start to the last process's end."""
+
+    summary: Summary
+
+    def __init__(self, directory: RunDirectory, config: Config, stop: _Stop) -> None:
+        self._directory, self._config, self._stop = directory, config, stop
+        self._tail = Tail(directory.log(0))
+
+    def run(self, script: str, arguments: Sequence[str]) -> Verdict:
+        """Run to the end; the summary is in `summary` then."""
+        workers, strategy = self._config.run.workers, self._config.run.strategy
+        spared = set(descendants(os.getpid()))  # what the caller of this function started is none of ours
+        adopt_orphans()
+        with contextlib.ExitStack() as shown:
+            with self._launcher(script, arguments, spared) as launcher:
+                progress = make_progress(f"{Path(script).name} · {strategy} · {_count(workers)}")
+                shown.callback(progress.close)
+                recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
+                self._follow(launcher, recorder, progress)
+            self._look(recorder, progress, last=True)
+            self.summary = recorder.close()
+        if self._stop.count:
+            failures = [failure for failure in recorder.failures if failure.time < self._stop.at]
+            verdict = judge(failures, [], 0, self._directory)
+            return verdict if verdict.line else stopped(self._stop.signum)
+        return judge(recorder.failures, read_ends(self._directory.ends), launcher.returncode, self._directory)
+
+    @contextlib.contextmanager
+    def _launcher(
+        self, script: str, arguments: Sequence[str], spared: set[int]
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """torchrun's launcher while entered; afterwards neither it nor anything it started is left."""
+        workers = self._config.run.workers
+        command = [
+            sys.executable,
+            "-m",
+            "atoll.launch.launcher",
+            "--standalone",
+            f"--nproc-per-node={workers}",
+        ]
+        # One machine needs no name service, and a laptop's own name often leads nowhere.
+        command += ["--local-addr=127.0.0.1", "-m", "atoll.launch.worker", script, *arguments]
+        with self._directory.launcher_log.open("wb") as log:
+            launcher = subprocess.Popen(
+                command,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # The terminal's Ctrl-C comes to this process alone, which decides what it means.
+                start_new_session=True,
+            )
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+            launcher.wait()
+            if stuck := kill_descendants(spared):
+                print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
+
+    def _environment(self) -> dict[str, str]:
+        """What the launcher and the workers find in their environment."""
+        environment = {
+            **os.environ,
+            CONFIG_VARIABLE: str(self._directory.config.absolute()),
+            DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
+            PARENT_VARIABLE: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self._config.run.workers)))
+        return environment
+
+    def _follow(self, launcher: subprocess.Popen[bytes], recorder: Recorder, progress: Progress) -> None:
+        """Look until the launcher has ended, or must be ended."""
+        stopping = until = None
+        while launcher.poll() is None:
+            self._look(recorder, progress)
+            now = time.monotonic()
+            if self._stop.count and stopping is None:
+                stopping, until = now, now + STOP_SECONDS
+                launcher.send_signal(signal.SIGINT)  # torchrun hands it on to every worker
+            elif recorder.failures and until is None:
+                until = now + FAILED_SECONDS
+            if self._stop.count > 1 or (until is not None and now > until):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _look(self, recorder: Recorder, progress: Progress, last: bool = False) -> None:
+        """Take in and show what is new."""
+        for line in self._tail.read(last):
+            progress.line(line)
+        for event in recorder.poll():
+            progress.event(event)
+        progress.update(recorder.status())
+
+
+def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
+    try:
+        return [TensorBoard(directory.tensorboard)]
+    except ModuleNotFoundError:
+        progress.event(Warned(time=time.time(), worker=-1, message=MISSING))
+        return []
+
+
+def _cores() -> int:
+    """The cores that this process may use, not all that the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def _close(summary: Summary, directory: RunDirectory, verdict: Verdict) -> None:
+    """Draw the picture and say how it went, the failure last, where the eye falls."""
+    lines = []
+    if summary.steps:
+        drawn = _draw(directory)
+        lines = closing_lines(summary, directory, drawn)
+    if verdict.detail:
+        lines.append(verdict.detail)
+    if verdict.line:
+        lines.append(f"atoll: {verdict.line}")
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _draw(directory: RunDirectory) -> bool:
+    try:
+        report.draw(directory)
+    except ModuleNotFoundError:  # said at the start
+        return False
+    return True
+
+
+def closing_lines(summary: Summary, directory: RunDirectory, drawn: bool) -> list[str]:
+    """What a person wants to know at the end: how much, how fast, how good, and where to look."""
+    steps = f"{summary.steps:,} steps of {summary.samples:,.0f} samples in {format_seconds(summary.seconds)}"
+    facts = [steps, f"{summary.samples_per_second:,.4g} samples/s"]
+    if summary.workers > 1:
+        facts += [
+            f"{summary.waiting_share:.0%} of the time waiting",
+            f"{format_bytes(summary.bytes_sent)} sent",
+        ]
+    lines = [f"atoll: {_count(summary.workers)} ({summary.strategy}): " + " · ".join(facts)]
+    if summary.last:
+        lines.append(f"atoll: last: {format_values(summary.last)}")
+    files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
+    lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
+    return lines

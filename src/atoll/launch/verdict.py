@@ -1,0 +1,83 @@
+"""How a run ended: which worker failed first, what to say of it, and the exit status."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.core.events import Failed
+from atoll.launch.launcher import WorkerEnd
+from atoll.launch.processes import signal_name
+from atoll.launch.tail import last_lines
+from atoll.observe.rundir import RunDirectory
+
+_SHOWN_LINES = 20  # of a log, where there is no traceback to show
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`line` says in one line what went wrong (empty: nothing); `detail` is what to show before it."""
+
+    status: int
+    line: str = ""
+    detail: str = ""
+
+
+def judge(
+    failures: Sequence[Failed], ends: Sequence[WorkerEnd], launcher_status: int, run: RunDirectory
+) -> Verdict:
+    """The verdict on a run whose launcher ended with `launcher_status`.
+
+    One worker's end makes others fail: shown is the first that failed by itself. `failures` are the errors
+    that workers reported, in any order; `ends` the processes that ended badly, as the launcher saw them.
+    """
+    own = [failure for failure in failures if not failure.echo]
+    if own:
+        return _of_failure(min(own, key=lambda failure: failure.time), run)
+    if launcher_status == 0:
+        return Verdict(0)
+    silent = _silent(failures, ends)
+    if silent is not None:
+        return _of_end(silent, run)
+    if failures:
+        return _of_failure(min(failures, key=lambda failure: failure.time), run)
+    shown = "\n".join(last_lines(run.launcher_log, _SHOWN_LINES))
+    said = f"was killed by {signal_name(-launcher_status)}" if launcher_status < 0 else "failed"
+    return Verdict(1, f"torchrun's launcher {said}; its log is {run.launcher_log}", shown)
+
+
+def stopped(signum: int) -> Verdict:
+    """The verdict on a run that was stopped from outside."""
+    by = "Ctrl-C" if signum == signal.SIGINT else signal_name(signum)
+    return Verdict(128 + signum, f"stopped by {by}")
+
+
+def _silent(failures: Sequence[Failed], ends: Sequence[WorkerEnd]) -> WorkerEnd | None:
+    """The first worker that ended badly and said nothing; not one that the launcher itself stopped."""
+    spoke = {failure.worker for failure in failures}
+    for place, end in enumerate(ends):
+        stopped_by_launcher = place > 0 and end.exit_code == -signal.SIGTERM
+        if end.worker not in spoke and not stopped_by_launcher:
+            return end
+    return None
+
+
+def _of_failure(failure: Failed, run: RunDirectory) -> Verdict:
+    if not failure.traceback:
+        return Verdict(failure.exit_status, failure.message)
+    line = f"worker {failure.worker} ended with {failure.error}; the workers' logs are in {run.logs}"
+    return Verdict(failure.exit_status, line, f"worker {failure.worker}:\n{failure.traceback}")
+
+
+def _of_end(end: WorkerEnd, run: RunDirectory) -> Verdict:
+    log = run.log(end.worker)
+    # What worker 0 wrote is on the screen already.
+    shown = "\n".join(last_lines(log, _SHOWN_LINES)) if end.worker != 0 else ""
+    if end.exit_code >= 0:
+        return Verdict(
+            end.exit_code, f"worker {end.worker} ended with status {end.exit_code}; its log is {log}", shown
+        )
+    name = signal_name(-end.exit_code)
+    why = " (the system does that when memory runs out)" if -end.exit_code == signal.SIGKILL else ""
+    return Verdict(1, f"worker {end.worker} was killed by {name}{why}; its log is {log}", shown)

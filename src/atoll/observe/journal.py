@@ -1,0 +1,103 @@
+"""A worker's journal: one JSON line for each of its events, in a file of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from atoll.core.events import (
+    AnyEvent,
+    Decided,
+    Expected,
+    Failed,
+    Finished,
+    Saved,
+    Skipped,
+    Started,
+    Warned,
+    decode,
+    encode,
+)
+
+FLUSH_SECONDS = 0.5
+_AT_ONCE = (Started, Expected, Decided, Skipped, Saved, Warned, Failed, Finished)
+
+
+class Journal:
+    """Subscriber that appends events to `path`.
+
+    Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
+    loop does not pay a system call for each step; every other event is written at once. A line is written
+    whole by one append, so two writers of one file do not tear each other's lines.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._clock = clock
+        self._flushed = clock()
+        self._buffer = bytearray()
+
+    def __call__(self, event: AnyEvent) -> None:
+        """Write `event`, or keep it for the next flush."""
+        self._buffer += encode(event) + b"\n"
+        if isinstance(event, _AT_ONCE) or self._clock() - self._flushed >= FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._flushed = self._clock()
+        if self._file < 0:
+            return
+        waiting, self._buffer = bytes(self._buffer), bytearray()
+        while waiting:
+            waiting = waiting[os.write(self._file, waiting) :]
+
+    def close(self) -> None:
+        """Flush, and close the file; events that come later are lost, and closing twice does no harm."""
+        self.flush()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JournalReader:
+    """Reads what is new in a journal that may still be growing, or not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unreadable = 0  # whole lines that hold no event
+        self._offset = 0
+        self._rest = b""
+
+    def read(self) -> Iterator[AnyEvent]:
+        """The events written since the last call. A last line without its end waits for the next call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                event = decode(line)
+            except msgspec.DecodeError:
+                self.unreadable += 1
+            else:
+                yield event

@@ -1,0 +1,236 @@
+"""Follows the journals while a run goes on: metrics.jsonl, running totals, the summary at the end."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from atoll.core.events import (
+    AnyEvent,
+    Decided,
+    Expected,
+    Failed,
+    Finished,
+    Logged,
+    Saved,
+    Skipped,
+    Started,
+    StepDone,
+    Warned,
+)
+from atoll.observe.journal import JournalReader
+from atoll.observe.metrics import Line, Merger
+from atoll.observe.rundir import RunDirectory
+from atoll.observe.summary import Summary, WorkerTotals, write_summary
+
+MOST_EVENTS = 500  # kept in the summary, so that a run that skips each step does not fill the disk
+RATE_SECONDS = 10.0  # rates are of the last so many seconds
+_KEPT = (Decided, Skipped, Warned, Failed, Saved)
+
+
+class Writer(Protocol):
+    """Something that wants each merged line as it comes."""
+
+    def write(self, line: Line) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Status:
+    """How a run stands, for a display. Rates are of the last seconds, the counts of the whole run."""
+
+    workers: int
+    started: int = 0  # workers that have joined
+    strategy: str = ""
+    steps: int = 0
+    expected: int | None = None  # how many steps the run will take
+    samples: float = 0.0
+    bytes_sent: int = 0
+    samples_per_second: float = 0.0
+    steps_per_second: float = 0.0
+    bytes_per_second: float = 0.0
+    waiting_share: float = 0.0
+    last: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimate, where the number of steps is known and one has been made."""
+        if self.expected is None or self.steps_per_second <= 0:
+            return None
+        return max(0, self.expected - self.steps) / self.steps_per_second
+
+
+class _Rates:
+    """Rates over the last `RATE_SECONDS`, from merged lines."""
+
+    def __init__(self) -> None:
+        self._lines: deque[Line] = deque()
+
+    def add(self, line: Line) -> None:
+        if line.samples > 0:
+            self._lines.append(line)
+        while len(self._lines) > 2 and self._lines[-1].time - self._lines[0].time > RATE_SECONDS:
+            self._lines.popleft()
+
+    def fill(self, status: Status) -> None:
+        busy = sum(line.seconds for line in self._lines)
+        if busy > 0:
+            status.samples_per_second = sum(line.samples for line in self._lines) / busy
+            status.steps_per_second = len(self._lines) / busy
+            status.bytes_per_second = sum(line.bytes_sent for line in self._lines) / busy
+            status.waiting_share = min(1.0, sum(line.waiting for line in self._lines) / busy)
+
+
+class Recorder:
+    """Merges what `workers` workers wrote in `run`'s journals.
+
+    `poll` as often as a display wants news; `close` once. Each merged line goes to metrics.jsonl and to
+    `writers`.
+    """
+
+    def __init__(
+        self, run: RunDirectory, workers: int, strategy: str, writers: Sequence[Writer] = ()
+    ) -> None:
+        self.run = run
+        self.failures: list[Failed] = []
+        self._workers, self._strategy, self._groups = workers, strategy, 1
+        self._writers = writers
+        self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
+        self._merger = Merger(workers)
+        self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
+        self._rates = _Rates()
+        self._expected: int | None = None
+        self._started: set[int] = set()
+        self._first, self._end = math.inf, -math.inf
+        self._last: dict[str, float | None] = {}
+        self._events: list[AnyEvent] = []
+        self._seen: set[bytes] = set()
+        self._dropped = 0
+        self._metrics = run.metrics.open("wb")
+
+    def poll(self) -> list[AnyEvent]:
+        """Read what is new; returns the events to show a person, each once, however many workers sent it."""
+        fresh = [event for reader in self._readers.values() for event in reader.read()]
+        news: list[AnyEvent] = []
+        for event in sorted(fresh, key=lambda event: event.time):
+            self._take(event)
+            if isinstance(event, _KEPT) and self._keep(event):
+                news.append(event)
+        for line in self._merger.whole():
+            self._write(line)
+        self._metrics.flush()
+        return news
+
+    def warn(self, message: str, now: float) -> None:
+        """Put a warning of the launcher's own into the summary's events."""
+        self._keep(Warned(time=now, worker=-1, message=message))
+
+    def status(self) -> Status:
+        status = Status(
+            workers=self._workers,
+            started=len(self._started),
+            strategy=self._strategy,
+            steps=self._steps(),
+            expected=self._expected,
+            samples=sum(totals.samples for totals in self._totals.values()),
+            bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
+            last=dict(self._last),
+        )
+        self._rates.fill(status)
+        return status
+
+    def close(self) -> Summary:
+        """Take in what is left, write the last lines and summary.json, and close the writers."""
+        self.poll()
+        for line in self._merger.rest():
+            self._write(line)
+        self._metrics.close()
+        for writer in self._writers:
+            writer.close()
+        for reader in self._readers.values():
+            if reader.unreadable:
+                self.warn(
+                    f"{reader.path}: {reader.unreadable} lines hold no event and were passed over", self._end
+                )
+        summary = self._summary()
+        write_summary(summary, self.run.summary)
+        return summary
+
+    def _take(self, event: AnyEvent) -> None:
+        self._first, self._end = min(self._first, event.time), max(self._end, event.time)
+        self._merger.add(event)
+        totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
+        if isinstance(event, StepDone):
+            totals.steps += 1
+            totals.samples += event.samples
+            totals.seconds += event.seconds
+            totals.waiting += event.waiting
+            totals.bytes_sent += event.bytes_sent
+        elif isinstance(event, Started):
+            self._started.add(event.worker)
+            self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
+        elif isinstance(event, Expected):
+            self._expected = event.steps
+        elif isinstance(event, (Finished, Failed)):
+            self._merger.end(event.worker)
+            if isinstance(event, Failed):
+                self.failures.append(event)
+        elif isinstance(event, Logged):
+            for name, value in event.values.items():
+                self._last.setdefault(name, value)  # until the workers' mean is there
+
+    def _keep(self, event: AnyEvent) -> bool:
+        """Keep the event for the summary, once; a decision that every worker reports is one event."""
+        key = msgspec.json.encode(
+            {**_plain(event), "time": 0, "worker": event.worker if isinstance(event, Failed) else 0}
+        )
+        if key in self._seen:
+            return False
+        if len(self._events) >= MOST_EVENTS and not isinstance(event, Failed):
+            self._dropped += 1
+            return False
+        self._seen.add(key)
+        self._events.append(event)
+        return True
+
+    def _write(self, line: Line) -> None:
+        self._metrics.write(msgspec.json.encode(line) + b"\n")
+        self._rates.add(line)
+        self._last.update(line.values)
+        for writer in self._writers:
+            writer.write(line)
+
+    def _steps(self) -> int:
+        return max((totals.steps for totals in self._totals.values()), default=0)
+
+    def _summary(self) -> Summary:
+        each = [self._totals[worker] for worker in sorted(self._totals)]
+        events = [_plain(event) for event in self._events]
+        if self._dropped:
+            events.append(
+                {"event": "warned", "message": f"{self._dropped} more events are in {self.run.workers}"}
+            )
+        return Summary(
+            strategy=self._strategy,
+            workers=self._workers,
+            groups=self._groups,
+            steps=self._steps(),
+            samples=sum(totals.samples for totals in each),
+            seconds=max(0.0, self._end - self._first) if each and self._end > -math.inf else 0.0,
+            bytes_sent=sum(totals.bytes_sent for totals in each),
+            seconds_waiting=sum(totals.waiting for totals in each) / max(1, len(each)),
+            last=self._last,
+            events=events,
+            each_worker=each,
+        )
+
+
+def _plain(event: AnyEvent) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(event)
+    return plain

@@ -1,0 +1,77 @@
+"""The whole run in one object: summary.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atoll.core.errors import UserError
+
+
+class WorkerTotals(msgspec.Struct):
+    """What one worker did: `seconds` is the time of its steps, `waiting` the part of it blocked on others."""
+
+    worker: int
+    device: str = ""
+    steps: int = 0
+    samples: float = 0.0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    bytes_sent: int = 0
+
+
+class Summary(msgspec.Struct):
+    """summary.json.
+
+    `steps` counts the iterations of this run; `samples` and `bytes_sent` are sums over workers;
+    `seconds` is the time from the first worker's start to the last event; `seconds_waiting` is the
+    workers' mean of the time spent blocked on others; `last` has the last logged value of each name (null:
+    NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
+    plain objects.
+    """
+
+    strategy: str
+    workers: int
+    groups: int
+    steps: int
+    samples: float
+    seconds: float
+    bytes_sent: int
+    seconds_waiting: float
+    last: dict[str, float | None]
+    events: list[dict[str, Any]]
+    each_worker: list[WorkerTotals]
+
+    @property
+    def samples_per_second(self) -> float:
+        """Over the time of the steps, so that start and evaluation do not count."""
+        busy = max((totals.seconds for totals in self.each_worker), default=0.0)
+        return self.samples / busy if busy > 0 else 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the steps' time that workers spent blocked on others, 0 to 1."""
+        busy = sum(totals.seconds for totals in self.each_worker)
+        return sum(totals.waiting for totals in self.each_worker) / busy if busy > 0 else 0.0
+
+
+def write_summary(summary: Summary, path: Path) -> None:
+    """Write `summary` to `path`, indented for people. Raises UserError when the file cannot be written."""
+    text = json.dumps(msgspec.to_builtins(summary), indent=2, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the summary: {error.strerror}") from None
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary in `path`. Raises UserError when it is not there or not a summary."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the summary: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: not the summary of a run: {error}") from None
