@@ -83,13 +83,15 @@ def test_set_epoch() -> None:
     assert list(other) == orders[1]
 
 
-def test_on_epoch_is_called_when_an_iteration_starts() -> None:
+def test_on_index_is_called_before_each_index() -> None:
     seen: list[tuple[int, int]] = []
-    sampler = ShardedSampler(4, rank=0, world=1, on_epoch=lambda s: seen.append((s.epoch, s.consumed)))
+    sampler = ShardedSampler(2, rank=0, world=1, on_index=lambda s: seen.append((s.epoch, s.consumed)))
+    indices = iter(sampler)
+    assert seen == []
+    list(indices)
+    sampler.consumed = 2
     list(sampler)
-    sampler.consumed = 4
-    list(sampler)
-    assert seen == [(0, 0), (1, 0)]
+    assert seen == [(0, 0), (0, 0), (1, 0), (1, 0)]
 
 
 def test_an_empty_dataset_gives_nothing() -> None:

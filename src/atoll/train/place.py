@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, DeadlineError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,14 @@ def _meet(environment: Mapping[str, str], timeout: float) -> Store:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:
                 raise ConfigError(f"{name} is not set, though WORLD_SIZE is; start workers with torchrun")
-        found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        try:
+            found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise DeadlineError(
+                f"no store answered at MASTER_ADDR:MASTER_PORT {address} within {timeout:g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
     # A restarted launch meets in the same store: its keys must not be those of the launch before.
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"atoll/{restart}", found)

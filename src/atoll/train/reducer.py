@@ -145,8 +145,10 @@ class Reducer:
         self._armed = False
         if self._next:
             raise RunError(
-                f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} chunks had "
-                "left for the other workers, so the iteration cannot be completed; let its error end the script"
+                f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} "
+                "chunks had "
+                "left for the other workers, so the iteration cannot be completed; let its error end "
+                "the script"
             )
         self._begin()
 

@@ -55,6 +55,7 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     some ten milliseconds, at a save or a load.
     """
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    gc.collect()  # a scheduler that the script has let go of must not count
     found = [
         o for o in gc.get_objects() if isinstance(o, kinds) and getattr(o, "optimizer", None) is optimizer
     ]
@@ -91,8 +92,8 @@ def load_scheduler_states(optimizer: torch.optim.Optimizer, states: Mapping[str,
         present[name].load_state_dict(state)
 
 
-def load_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
-    """`module.load_state_dict`, with one line for the first name or shape that does not fit."""
+def check_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for the first name or shape of `saved` that does not fit the module."""
     current = module.state_dict()
     for name, value in current.items():
         if name not in saved:
@@ -104,7 +105,6 @@ def load_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
     for name in saved:
         if name not in current:
             raise CheckpointError(f"{where}: holds {name!r}, which the model lacks; it is of another model")
-    module.load_state_dict(saved)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:

@@ -60,7 +60,8 @@ class ShardedSampler(Sampler[int]):
         return self._offset > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`, from its beginning; an epoch just loaded keeps its place."""
+        """Make the next iteration one of `epoch`, from its beginning; an epoch just loaded keeps its
+        place."""
         if epoch != self._epoch or self._whole:
             self._begin(int(epoch))
 
@@ -92,7 +93,8 @@ class ShardedSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the place in `state`: the next iteration gives what is left of its epoch.
 
-        Where nothing is left, it gives the next epoch. The seed is the saved one. Raises CheckpointError where `state` is of another dataset or order.
+        Where nothing is left, it gives the next epoch. The seed is the saved one. Raises
+        CheckpointError where `state` is of another dataset or order.
         """
         seed, epoch, offset, length = (
             _whole_number(state, key) for key in ("seed", "epoch", "offset", "length")

@@ -215,7 +215,7 @@ class Session:
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
-            on_epoch=self._epoch_begins,
+            on_index=self._sampler_gives,
         )
         self._samplers.append(sampler)
         return sampler
@@ -234,6 +234,8 @@ class Session:
                     f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one "
                     "number, such as its mean"
                 )
+        if self._journal is None:
+            return
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         weight = self._prepared[0].samples.latest if self._prepared else 1.0
         self._logged.append((self._iteration, weight, kept))
@@ -296,8 +298,7 @@ class Session:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
 
         Every worker calls it and reads `path`. Raises CheckpointError on every worker when the
-        checkpoint is missing, damaged or of
-        another model; nothing of it has then been taken over.
+        checkpoint is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
         failure, checkpoint = "", None
@@ -312,8 +313,11 @@ class Session:
             raise CheckpointError(
                 f"{path}: holds {state['models']} models, and the session has prepared {len(self._prepared)}"
             )
-        for index, prepared in enumerate(self._prepared):
-            resume.load_model(prepared.module, _unprefixed(checkpoint.model, index), str(path))
+        models = [_unprefixed(checkpoint.model, index) for index in range(len(self._prepared))]
+        for prepared, model in zip(self._prepared, models, strict=True):
+            resume.check_model(prepared.module, model, str(path))
+        for prepared, model in zip(self._prepared, models, strict=True):
+            prepared.module.load_state_dict(model)
         for index, prepared in enumerate(self._prepared):
             resume.load_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], str(path))
             resume.load_scheduler_states(prepared.optimizer, state["schedulers"][index])
@@ -321,8 +325,7 @@ class Session:
         self._load_rest(state, str(path))
 
     def _state(self) -> dict[str, Any]:
-        consumed = [[sampler.consumed for sampler in self._samplers]]
-        consumed = self._workers.gather(consumed[0], "the workers' samplers")
+        consumed = self._workers.gather([s.consumed for s in self._samplers], "the workers' samplers")
         return {
             "iteration": self._iteration,
             "workers": self.world,
@@ -386,12 +389,13 @@ class Session:
             self._leave()
 
     def close(self) -> None:
-        """Wait for the other workers to finish too, write the last records, and let the model and the
-        optimizer go."""
+        """Write the last records, wait for the other workers to finish too, and let the model go."""
         if self._closed:
             return
-        self._workers.barrier("the end of the session")
+        self._read_logged()
         self._emit(events.Finished, iteration=self._iteration)
+        # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
+        self._workers.barrier("the end of the session")
         self._leave()
 
     def _leave(self) -> None:
@@ -441,17 +445,19 @@ class Session:
         if self._sampling is not None:
             self._sampling.consumed += int(samples)
 
-    def _epoch_begins(self, sampler: ShardedSampler) -> None:
+    def _sampler_gives(self, sampler: ShardedSampler) -> None:
+        """A sampler is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
         if sampler.resumed and self._resumed_random is not None:
             # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
             resume.set_random_state(self._resumed_random, self.device)
-        self._resumed_random = None
+            self._resumed_random = None
 
     def _stepped(self, prepared: Prepared) -> None:
         if prepared is not self._prepared[0]:
             return
         self._iteration += 1
+        self._resumed_random = None
         if self._journal is None:
             return
         now = time.perf_counter()
