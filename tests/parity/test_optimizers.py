@@ -29,13 +29,16 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"lr": 1e-2, "t0": 3}],
     "Rprop": [{"lr": 1e-2}],
 }
+# Torch's own fused SGD with momentum raises when a parameter's first gradient comes after the others'.
 CASES = [
     pytest.param(
-        name, {**settings, **how}, id="-".join([name, *map(str, settings), *(k for k in how if how[k])])
+        name, settings | how, model, id="-".join([name, *settings, *(k for k in how if how[k]), model])
     )
     for name, variants in SETTINGS.items()
     for settings in variants
     for how in ({"foreach": False}, {"foreach": True}, *([{"fused": True}] if name in FUSED else []))
+    for model in ("odd", "unused")
+    if not ("momentum" in settings and "fused" in how and model == "unused")
 ]
 
 
@@ -51,8 +54,7 @@ def train(model: nn.Module, optimizer: Optimizer, name: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("model_name", ["odd", "unused"])
-@pytest.mark.parametrize(("name", "settings"), CASES)
+@pytest.mark.parametrize(("name", "settings", "model_name"), CASES)
 def test_bit_equal(name: str, settings: dict[str, Any], model_name: str, dtype: torch.dtype) -> None:
     make = getattr(torch.optim, name)
     plain_model = MODELS[model_name].build(dtype)

@@ -18,7 +18,7 @@ WORKERS = (1, 2, 3, 4)
 
 def cases(dtype: torch.dtype, workers: tuple[int, ...], optimizers: tuple[str, ...]) -> list[Case]:
     """Every combination; half of them in chunks so small that a model takes several."""
-    size = {True: "1KiB", False: "auto"}
+    size = {True: "2KiB", False: "auto"}
     table = product(MODELS, optimizers, workers, (1, 3), (False, True))
     return [
         Case(model, optimizer, n, accumulation, clip, dtype, size[(accumulation == 1) == clip])
