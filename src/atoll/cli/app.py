@@ -47,7 +47,7 @@ def _root(
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def _run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
     config: _ConfigOption = None,
@@ -72,7 +72,10 @@ def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A confi
 def _report(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIRECTORY", help="A run's directory.")],
 ) -> None:
-    """Draw the picture of a run again; for a run that was killed, its summary and metrics too."""
+    """Draw the picture of a run again.
+
+    A run that was killed gets its metrics and summary from the workers' journals first.
+    """
     from atoll.observe.report import redraw
 
     print(redraw(RunDirectory(directory)))

@@ -175,7 +175,7 @@ def _value(text: str) -> Any:
 
 def _convert(table: dict[str, Any], where: str) -> Config:
     try:
-        config = msgspec.convert(table, Config)
+        config = msgspec.convert(_numbers_as_text(table), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), table)}") from None
     for name, parse in (
@@ -191,6 +191,20 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     return config
 
 
+def _numbers_as_text(table: dict[str, Any]) -> dict[str, Any]:
+    """A size or a span may be given as a plain number (`timeout = 30`); the keys themselves are text."""
+    defaults = msgspec.to_builtins(Config())
+    return {
+        section: {
+            key: str(value)
+            if isinstance(defaults[section].get(key), str) and type(value) in (int, float)
+            else value
+            for key, value in values.items()
+        }
+        for section, values in table.items()
+    }
+
+
 def _explain(message: str, table: dict[str, Any]) -> str:
     """msgspec's "... - at `$.run.strategy`" as "run.strategy: ...", with the known values of a choice."""
     text, _, place = message.partition(" - at `$.")
@@ -201,7 +215,8 @@ def _explain(message: str, table: dict[str, Any]) -> str:
     if choices:
         suggestion = nearest(str(given), choices)
         return f"{name}: no such choice {given!r}{suggestion} (one of: {', '.join(choices)})"
-    return f"{name}: {text[:1].lower()}{text[1:]}, got {given!r}" if name else text
+    wanted = text.partition(", got ")[0].replace("`", "")  # "expected int >= 1", "expected int"
+    return f"{name}: {wanted[:1].lower()}{wanted[1:]}, got {given!r}" if name else text
 
 
 def _choices(section: str, key: str) -> list[str]:

@@ -43,6 +43,7 @@ def run(script: str, arguments: Sequence[str], config: Config, summary: Path | N
     """
     _check(script, summary)
     directory = RunDirectory(_choose_directory(script, config))
+    directory.require_unused()
     directory.create()
     directory.config.write_text(to_toml(config), encoding="utf-8")
     with _Stop() as stop:

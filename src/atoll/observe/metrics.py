@@ -10,6 +10,7 @@ import msgspec
 
 from atoll.core.events import AnyEvent, Logged, StepDone
 
+LATE_SECONDS = 0.5  # a session reads what it logged at the first step after so long
 MOST_PENDING = 10_000  # iterations held for a worker that is far behind; then the oldest is written as it is
 
 
@@ -53,19 +54,19 @@ class _Entry:
     """An iteration whose line is not written yet."""
 
     def __init__(self) -> None:
-        self.steps: list[StepDone] = []
+        self.steps: dict[int, StepDone] = {}  # by worker
         self.values: dict[str, _Mean] = {}
-        self.time = 0.0
-        self.left: set[int] = set()  # workers that have gone on to another iteration
+        self.time = 0.0  # of the last step; without one, of the last logged value
 
     def line(self, iteration: int) -> Line:
+        steps = self.steps.values()
         return Line(
             iteration=iteration,
             time=self.time,
-            samples=sum(step.samples for step in self.steps),
-            seconds=max((step.seconds for step in self.steps), default=0.0),
-            waiting=sum(step.waiting for step in self.steps) / max(1, len(self.steps)),
-            bytes_sent=sum(step.bytes_sent for step in self.steps),
+            samples=sum(step.samples for step in steps),
+            seconds=max((step.seconds for step in steps), default=0.0),
+            waiting=sum(step.waiting for step in steps) / max(1, len(steps)),
+            bytes_sent=sum(step.bytes_sent for step in steps),
             values={name: mean.value for name, mean in self.values.items()},
         )
 
@@ -73,41 +74,62 @@ class _Entry:
 class Merger:
     """Merges the events of `workers` workers by iteration.
 
-    A script logs an iteration's values before or after its step, so an iteration is whole when every worker
-    has gone on to another one, or has ended. Iterations may start anywhere and may go back (a checkpoint was
-    loaded): then the same number gets a second line.
+    A session reads logged tensors late, so that no accelerator is waited for: an iteration's values come at
+    the latest with the first step that ends `LATE_SECONDS` or more after it. An iteration is whole when every
+    worker has gone on from such a step, or has ended. Iterations may start anywhere and may go back (a
+    checkpoint was loaded): then the same number gets a second line.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = set(range(workers))
-        self._at: dict[int, int] = {}  # worker -> the iteration that it is in
+        self._latest: dict[int, StepDone] = {}  # each worker's latest step, and the time of the one before
+        self._before: dict[int, float] = {}
         self._ended: set[int] = set()
         self._pending: dict[int, _Entry] = {}
 
-    def add(self, event: AnyEvent) -> None:
-        """Take a step or a logged value; other events are none of its business."""
+    def add(self, event: AnyEvent) -> list[Line]:
+        """Take a step or a logged value; other events are none of its business.
+
+        Returns a line only when a worker makes an iteration again before the first was whole.
+        """
         if not isinstance(event, (StepDone, Logged)):
-            return
+            return []
         self._workers.add(event.worker)
-        self._move(event.worker, event.iteration)
-        entry = self._pending.setdefault(event.iteration, _Entry())
-        entry.left.discard(event.worker)
-        entry.time = max(entry.time, event.time)
+        again: list[Line] = []
         if isinstance(event, StepDone):
-            entry.steps.append(event)
+            pending = self._pending.get(event.iteration)
+            if pending is not None and event.worker in pending.steps:
+                again.append(self._pending.pop(event.iteration).line(event.iteration))
+            self._step(event)
         else:
+            entry = self._entry(event.iteration)
             for name, value in event.values.items():
                 entry.values.setdefault(name, _Mean()).add(value, event.weight)
+            if not entry.steps:
+                entry.time = max(entry.time, event.time)
+        return again
 
-    def _move(self, worker: int, iteration: int) -> None:
-        before = self._at.get(worker)
-        self._at[worker] = iteration
-        if before is not None and before != iteration and before in self._pending:
-            self._pending[before].left.add(worker)
+    def _step(self, event: StepDone) -> None:
+        entry = self._entry(event.iteration)
+        entry.time = max(entry.time, event.time) if entry.steps else event.time
+        entry.steps[event.worker] = event
+        if event.worker in self._latest:
+            self._before[event.worker] = self._latest[event.worker].time
+        self._latest[event.worker] = event
+
+    def _entry(self, iteration: int) -> _Entry:
+        return self._pending.setdefault(iteration, _Entry())
 
     def end(self, worker: int) -> None:
         """The worker will send no more."""
         self._ended.add(worker)
+
+    def newest(self) -> dict[str, float | None]:
+        """The values of the iterations that are not whole yet, the newest of each name."""
+        values: dict[str, float | None] = {}
+        for iteration in sorted(self._pending):
+            values.update({name: mean.value for name, mean in self._pending[iteration].values.items()})
+        return values
 
     def whole(self) -> Iterator[Line]:
         """Take out the lines of the iterations that are whole, in order."""
@@ -116,11 +138,19 @@ class Merger:
                 yield self._pending.pop(iteration).line(iteration)
 
     def _is_whole(self, iteration: int) -> bool:
-        left = self._pending[iteration].left
+        entry = self._pending[iteration]
         return all(
-            worker in left or worker in self._ended or self._at.get(worker, iteration) > iteration
-            for worker in self._workers
+            worker in self._ended or self._is_past(worker, iteration, entry) for worker in self._workers
         )
+
+    def _is_past(self, worker: int, iteration: int, entry: _Entry) -> bool:
+        """Whether everything that the worker had to say of the iteration has come."""
+        if worker not in self._before:
+            return False
+        if worker not in entry.steps and self._latest[worker].iteration <= iteration:
+            return False  # it is behind
+        done = entry.steps[worker].time if worker in entry.steps else entry.time
+        return self._before[worker] >= done + LATE_SECONDS
 
     def rest(self) -> Iterator[Line]:
         """Take out everything that is left, whole or not, in order."""

@@ -76,12 +76,12 @@ class PlainProgress:
     def __init__(self, output: IO[str], errors: IO[str]) -> None:
         self._output, self._errors = output, errors
         self._due = 0.0
-        self._steps = 0
+        self._iteration = 0
 
     def update(self, status: Status) -> None:
         now = time.monotonic()
-        if status.steps > self._steps and now >= self._due:
-            self._steps, self._due = status.steps, now + LINE_SECONDS
+        if status.iteration > self._iteration and now >= self._due:
+            self._iteration, self._due = status.iteration, now + LINE_SECONDS
             self._say(plain_line(status))
 
     def line(self, text: str) -> None:
@@ -102,7 +102,7 @@ class PlainProgress:
 
 def plain_line(status: Status) -> str:
     """`step 120 of 3000 · loss 1.23 · 512 samples/s · 3.4 MiB/s sent · 12 % waiting · 2 min 3 s left`."""
-    steps = f"step {status.steps:,}" + (f" of {status.expected:,}" if status.expected else "")
+    steps = f"step {status.iteration:,}" + (f" of {status.expected:,}" if status.expected else "")
     parts = [steps, format_values(status.last), *_rates(status)]
     if status.seconds_left is not None:
         parts.append(f"{format_seconds(status.seconds_left)} left")
@@ -156,7 +156,7 @@ class LiveProgress:
         """The display as it stands now."""
         elapsed = time.monotonic() - self._began
         status = self._status
-        if status is None or status.steps == 0:
+        if status is None or status.iteration == 0:
             return self._starting(status, elapsed)
         head = Table.grid(padding=(0, 1), expand=False)
         head.add_row(*self._bar(status), Text(_time(status, elapsed), style="dim"))
@@ -176,11 +176,11 @@ class LiveProgress:
     def _bar(self, status: Status) -> list[RenderableType]:
         title = Text(self._title, style="bold cyan")
         if not status.expected:
-            return [title, Text(f"step {status.steps:,}")]
+            return [title, Text(f"step {status.iteration:,}")]
         bar = ProgressBar(
-            total=status.expected, completed=min(status.steps, status.expected), width=_BAR_WIDTH
+            total=status.expected, completed=min(status.iteration, status.expected), width=_BAR_WIDTH
         )
-        return [title, bar, Text(f"{status.steps:,}/{status.expected:,}")]
+        return [title, bar, Text(f"{status.iteration:,}/{status.expected:,}")]
 
 
 def _safe(values: dict[str, float | None]) -> list[tuple[str, float | None]]:

@@ -16,7 +16,6 @@ from atoll.core.events import (
     Expected,
     Failed,
     Finished,
-    Logged,
     Saved,
     Skipped,
     Started,
@@ -48,8 +47,8 @@ class Status:
     workers: int
     started: int = 0  # workers that have joined
     strategy: str = ""
-    steps: int = 0
-    expected: int | None = None  # how many steps the run will take
+    iteration: int = 0  # the latest step's
+    expected: int | None = None  # the iteration at which the run will end
     samples: float = 0.0
     bytes_sent: int = 0
     samples_per_second: float = 0.0
@@ -63,28 +62,27 @@ class Status:
         """The estimate, where the number of steps is known and one has been made."""
         if self.expected is None or self.steps_per_second <= 0:
             return None
-        return max(0, self.expected - self.steps) / self.steps_per_second
+        return max(0, self.expected - self.iteration) / self.steps_per_second
 
 
 class _Rates:
-    """Rates over the last `RATE_SECONDS`, from merged lines."""
+    """One worker's rates over the last `RATE_SECONDS` of its steps; the time between them does not count."""
 
     def __init__(self) -> None:
-        self._lines: deque[Line] = deque()
+        self._steps: deque[StepDone] = deque()
 
-    def add(self, line: Line) -> None:
-        if line.samples > 0:
-            self._lines.append(line)
-        while len(self._lines) > 2 and self._lines[-1].time - self._lines[0].time > RATE_SECONDS:
-            self._lines.popleft()
+    def add(self, step: StepDone) -> None:
+        self._steps.append(step)
+        while len(self._steps) > 2 and step.time - self._steps[0].time > RATE_SECONDS:
+            self._steps.popleft()
 
-    def fill(self, status: Status) -> None:
-        busy = sum(line.seconds for line in self._lines)
+    def add_to(self, status: Status) -> None:
+        busy = sum(step.seconds for step in self._steps)
         if busy > 0:
-            status.samples_per_second = sum(line.samples for line in self._lines) / busy
-            status.steps_per_second = len(self._lines) / busy
-            status.bytes_per_second = sum(line.bytes_sent for line in self._lines) / busy
-            status.waiting_share = min(1.0, sum(line.waiting for line in self._lines) / busy)
+            status.samples_per_second += sum(step.samples for step in self._steps) / busy
+            status.bytes_per_second += sum(step.bytes_sent for step in self._steps) / busy
+            status.steps_per_second = max(status.steps_per_second, len(self._steps) / busy)
+            status.waiting_share += sum(step.waiting for step in self._steps) / busy / status.workers
 
 
 class Recorder:
@@ -104,7 +102,8 @@ class Recorder:
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
-        self._rates = _Rates()
+        self._rates = {worker: _Rates() for worker in range(workers)}
+        self._iteration = 0
         self._expected: int | None = None
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
@@ -136,13 +135,14 @@ class Recorder:
             workers=self._workers,
             started=len(self._started),
             strategy=self._strategy,
-            steps=self._steps(),
+            iteration=self._iteration,
             expected=self._expected,
             samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
-            last=dict(self._last),
+            last={**self._last, **self._merger.newest()},
         )
-        self._rates.fill(status)
+        for rates in self._rates.values():
+            rates.add_to(status)
         return status
 
     def close(self) -> Summary:
@@ -164,9 +164,12 @@ class Recorder:
 
     def _take(self, event: AnyEvent) -> None:
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
-        self._merger.add(event)
+        for line in self._merger.add(event):
+            self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
         if isinstance(event, StepDone):
+            self._iteration = event.iteration
+            self._rates.setdefault(event.worker, _Rates()).add(event)
             totals.steps += 1
             totals.samples += event.samples
             totals.seconds += event.seconds
@@ -181,9 +184,6 @@ class Recorder:
             self._merger.end(event.worker)
             if isinstance(event, Failed):
                 self.failures.append(event)
-        elif isinstance(event, Logged):
-            for name, value in event.values.items():
-                self._last.setdefault(name, value)  # until the workers' mean is there
 
     def _keep(self, event: AnyEvent) -> bool:
         """Keep the event for the summary, once; a decision that every worker reports is one event."""
@@ -201,7 +201,6 @@ class Recorder:
 
     def _write(self, line: Line) -> None:
         self._metrics.write(msgspec.json.encode(line) + b"\n")
-        self._rates.add(line)
         self._last.update(line.values)
         for writer in self._writers:
             writer.write(line)

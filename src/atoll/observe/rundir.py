@@ -78,18 +78,19 @@ class RunDirectory:
         found = {int(path.stem): path for path in self.workers.glob("*.jsonl") if path.stem.isdecimal()}
         return dict(sorted(found.items()))
 
-    def create(self) -> None:
-        """Make the directory and those in it.
-
-        Raises UserError when it holds a run already (its records would be mixed with the new ones),
-        or when it cannot be made.
-        """
+    def require_unused(self) -> None:
+        """Raise UserError when it holds a run already, whose records would be mixed with a new one's."""
         if self.summary.exists() or self.journals():
             raise UserError(f"{self.path}: holds a run already; remove it, or give another run.directory")
+
+    def create(self) -> None:
+        """Make the directory and those in it; those that are there are left as they are.
+
+        Raises UserError when it cannot be made.
+        """
         try:
             for directory in (self.path, self.logs, self.workers):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"{error.filename or self.path}: cannot make the run directory: {error.strerror}"
-            ) from None
+            where = error.filename or self.path
+            raise UserError(f"{where}: cannot make the run directory: {error.strerror}") from None

@@ -1,0 +1,146 @@
+"""The configuration: where its values come from, and what is said of each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atoll.core.config import Config, load_config, to_toml
+from atoll.core.errors import ConfigError, UserError
+from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(environment={}) == Config()
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", '[run]\nworkers = 3\n[sync]\ntimeout = "5s"\n')
+    config = load_config(path, ["sync.timeout=2min", "sync.timeout=1h", "sync.nonfinite=skip"])
+    assert config.run.workers == 3
+    assert config.timeout_seconds == 3600
+    assert config.sync.nonfinite == "skip"
+
+
+def test_file_here_counts_and_the_variable_counts_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "atoll.toml", "[run]\nworkers = 2\n")
+    other = write(tmp_path / "other.toml", "[run]\nworkers = 5\n")
+    assert load_config(environment={}).run.workers == 2
+    assert load_config(environment={"ATOLL_CONFIG": str(other)}).run.workers == 5
+    assert load_config(tmp_path / "atoll.toml", environment={"ATOLL_CONFIG": str(other)}).run.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "seconds"),
+    [("sync.timeout=30", 30.0), ("sync.timeout=1.5", 1.5), ('sync.timeout="2m"', 120.0)],
+)
+def test_a_span_may_be_a_plain_number(setting: str, seconds: float) -> None:
+    assert load_config(settings=[setting], environment={}).timeout_seconds == seconds
+
+
+def test_chunk_size() -> None:
+    assert load_config(settings=["chunks.size=4MiB"], environment={}).chunk_bytes == 4 * 2**20
+    assert load_config(settings=["chunks.size=4096"], environment={}).chunk_bytes == 4096
+    assert load_config(environment={}).chunk_bytes is None
+
+
+def test_toml_comes_back_equal(tmp_path: Path) -> None:
+    given = ['run.directory=a "quoted" \\ path', "run.workers=7", "chunks.size=1KiB", "sync.nonfinite=allow"]
+    config = load_config(settings=given, environment={})
+    assert load_config(write(tmp_path / "used.toml", to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("sync.timeot=3s", "--set sync.timeot=3s: no key 'sync.timeot'; did you mean 'sync.timeout'?"),
+        ("timeout=3s", "--set timeout=3s: write it as SECTION.KEY=VALUE, such as sync.timeout=30s"),
+        ("run.timeout=3s", "--set run.timeout=3s: no key 'run.timeout'; did you mean 'sync.timeout'?"),
+        ("run.strategy", "--set run.strategy: write it as SECTION.KEY=VALUE, such as sync.timeout=30s"),
+        ("run.workers=two", "--set run.workers=two: run.workers: expected int, got 'two'"),
+        ("run.workers=0", "--set run.workers=0: run.workers: expected int >= 1, got 0"),
+        ("run.workers=2.5", "--set run.workers=2.5: run.workers: expected int, got 2.5"),
+        ("run.directory=true", "--set run.directory=true: run.directory: expected str, got True"),
+        ("sync.timeout=0", "--set sync.timeout=0: sync.timeout: must be more than 0"),
+        ("sync.nonfinite=Skip", "--set sync.nonfinite=Skip: sync.nonfinite: no such choice 'Skip'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=[setting], environment={})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[runn]\nworkers = 2\n", "no section or key 'runn'; did you mean 'run'?"),
+        ("workers = 2\n", "no section or key 'workers'; did you mean 'run.workers'?"),
+        ("run = 2\n", "'run' is a section; write [run] and its keys below it"),
+        ("[run]\nworker = 2\n", "no key 'run.worker'; did you mean 'run.workers'?"),
+        ("[run]\nworkers = 'two'\n", "run.workers: expected int, got 'two'"),
+        ("[run]\nstrategy = 'rign'\n", "run.strategy: no such choice 'rign'; did you mean 'ring'?"),
+        ("[sync]\ntimeout = 'soon'\n", "sync.timeout: 'soon' is not a span of time; write it like 90s"),
+        ("[chunks]\nsize = '4 parsecs'\n", "chunks.size: '4 parsecs' is not a size; write it like 2GiB"),
+        ("[run\n", "not TOML: "),
+        ("[run]\nworkers = 1\nworkers = 2\n", "not TOML: "),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_file_and_key(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path / "wrong.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nope\.toml: cannot read the configuration: No such file"):
+        load_config(tmp_path / "nope.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        load_config(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4096", 4096), ("2GiB", 2**31), ("500 MB", 500_000_000), ("1.5kib", 1536), ("1e3", 1000)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("200ms", 0.2), ("5min", 300.0), ("2h", 7200.0), ("1.5", 1.5)]
+)
+def test_spans(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "nan", "inf", "five", "1 2", "0x10", "3 s s", "1GiBs"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)
+    with pytest.raises(ConfigError):
+        parse_seconds(text)
+
+
+def test_quantities_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB"]
+    assert [format_seconds(s) for s in (0.0123, 12.34, 192.4, 7260)] == [
+        "12.3 ms",
+        "12.3 s",
+        "3 min 12 s",
+        "2 h 1 min",
+    ]
