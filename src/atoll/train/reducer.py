@@ -125,6 +125,11 @@ class Reducer:
             for index, parameter in enumerate(chunk.bound.parameters)
         ]
 
+    @property
+    def order(self) -> list[int]:
+        """The ids of the chunks in the order in which they leave."""
+        return [chunk.bound.chunk.id for chunk in self._order]
+
     def close(self) -> None:
         """Let go of the model: its parameters stay where they are, but nothing is reduced any more."""
         for handle in self._handles:

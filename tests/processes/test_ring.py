@@ -1,0 +1,362 @@
+"""The ring where a script does something unusual: several workers, each case against one plain process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import atoll
+from atoll.core.config import Chunks, Config, Sync
+from atoll.core.errors import AtollError
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.train.place import Place
+from atoll.train.session import Session
+
+SMALL = Chunks(size="2KiB")  # several chunks for a tiny model
+
+
+class Net(nn.Module):
+    """Two layers, and between them one that is used twice, plain or under activation checkpointing."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = nn.Linear(5, 33), nn.Linear(33, 33), nn.Linear(33, 7)
+        self.reentrant = reentrant
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.twice(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for _ in range(2):
+            x = (
+                self.middle(x)
+                if self.reentrant is None
+                else checkpoint(self.middle, x, use_reentrant=self.reentrant)
+            )
+        return self.last(x)
+
+
+def make(reentrant: bool | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(reentrant).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def share(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2 + (rank + step) % 3, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def plain_training(world: int, steps: int, weights: list[float] | None = None) -> list[Tensor]:
+    """Parameters after training in one process on all workers' shares."""
+    model, optimizer = make()
+    for step in range(steps):
+        shares = [share(rank, step) for rank in range(world)]
+        of = weights or [float(len(x)) for x in shares]
+        optimizer.zero_grad()
+        for x, weight in zip(shares, of, strict=True):
+            (loss_of(model, x) * weight / sum(of)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_trained_alike(results: list[list[Tensor]], expected: list[Tensor]) -> None:
+    for parameters in results:
+        for ours, plain in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+
+
+Loop = Callable[[Session, nn.Module, torch.optim.Optimizer, int], None]
+
+
+def train(place: Place, loop: Loop, steps: int, reentrant: bool | None = None) -> list[Tensor]:
+    model, optimizer = make(reentrant)
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        session.prepare(model, optimizer)
+        for step in range(steps):
+            loop(session, model, optimizer, step)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def usual(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(pool: WorkerPool, reentrant: bool) -> None:
+    assert_trained_alike(pool.run(train, usual, 5, reentrant, world=3), plain_training(3, 5))
+
+
+def through_a_method(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """No hook of the module's forward runs: the weight must be said."""
+    x = share(session.rank, step)
+    assert isinstance(model, Net)
+    session.weight(len(x))
+    optimizer.zero_grad()
+    model.forward(x).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_a_method_that_is_not_the_module_s_call(pool: WorkerPool, reentrant: bool | None) -> None:
+    assert_trained_alike(pool.run(train, through_a_method, 5, reentrant, world=2), plain_training(2, 5))
+
+
+def each_backward_reduces(
+    session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    """Accumulation without no_sync: dearer, and right all the same."""
+    optimizer.zero_grad()
+    x = share(session.rank, step)
+    for _ in range(2):
+        (loss_of(model, x) / 2).backward()
+    optimizer.step()
+
+
+def nothing_reduces_before_step(
+    session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    optimizer.zero_grad()
+    with session.no_sync():
+        loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+def gradients_are_zeroed_in_place(
+    session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    model.zero_grad(set_to_none=False) if step % 2 else optimizer.zero_grad(set_to_none=False)
+    loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop", [each_backward_reduces, nothing_reduces_before_step, gradients_are_zeroed_in_place]
+)
+def test_other_ways_to_accumulate(pool: WorkerPool, loop: Loop) -> None:
+    assert_trained_alike(pool.run(train, loop, 4, world=2), plain_training(2, 4))
+
+
+def with_weights(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    session.weight([3.0, 0.0, 1.5][session.rank])
+    loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+def test_given_weights_count_in_place_of_samples(pool: WorkerPool) -> None:
+    assert_trained_alike(pool.run(train, with_weights, 4, world=3), plain_training(3, 4, [3.0, 0.0, 1.5]))
+
+
+def sits_out(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Worker 1 has no batch in odd steps: it calls step() alone, and must not be waited for in vain."""
+    optimizer.zero_grad()
+    if session.rank == 1 and step % 2:
+        session.weight(0)
+    else:
+        session.weight(2)
+        loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+def test_a_worker_without_a_batch_takes_part_in_the_step(pool: WorkerPool) -> None:
+    model, optimizer = make()
+    for step in range(4):
+        ranks = [0] if step % 2 else [0, 1]
+        optimizer.zero_grad()
+        for rank in ranks:
+            (loss_of(model, share(rank, step)) / len(ranks)).backward()
+        optimizer.step()
+    assert_trained_alike(pool.run(train, sits_out, 4, world=2), [p.detach() for p in model.parameters()])
+
+
+def two_models(place: Place) -> list[Tensor]:
+    """A generator and a discriminator, whose backwards reach into one another."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 6).double(), nn.Linear(6, 1).double()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
+    with atoll.join(Config(), place=place) as session:
+        for model, optimizer in zip((generator, critic), optimizers, strict=True):
+            session.prepare(model, optimizer)
+        for step in range(4):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            mine = x[session.rank :: session.world]
+            optimizers[1].zero_grad()
+            critic(generator(mine)).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (-critic(generator(mine)).mean()).backward()
+            optimizers[0].step()
+    return [p.detach().clone() for m in (generator, critic) for p in m.parameters()]
+
+
+def test_two_models_in_one_session(pool: WorkerPool) -> None:
+    alone = two_models(Place())
+    assert_trained_alike(pool.run(two_models, world=2), alone)
+
+
+def test_what_arrives_first_leaves_first_from_the_second_iteration_on(pool: WorkerPool) -> None:
+    orders = pool.run(chunk_orders, world=2)
+    assert orders[0] == orders[1]
+    before, after = orders[0]
+    assert before != after
+    assert sorted(before) == sorted(after)
+
+
+def chunk_orders(place: Place) -> tuple[list[int], list[int]]:
+    """The order in which chunks leave, before and after the first iteration, of a model that is used back to front."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(4)])
+    model = BackToFront(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        session.prepare(model, optimizer)
+        reducer = session._prepared[0].reducer
+        before = reducer.order
+        model(torch.ones(1, 40)).sum().backward()
+        return before, reducer.order
+
+
+class BackToFront(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def stays_away(place: Place) -> str:
+    """Worker 1 reaches its backward only when worker 0's deadline has passed."""
+    model, optimizer = make()
+    session = atoll.join(Config(chunks=SMALL, sync=Sync(timeout="1s")), place=place)
+    session.prepare(model, optimizer)
+    assert place.store is not None
+    if session.rank == 1:
+        place.store.wait(["given up"])
+    try:
+        loss_of(model, share(session.rank, 0)).backward()
+    except AtollError as error:
+        place.store.set("given up", "1")
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_wait_that_passes_its_deadline_says_who_what_when_and_how_long(pool: WorkerPool) -> None:
+    first, second = pool.run(stays_away, world=2)
+    assert first.startswith("DeadlineError: worker 0 waited 1.")
+    for part in ("s for worker 1 on chunk 0", "in iteration 0", "deadline sync.timeout, 1 s"):
+        assert part in first
+    assert second.startswith(("PeerLostError: worker 1 lost touch", "DeadlineError: worker 1 waited"))
+    assert "\n" not in first + second
+
+
+class Explodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("a backward that raises")
+
+
+def raises_in_backward(place: Place, at_the_start: bool) -> None:
+    """A backward raises before, or after, chunks have left; the script goes on."""
+    model, optimizer = make()
+    assert isinstance(model, Net)
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        session.prepare(model, optimizer)
+        x = share(session.rank, 0)
+        hidden = model.middle(model.first(x).tanh())
+        broken = Explodes.apply(model(x)) if at_the_start else model.last(Explodes.apply(hidden))
+        try:
+            broken.sum().backward()
+        except ValueError:
+            optimizer.zero_grad()
+        usual(session, model, optimizer, 0)
+
+
+def test_a_backward_that_raises_before_any_chunk_left_is_forgotten(pool: WorkerPool) -> None:
+    pool.run(raises_in_backward, True, world=2)
+
+
+def test_a_backward_that_raises_after_chunks_left_cannot_be_gone_on_from(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError, match="a backward raised after 1 of") as caught:
+        pool.run(raises_in_backward, False, world=2)
+    assert {failure.kind for failure in caught.value.failures.values()} == {"RunError"}
+
+
+def evaluation(place: Place) -> dict[str, Any]:
+    with atoll.join(Config(), place=place) as session:
+        rank = session.rank
+        return {
+            "who": (session.rank, session.world, session.is_main, session.group.size),
+            "mean": session.reduce(float(rank)),
+            "weighted": session.reduce(float(rank), weight=rank),
+            "sum": session.reduce(torch.tensor([rank, 1]), "sum"),
+            "extremes": (session.reduce(rank, "min"), session.reduce(rank, "max")),
+            "tensors": session.gather(torch.full((rank, 2), rank, dtype=torch.bfloat16)),
+            "values": session.gather({"rank": rank, "name": "é"}),
+        }
+
+
+def test_reduce_and_gather(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(evaluation, world=3)):
+        assert found["who"] == (rank, 3, rank == 0, 3)
+        assert found["mean"] == 1.0
+        assert found["weighted"] == pytest.approx(5 / 3)
+        assert found["sum"].tolist() == [3, 3]
+        assert found["extremes"] == (0.0, 2.0)
+        assert [tuple(t.shape) for t in found["tensors"]] == [(0, 2), (1, 2), (2, 2)]
+        assert found["tensors"][2].eq(2).all()
+        assert found["tensors"][2].dtype == torch.bfloat16
+        assert found["values"] == [{"rank": r, "name": "é"} for r in range(3)]
+
+
+def test_several_sessions_one_after_another_leave_nothing_behind(pool: WorkerPool) -> None:
+    """Threads of a closed session's process groups end; the next session is not disturbed."""
+    counts = pool.run(threads_after_sessions, world=2)
+    for after_one, after_four in counts:
+        assert after_four <= after_one
+
+
+def threads_after_sessions(place: Place) -> tuple[int, int]:
+    counts = []
+    for number in range(4):
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        assert place.store is not None
+        inner = Place(place.rank, place.world, place.local_rank, PrefixStore(str(number), place.store))
+        train(inner, usual, 2)
+        counts.append(_settled_threads())
+    return counts[0], counts[-1]
+
+
+def _settled_threads() -> int:
+    """The number of this process's threads once it has stopped falling."""
+    import psutil
+
+    process = psutil.Process()
+    count, since = process.num_threads(), time.monotonic()
+    while time.monotonic() - since < 0.3:
+        now = process.num_threads()
+        if now < count:
+            count, since = now, time.monotonic()
+        time.sleep(0.02)
+    return count
