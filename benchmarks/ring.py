@@ -1,0 +1,169 @@
+"""(b) The ring against DistributedDataParallel over Gloo, on 2 and 4 workers of this machine.
+
+    python benchmarks/ring.py [--quick]
+
+Each worker holds three copies of the model: one under Atoll, one under DistributedDataParallel, one under
+DistributedDataParallel with `gradient_as_bucket_view=True`. They take turns on the same batches, with one
+torch thread a worker. A turn's time is that of its slowest worker.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+from atoll.core.config import Config
+from atoll.train.place import Place
+from common import (
+    Case,
+    Target,
+    Timings,
+    compare,
+    draw_ratios,
+    interleave,
+    options,
+    output_folder,
+    recorded,
+    write_results,
+)
+from workloads import DIGITS, GPT_FUSED, GPT_SMALL_BATCH, WIDE, Batch, Block, Workload
+
+TARGET = Target(median=1.00, bound95=1.03)
+WARM_UP = 8  # turns that are not measured: DistributedDataParallel rebuilds its buckets in the first ones
+WORKERS = (2, 4)
+CASES: list[tuple[Workload, Target | None]] = [
+    (GPT_FUSED, TARGET),
+    (GPT_SMALL_BATCH, TARGET),  # less to compute, as much to send
+    (WIDE, TARGET),  # nearly nothing but sending
+    (DIGITS, None),
+]
+RIVALS = {
+    "DDP": "DistributedDataParallel",
+    "DDP view": "DistributedDataParallel with gradient_as_bucket_view",
+}
+PAIRS = {GPT_FUSED.name: 160, GPT_SMALL_BATCH.name: 160, WIDE.name: 120, DIGITS.name: 80}
+BUILDINGS = 2
+
+
+def under_ddp(workload: Workload, batches: list[Batch], as_view: bool) -> tuple[nn.Module, Block]:
+    """The model, and what trains it by one block of steps."""
+    module = workload.make()
+    model = DistributedDataParallel(module, gradient_as_bucket_view=as_view)
+    return module, workload.trainer(model, workload.optimizer(module), batches)
+
+
+def measure(workload: Workload, pairs: int, building: int) -> dict[str, Timings]:
+    """This worker's timings over one building of the three models."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = workload.batches(rank, 16 * workload.steps)
+    store = PrefixStore(f"{workload.name}/{building}", _get_default_store())
+    with recorded(), atoll.join(Config(), place=Place(rank, world, rank, store)) as session:
+        makers: dict[str, Callable[[], tuple[nn.Module, Block]]] = {
+            "Atoll": lambda: workload.under_atoll(batches, session),
+            "DDP": lambda: under_ddp(workload, batches, as_view=False),
+            "DDP view": lambda: under_ddp(workload, batches, as_view=True),
+        }
+        made = {name: makers[name]() for name in sorted(makers, reverse=bool(building % 2))}
+        blocks = {name: block for name, (_, block) in made.items()}
+        interleave(blocks, WARM_UP, seed=building, fence=dist.barrier)
+        timings = interleave(blocks, pairs, seed=1000 + building, fence=dist.barrier)
+        for name in RIVALS:
+            same_values(made["Atoll"][0], made[name][0], name)
+    return timings
+
+
+def same_values(model: nn.Module, other: nn.Module, name: str) -> None:
+    """A comparison of programs that do different work would mean nothing; sums differ in their order only."""
+    for (parameter, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        difference = (a - b).abs().max().item() / b.abs().max().item()
+        if not difference < 0.05:
+            raise SystemExit(f"{parameter} differs from {name}'s by {difference:.2g}: not the same work")
+
+
+def over_workers(timings: dict[str, Timings]) -> dict[str, Timings]:
+    """Each turn's seconds on its slowest worker, and the CPU seconds of all workers together."""
+    slowest = torch.tensor([t.seconds for t in timings.values()], dtype=torch.float64)
+    together = torch.tensor([t.cpu_seconds for t in timings.values()], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(together, dist.ReduceOp.SUM)
+    return {
+        name: Timings(seconds, cpu)
+        for name, seconds, cpu in zip(timings, slowest.tolist(), together.tolist(), strict=True)
+    }
+
+
+def work(output: Path, quick: bool) -> None:
+    """What each worker does; worker 0 writes its group's timings to `output`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured: dict[str, dict[str, Timings]] = {}
+    for workload, _ in CASES:
+        pairs = 4 if quick else PAIRS[workload.name] // dist.get_world_size() * 2 // BUILDINGS
+        totals: dict[str, Timings] = defaultdict(lambda: Timings([], []))
+        for building in range(BUILDINGS):
+            for name, timings in over_workers(measure(workload, pairs, building)).items():
+                totals[name].extend(timings)
+        measured[workload.name] = totals
+    if dist.get_rank() == 0:
+        output.write_bytes(msgspec.json.encode(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(workers: int, quick: bool) -> dict[str, dict[str, Timings]]:
+    """Start `workers` worker processes; returns what they measured, by workload and contestant."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "timings.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(workers), __file__, "--work", str(output)]
+        subprocess.run(command + ["--quick"] * quick, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return msgspec.json.decode(output.read_bytes(), type=dict[str, dict[str, Timings]])
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="group sizes (default: 2 4)")
+    parser.add_argument("--work", type=Path, help="be one of the workers, and write timings to this file")
+    args = parser.parse_args()
+    if args.work:
+        work(args.work, args.quick)
+        return 0
+    cases: list[Case] = []
+    for workers in args.workers:
+        measured = launch(workers, args.quick)
+        for workload, target in CASES:
+            timings = measured[workload.name]
+            for name, rival in RIVALS.items():
+                case = compare(
+                    workload.name,
+                    rival,
+                    timings["Atoll"],
+                    timings[name],
+                    workers=workers,
+                    steps=workload.steps,
+                    target=target,
+                    threads=1,
+                )
+                cases.append(case)
+                print(case.line(), flush=True)
+    folder = output_folder(args)
+    write_results("ring", folder, [case.to_json() for case in cases])
+    draw_ratios(cases, folder / "ring.png", "Atoll's ring against DistributedDataParallel on Gloo")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
