@@ -244,7 +244,7 @@ def draw_ratios(cases: Sequence[Case], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.75 * len(cases)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.55 * len(cases)), layout="constrained")
     scatter = random.Random(0)
     for row, case in enumerate(reversed(cases)):
         heights = [row + scatter.uniform(-0.25, 0.25) for _ in case.ratios]
@@ -259,8 +259,8 @@ def draw_ratios(cases: Sequence[Case], path: Path, title: str) -> None:
     shown = np.concatenate([case.ratios for case in cases])
     low, high = np.quantile(shown, (0.01, 0.99))
     axes.set_xlim(min(low, 0.95) - 0.01, max(high, 1.05) + 0.01)
-    axes.set_xlabel("Atoll's time / the rival's, pair by pair (bar: p10 to p90, dot: median, red: target)")
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("Atoll's time / the rival's, pair by pair\n(bar: p10 to p90, dot: median, red: target)")
+    figure.suptitle(title, fontsize=12)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.savefig(path, dpi=150)

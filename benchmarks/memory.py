@@ -96,8 +96,8 @@ def peak_bytes(
 ) -> int:
     """The most bytes that a worker of a ring holds for a model whose parameters are all trained.
 
-    `state` is how many values the optimizer keeps for each element; `temporaries`, how many more its step makes
-    at once of the largest tensor that it steps; `activations`, the bytes that forward keeps for backward.
+    `state` is how many values the optimizer keeps for each element; `temporaries`, how many more its step
+    makes at once of the largest tensor it steps; `activations`, the bytes that forward keeps for backward.
     docs/benchmarks.md derives it.
     """
     parameters = sum(chunk.nbytes for chunk in chunk_map.chunks)
@@ -313,24 +313,24 @@ def draw(cases: Sequence[MemoryCase], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.8 * len(cases)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.6 * len(cases)), layout="constrained")
     for row, case in enumerate(reversed(cases)):
-        axes.barh(row, case.peak / MIB, height=0.34, color="#2b6ca3", label="Atoll" if row == 0 else None)
-        formula = case.formula / MIB
-        axes.fill_betweenx(
-            (row - 0.24, row + 0.24), formula * (1 - WITHIN), formula * (1 + WITHIN), color="#f3cfc8"
-        )
-        axes.vlines(formula, row - 0.24, row + 0.24, color="#c23b22", linewidth=2)
+        formula, label = case.formula / MIB, row == 0
+        axes.barh(row, case.peak / MIB, height=0.34, color="#6f9dc6", label=ATOLL if label else None)
+        band = (formula * (1 - WITHIN), formula * (1 + WITHIN))
+        axes.fill_betweenx((row - 0.3, row + 0.3), *band, color="#f3cfc8", zorder=0)
+        axes.vlines(formula, row - 0.3, row + 0.3, color="#c23b22", linewidth=2, zorder=3)
         for name, peak in case.rivals.items():
-            marker, label = MARKERS[name], name if row < 2 else None
-            axes.plot(peak / MIB, row, marker, color="#444444", markersize=7, label=label)
+            axes.plot(peak / MIB, row, MARKERS[name], color="#333333", markersize=6, zorder=4)
+    for name, marker in MARKERS.items():
+        axes.plot([], [], marker, color="#333333", markersize=6, label=name)
     names = [f"{c.model}, {c.optimizer}\n{c.workers} worker{'s' * (c.workers > 1)}" for c in reversed(cases)]
     axes.set_yticks(range(len(cases)), names)
     axes.set_xlabel("MiB at the peak (red: the formula, and 10 % on either side)")
-    axes.set_title("Peak memory of a worker", loc="left", fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.legend(frameon=False, fontsize=9)
+    figure.suptitle("Peak memory of a worker", fontsize=12)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -50,10 +50,7 @@ CASES: list[tuple[Workload, Target | None]] = [
     (WIDE, TARGET),  # nearly nothing but sending
     (DIGITS, None),
 ]
-RIVALS = {
-    "DDP": "DistributedDataParallel",
-    "DDP view": "DistributedDataParallel with gradient_as_bucket_view",
-}
+DDP, DDP_VIEWS = "DDP", "DDP with bucket views"
 PAIRS = {GPT_FUSED.name: 160, GPT_SMALL_BATCH.name: 160, WIDE.name: 120, DIGITS.name: 80}
 BUILDINGS = 2
 
@@ -73,14 +70,14 @@ def measure(workload: Workload, pairs: int, building: int) -> dict[str, Timings]
     with recorded(), atoll.join(Config(), place=Place(rank, world, rank, store)) as session:
         makers: dict[str, Callable[[], tuple[nn.Module, Block]]] = {
             "Atoll": lambda: workload.under_atoll(batches, session),
-            "DDP": lambda: under_ddp(workload, batches, as_view=False),
-            "DDP view": lambda: under_ddp(workload, batches, as_view=True),
+            DDP: lambda: under_ddp(workload, batches, as_view=False),
+            DDP_VIEWS: lambda: under_ddp(workload, batches, as_view=True),
         }
         made = {name: makers[name]() for name in sorted(makers, reverse=bool(building % 2))}
         blocks = {name: block for name, (_, block) in made.items()}
         interleave(blocks, WARM_UP, seed=building, fence=dist.barrier)
         timings = interleave(blocks, pairs, seed=1000 + building, fence=dist.barrier)
-        for name in RIVALS:
+        for name in (DDP, DDP_VIEWS):
             same_values(made["Atoll"][0], made[name][0], name)
     return timings
 
@@ -146,12 +143,12 @@ def main() -> int:
         measured = launch(workers, args.quick)
         for workload, target in CASES:
             timings = measured[workload.name]
-            for name, rival in RIVALS.items():
+            for rival in (DDP, DDP_VIEWS):
                 case = compare(
                     workload.name,
                     rival,
                     timings["Atoll"],
-                    timings[name],
+                    timings[rival],
                     workers=workers,
                     steps=workload.steps,
                     target=target,
