@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,9 +127,9 @@ class Recorder:
         self._metrics.flush()
         return news
 
-    def warn(self, message: str, now: float) -> None:
-        """Put a warning of the launcher's own into the summary's events."""
-        self._keep(Warned(time=now, worker=-1, message=message))
+    def warn(self, message: str) -> None:
+        """Put a warning that no worker gave into the summary's events."""
+        self._keep(Warned(time=time.time(), worker=-1, message=message))
 
     def status(self) -> Status:
         status = Status(
@@ -155,9 +156,7 @@ class Recorder:
             writer.close()
         for reader in self._readers.values():
             if reader.unreadable:
-                self.warn(
-                    f"{reader.path}: {reader.unreadable} lines hold no event and were passed over", self._end
-                )
+                self.warn(f"{reader.path}: {reader.unreadable} lines hold no event and were passed over")
         summary = self._summary()
         write_summary(summary, self.run.summary)
         return summary

@@ -1,0 +1,104 @@
+"""`atoll` given something wrong: one clear line on stderr, exit status 2, and nothing started or made."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.cli.app import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory with a script in it, and no configuration of the environment's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ATOLL_CONFIG", raising=False)
+    (tmp_path / "train.py").write_text("raise SystemExit('must not be run')\n")
+    return tmp_path
+
+
+def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["atoll", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nope.py"], "nope.py: no such script"),
+        (["run", "."], ".: is a directory; give the training script in it"),
+        (
+            ["run", "--strategy", "rign", "train.py"],
+            "--strategy rign: no such choice 'rign'; did you mean 'ring'?",
+        ),
+        (["run", "--workers", "two", "train.py"], "--workers two: expected int, got 'two'"),
+        (["run", "--workers", "0", "train.py"], "--workers 0: expected int >= 1, got 0"),
+        (
+            ["run", "--set", "sync.timeot=3s", "train.py"],
+            "--set sync.timeot=3s: no key 'sync.timeot'; did you mean",
+        ),
+        (["run", "--set", "sync.timeout", "train.py"], "--set sync.timeout: write it as SECTION.KEY=VALUE"),
+        (["run", "--config", "nope.toml", "train.py"], "nope.toml: cannot read the configuration"),
+        (
+            ["run", "--summary", "no/where.json", "train.py"],
+            "--summary no/where.json: give a file in a directory",
+        ),
+        (["run", "--set", "run.directory=train.py", "train.py"], "train.py: cannot make the run directory"),
+        (["run", "--wrokers", "2", "train.py"], "No such option: --wrokers"),
+        (["run"], "Missing argument"),
+        (["rnu", "train.py"], "No such command 'rnu'"),
+        (["check", "nope.toml"], "nope.toml: cannot read the configuration"),
+        (["report", "."], ".: holds no run"),
+    ],
+)
+def test_one_line_and_status_2(
+    arguments: list[str],
+    said: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert atoll(monkeypatch, *arguments) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(f"atoll: {said}")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+def test_a_directory_that_holds_a_run_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "old").mkdir()
+    (here / "old" / "summary.json").write_text("{}")
+    assert atoll(monkeypatch, "run", "--set", "run.directory=old", "train.py") == 2
+    assert (
+        capfd.readouterr().err
+        == "atoll: old: holds a run already; remove it, or give another run.directory\n"
+    )
+
+
+def test_check_prints_the_whole_configuration(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "good.toml").write_text("[run]\nworkers = 3\n")
+    assert atoll(monkeypatch, "check", "good.toml") == 0
+    out, err = capfd.readouterr()
+    assert "workers = 3" in out
+    assert 'nonfinite = "stop"' in out
+    assert err == "good.toml: right\n"
+    (here / "good.toml").write_text("[run]\nworker = 3\n")
+    assert atoll(monkeypatch, "check", "good.toml") == 2
+    assert capfd.readouterr().err == "atoll: good.toml: no key 'run.worker'; did you mean 'run.workers'?\n"
+
+
+def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert atoll(monkeypatch, "--version") == 0
+    assert capfd.readouterr().out.startswith("atoll 0.")
+    assert atoll(monkeypatch, "run", "--help") == 0
+    assert "--strategy" in capfd.readouterr().out

@@ -1,0 +1,250 @@
+"""Journals, their merging into metrics.jsonl, and the summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from atoll.core.errors import UserError
+from atoll.core.events import (
+    AnyEvent,
+    Decided,
+    Expected,
+    Failed,
+    Finished,
+    Logged,
+    Skipped,
+    Started,
+    StepDone,
+    Warned,
+)
+from atoll.observe.journal import FLUSH_SECONDS, Journal, JournalReader
+from atoll.observe.metrics import LATE_SECONDS, Line, Merger, read_lines
+from atoll.observe.recorder import MOST_EVENTS, Recorder
+from atoll.observe.rundir import RunDirectory
+from atoll.observe.summary import read_summary
+
+
+def step(worker: int, iteration: int, time: float, seconds: float = 1.0) -> StepDone:
+    return StepDone(
+        time=time,
+        worker=worker,
+        iteration=iteration,
+        samples=8,
+        seconds=seconds,
+        waiting=0.25,
+        bytes_sent=100,
+    )
+
+
+def logged(worker: int, iteration: int, time: float, weight: float = 1.0, **values: float | None) -> Logged:
+    return Logged(time=time, worker=worker, iteration=iteration, weight=weight, values=values)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+def write(run: RunDirectory, *events: AnyEvent) -> None:
+    """Append events to the journals of their workers, as the workers would."""
+    for event in events:
+        with Journal(run.journal(event.worker)) as journal:
+            journal(event)
+
+
+class TestJournal:
+    def test_steps_wait_for_the_flush_and_decisions_do_not(self, tmp_path: Path) -> None:
+        now = [0.0]
+        path = tmp_path / "deep" / "0.jsonl"
+        journal, reader = Journal(path, clock=lambda: now[0]), JournalReader(path)
+        journal(step(0, 1, 1.0))
+        assert list(reader.read()) == []
+        now[0] = FLUSH_SECONDS
+        journal(step(0, 2, 2.0))
+        assert [event.iteration for event in reader.read() if isinstance(event, StepDone)] == [1, 2]
+        journal(Warned(time=3.0, worker=0, message="at once"))
+        assert len(list(reader.read())) == 1
+        journal(step(0, 3, 4.0))
+        journal.close()
+        journal.close()
+        assert len(list(reader.read())) == 1
+
+    def test_a_torn_last_line_waits_for_its_end(self, tmp_path: Path) -> None:
+        path = tmp_path / "0.jsonl"
+        with Journal(path) as journal:
+            journal(step(0, 1, 1.0))
+        whole = path.read_bytes()
+        path.write_bytes(whole + whole[:20])
+        reader = JournalReader(path)
+        assert len(list(reader.read())) == 1
+        path.write_bytes(whole + whole)
+        assert len(list(reader.read())) == 1
+        assert reader.unreadable == 0
+
+    def test_a_line_that_is_no_event_is_counted_and_passed_over(self, tmp_path: Path) -> None:
+        path = tmp_path / "0.jsonl"
+        with Journal(path) as journal:
+            journal(step(0, 1, 1.0))
+        path.write_bytes(b"rubbish\n" + path.read_bytes() + b'{"event":"unheard of"}\n')
+        reader = JournalReader(path)
+        assert len(list(reader.read())) == 1
+        assert reader.unreadable == 2
+
+    def test_no_journal_yet(self, tmp_path: Path) -> None:
+        assert list(JournalReader(tmp_path / "0.jsonl").read()) == []
+
+    def test_not_a_number_survives_as_none(self, tmp_path: Path) -> None:
+        with Journal(tmp_path / "0.jsonl") as journal:
+            journal(logged(0, 1, 1.0, loss=math.nan))
+        (event,) = JournalReader(tmp_path / "0.jsonl").read()
+        assert isinstance(event, Logged)
+        assert event.values == {"loss": None}
+
+
+class TestMerger:
+    def test_one_line_for_an_iteration_of_all_workers(self) -> None:
+        merger = Merger(2)
+        for worker, weight, loss, seconds in ((0, 1.0, 4.0, 2.0), (1, 3.0, 8.0, 3.0)):
+            merger.add(step(worker, 1, 10.0 + worker, seconds))
+            merger.add(logged(worker, 1, 10.5, weight, loss=loss))
+        assert list(merger.whole()) == []
+        (line,) = merger.rest()
+        assert line == Line(1, 11.0, 16, 3.0, 0.25, 200, {"loss": 7.0})
+
+    def test_values_that_come_after_later_steps_still_belong_to_their_iteration(self) -> None:
+        merger = Merger(1)
+        pause = LATE_SECONDS / 5
+        lines: list[Line] = []
+        for iteration in range(1, 21):
+            merger.add(step(0, iteration, iteration * pause))
+            if iteration % 5 == 0:  # the session reads what it has logged since the last time
+                for late in range(iteration - 4, iteration + 1):
+                    merger.add(logged(0, late, iteration * pause, loss=float(late)))
+            lines += merger.whole()
+        assert 0 < len(lines) < 20
+        lines += merger.rest()
+        assert [line.iteration for line in lines] == list(range(1, 21))
+        assert [line.values for line in lines] == [{"loss": float(line.iteration)} for line in lines]
+
+    def test_a_slow_worker_holds_the_line_and_its_end_lets_it_go(self) -> None:
+        merger = Merger(2)
+        for iteration in range(1, 6):
+            merger.add(step(0, iteration, 10.0 * iteration))
+        merger.add(step(1, 1, 11.0))
+        assert list(merger.whole()) == []
+        merger.end(1)
+        assert [line.iteration for line in merger.whole()] == [1, 2, 3]
+
+    def test_what_is_not_finite_makes_the_mean_none(self) -> None:
+        merger = Merger(2)
+        merger.add(logged(0, 0, 1.0, loss=None, other=1.0))
+        merger.add(logged(1, 0, 1.0, loss=2.0, other=3.0))
+        (line,) = merger.rest()
+        assert line.values == {"loss": None, "other": 2.0}
+        assert line.samples == 0
+
+    def test_an_iteration_made_again_after_a_checkpoint_was_loaded_gets_a_line_of_its_own(self) -> None:
+        merger = Merger(1)
+        lines = [
+            line
+            for event in (step(0, 5, 1.0), step(0, 6, 1.1), step(0, 5, 1.2))
+            for line in merger.add(event)
+        ]
+        lines += merger.rest()
+        assert [(line.iteration, line.time) for line in lines] == [(5, 1.0), (5, 1.2), (6, 1.1)]
+
+
+class TestRecorder:
+    def test_summary_of_a_whole_run(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 2, "ring")
+        for worker in (0, 1):
+            write(
+                run,
+                Started(time=100.0, worker=worker, workers=2, strategy="ring", device="cpu", pid=1),
+                Decided(time=100.1, worker=worker, what="chunks", choice="4 MiB", reason="least waste"),
+            )
+        write(run, Expected(time=100.2, worker=0, steps=3))
+        for iteration in (1, 2, 3):
+            write(run, *(step(worker, iteration, 100.0 + iteration) for worker in (0, 1)))
+            write(
+                run,
+                *(logged(worker, iteration, 100.0 + iteration, loss=4.0 - iteration) for worker in (0, 1)),
+            )
+            news = recorder.poll()
+            assert len(news) == (1 if iteration == 1 else 0)
+        status = recorder.status()
+        assert (status.started, status.iteration, status.expected) == (2, 3, 3)
+        assert status.last == {"loss": 1.0}
+        assert status.samples_per_second == pytest.approx(16.0)
+        assert status.waiting_share == pytest.approx(0.25)
+        write(run, *(Finished(time=104.0, worker=worker, iteration=3) for worker in (0, 1)))
+        recorder.close()
+        summary = json.loads(run.summary.read_text())
+        known = {
+            "strategy": "ring", "workers": 2, "groups": 1, "steps": 3, "samples": 48.0, "seconds": 4.0,
+            "bytes_sent": 600, "seconds_waiting": 0.75, "last": {"loss": 1.0},
+        }  # fmt: skip
+        assert {key: summary[key] for key in known} == known
+        assert [event["event"] for event in summary["events"]] == ["decided"]
+        assert [line.iteration for line in read_lines(run.metrics)] == [1, 2, 3]
+        assert read_summary(run.summary).waiting_share == pytest.approx(0.25)
+
+    def test_metrics_come_while_the_run_goes_on(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 1, "ring")
+        write(run, *(step(0, iteration, float(iteration)) for iteration in range(1, 10)))
+        recorder.poll()
+        assert len(read_lines(run.metrics)) >= 7
+        recorder.close()
+        assert len(read_lines(run.metrics)) == 9
+
+    def test_events_are_bounded_and_the_failure_is_kept(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 1, "ring")
+        for iteration in range(MOST_EVENTS + 20):
+            write(run, Skipped(time=1.0, worker=0, iteration=iteration, reason="NaN"))
+        write(
+            run,
+            Failed(time=2.0, worker=0, error="E", message="m", traceback="", exit_status=1),
+        )
+        assert len(recorder.poll()) == MOST_EVENTS + 1
+        summary = recorder.close()
+        assert [event["event"] for event in summary.events[-2:]] == ["failed", "warned"]
+        assert "20 more events" in summary.events[-1]["message"]
+        assert len(recorder.failures) == 1
+
+    def test_a_run_without_a_step_has_a_summary(self, run: RunDirectory) -> None:
+        summary = Recorder(run, 2, "ring").close()
+        assert (summary.steps, summary.seconds, summary.last) == (0, 0.0, {})
+        assert read_summary(run.summary).samples_per_second == 0.0
+
+    def test_an_unreadable_journal_is_said(self, run: RunDirectory) -> None:
+        run.journal(0).write_bytes(b"rubbish\n")
+        summary = Recorder(run, 1, "ring").close()
+        assert "1 lines hold no event" in summary.events[0]["message"]
+
+
+def test_a_directory_with_a_run_in_it_is_refused(run: RunDirectory) -> None:
+    run.require_unused()
+    run.create()
+    write(run, Warned(time=1.0, worker=0, message="m"))
+    with pytest.raises(UserError, match="holds a run already"):
+        run.require_unused()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot make the run directory"):
+        RunDirectory(tmp_path / "file" / "run").create()
+
+
+def test_summary_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the summary"):
+        read_summary(tmp_path / "summary.json")
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(UserError, match="not the summary of a run"):
+        read_summary(tmp_path / "summary.json")
