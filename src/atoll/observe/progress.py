@@ -60,7 +60,7 @@ def format_values(values: dict[str, float | None]) -> str:
 def describe_event(event: AnyEvent) -> str:
     """An event as one line for a person; empty for those that are not shown."""
     if isinstance(event, Decided):
-        return f"{event.what}: {event.choice} ({event.reason})"
+        return f"{event.what}: {event.choice.partition(chr(10))[0]} ({event.reason})"
     if isinstance(event, Skipped):
         return f"iteration {event.iteration} was skipped on every worker: {event.reason}"
     if isinstance(event, Saved):
@@ -104,9 +104,14 @@ def plain_line(status: Status) -> str:
     """`step 120 of 3000 · loss 1.23 · 512 samples/s · 3.4 MiB/s sent · 12 % waiting · 2 min 3 s left`."""
     steps = f"step {status.iteration:,}" + (f" of {status.expected:,}" if status.expected else "")
     parts = [steps, format_values(status.last), *_rates(status)]
-    if status.seconds_left is not None:
-        parts.append(f"{format_seconds(status.seconds_left)} left")
+    parts.append(_left(status))
     return " · ".join(part for part in parts if part)
+
+
+def _left(status: Status) -> str:
+    """`2 min 3 s left`; empty when that is not known, or the end is here."""
+    left = status.seconds_left
+    return f"{format_seconds(max(1, round(left)))} left" if left else ""
 
 
 def _rates(status: Status) -> list[str]:
@@ -160,9 +165,11 @@ class LiveProgress:
             return self._starting(status, elapsed)
         head = Table.grid(padding=(0, 1), expand=False)
         head.add_row(*self._bar(status), Text(_time(status, elapsed), style="dim"))
-        facts = [f"[b]{name}[/] {format_value(value)}" for name, value in _safe(status.last)]
-        facts += _rates(status)
-        return Group(head, Text.from_markup("  ".join(facts), overflow="fold"))
+        facts = [
+            Text.assemble((f"{name} ", "dim"), (format_value(v), "bold")) for name, v in status.last.items()
+        ]
+        facts += [Text(rate) for rate in _rates(status)]
+        return Group(head, Text("  ·  ", style="dim", overflow="fold").join(facts))
 
     def _starting(self, status: Status | None, elapsed: float) -> RenderableType:
         text = f"{self._title}: starting"
@@ -183,11 +190,5 @@ class LiveProgress:
         return [title, bar, Text(f"{status.iteration:,}/{status.expected:,}")]
 
 
-def _safe(values: dict[str, float | None]) -> list[tuple[str, float | None]]:
-    """Names with rich's markup taken out of force."""
-    return [(name.replace("[", r"\["), value) for name, value in values.items()]
-
-
 def _time(status: Status, elapsed: float) -> str:
-    left = status.seconds_left
-    return format_seconds(elapsed) + (f", {format_seconds(left)} left" if left is not None else "")
+    return ", ".join(part for part in (format_seconds(elapsed), _left(status)) if part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,17 +29,22 @@ def draw(run: RunDirectory) -> Path:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     summary, lines = read_summary(run.summary), read_lines(run.metrics)
     names = _names(lines)[:_MOST_PANELS]
     workers = len(summary.each_worker)
     heights = [2.6] * len(names) + [1.9, 0.7 + 0.32 * workers]
-    figure = Figure(figsize=(9, sum(heights) + 0.8), dpi=120, layout="constrained")
+    figure = Figure(
+        figsize=(9, sum(heights) + 0.8), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+    )
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(run, summary), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(_title(run, summary), x=0.015, ha="left", fontsize=11)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, name in zip(panels, names, strict=False):
         _draw_values(panel, name, lines)
+        panel.sharex(panels[-2])
+        panel.tick_params(labelbottom=False)
     _draw_steps(panels[-2], lines)
     _draw_workers(panels[-1], summary)
     figure.savefig(run.picture)
@@ -101,8 +107,10 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
     points = [(line.iteration, value) for line in lines if (value := line.values.get(name)) is not None]
     steps, values = [step for step, _ in points], [value for _, value in points]
     few = len(points) <= 30
-    panel.plot(steps, values, color=LOGGED, linewidth=1.0, marker="o" if few else "", markersize=4)
-    if not few:
+    if few:
+        panel.plot(steps, values, color=SMOOTH, linewidth=1.5, marker="o", markersize=4)
+    else:
+        panel.plot(steps, values, color=LOGGED, linewidth=0.9)
         panel.plot(steps, _running_mean(values), color=SMOOTH, linewidth=1.8)
     _plain(panel)
     panel.set_ylabel(name)
@@ -119,13 +127,14 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    """Exponential, over about a fortieth of the run, corrected for its start from nothing."""
-    keep = 1.0 - 1.0 / max(2.0, len(values) / 40)
-    total = weight = 0.0
+    """The mean over about a thirtieth of the run round each point; the window shrinks towards the ends, so
+    that the mean lags nowhere."""
+    sums = [0.0, *itertools.accumulate(values)]
+    last, half = len(values) - 1, max(2, len(values) // 60)
     smooth = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append(total / weight)
+    for place in range(len(values)):
+        reach = min(half, place, last - place)
+        smooth.append((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
     return smooth
 
 
@@ -146,9 +155,9 @@ def _draw_steps(panel: Axes, lines: list[Line]) -> None:
     panel.set_xlabel("iteration")
     if whole:
         panel.set_ylim(
-            0, 1.25 * sorted(whole)[int(0.98 * (len(whole) - 1))]
+            0, 1.15 * sorted(whole)[int(0.98 * (len(whole) - 1))]
         )  # one long first step hides no other
-        panel.legend(loc="upper right", ncols=2, fontsize=9, frameon=False)
+        panel.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
 
 
 def _draw_workers(panel: Axes, summary: Summary) -> None:
