@@ -1,0 +1,130 @@
+"""Files of tensors in the safetensors format, written one tensor at a time.
+
+The format (https://github.com/huggingface/safetensors) is eight bytes of length, that many of JSON, and
+the tensors' bytes. The library's own `save_file` first copies every tensor into host memory;
+this writer never holds more than one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+_COMPLEX = {torch.complex64, torch.complex128}  # the format has no name for both: stored as pairs of reals
+_BLOCK = 2**20  # bytes
+
+
+def check_tensor(tensor: Tensor, where: str) -> None:
+    """Raise CheckpointError, naming the tensor, where the format cannot hold it."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(f"{where}: a checkpoint holds dense tensors only, and this one is {kind}")
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{where}: the tensor is on the meta device and has no values to save")
+    if tensor.dtype not in _DTYPES and tensor.dtype not in _COMPLEX:
+        raise CheckpointError(f"{where}: a checkpoint cannot hold tensors of {tensor.dtype}")
+
+
+def storage_key(tensor: Tensor) -> object:
+    """Equal for two tensors that are the same elements of the same memory, as tied parameters are."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    storage = tensor.untyped_storage().data_ptr()
+    return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> tuple[int, int]:
+    """Write `tensors`, already checked, to a new file, through to the disk; returns its bytes and CRC-32.
+
+    `tied` (a name and the name under which it is stored) goes into the file's metadata, where
+    `safetensors.torch.load_model` expects it.
+    """
+    # Wide elements first, as the library does: then every tensor begins on a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: -_stored(tensors[name]).element_size())
+    metadata = {"format": "pt", **tied}
+    header: dict[str, object] = {"__metadata__": metadata}
+    begin = 0
+    for name in names:
+        stored = _stored(tensors[name])
+        end = begin + stored.numel() * stored.element_size()
+        header[name] = {
+            "dtype": _DTYPES[stored.dtype],
+            "shape": list(stored.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        checksum = _put(file, len(text).to_bytes(8, "little") + text, 0)
+        for name in names:
+            checksum = _put(file, _bytes(_stored(tensors[name])), checksum)
+        size = file.tell()
+        flush(file)
+    return size, checksum
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU; raises CheckpointError if it is not of the format."""
+    try:
+        return safetensors.torch.load_file(path)
+    except Exception as error:  # the library's errors share no narrower base class over its versions
+        raise CheckpointError(f"{path}: not a file of tensors: {error}") from None
+
+
+def as_complex(tensor: Tensor) -> Tensor:
+    """The complex tensor that was stored as pairs of reals, shape (..., 2)."""
+    return torch.view_as_complex(tensor.clone())  # in the file's memory it may not begin on a pair's multiple
+
+
+def flush(file: BinaryIO) -> None:
+    """Bring a file's bytes to the disk: a crash of the machine after this keeps them."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def checksum_of(path: Path) -> int:
+    """The CRC-32 of a file. (SHA-256 is several times slower; damage, not malice, is what it is to find.)"""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """The tensor with its elements as the file has them, still where it is in memory."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in _COMPLEX else tensor
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.resolve_neg().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _put(file: BinaryIO, data: bytes | memoryview, checksum: int) -> int:
+    """Write in blocks, each summed while it is in the cache."""
+    view = memoryview(data)
+    for begin in range(0, len(view), _BLOCK):
+        block = view[begin : begin + _BLOCK]
+        file.write(block)
+        checksum = zlib.crc32(block, checksum)
+    return checksum

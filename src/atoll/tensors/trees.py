@@ -1,0 +1,138 @@
+"""State as JSON: nested dicts, lists, tuples and numbers come back exactly as they were, and tensors by name.
+
+What JSON lacks is an object with the key "$": {"$": "tuple", "items": [...]}. Nothing here can run
+code when it is read, as a pickle could.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError
+from atoll.tensors.tensorfile import as_complex, check_tensor, storage_key
+
+_MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], dict[Any, Any]]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda items: collections.Counter(dict(items)),
+}
+_ALLOWED = "numbers, text, bytes, None, lists, tuples, dicts, tensors and NumPy arrays"
+
+
+class Encoder:
+    """Turns one tree into JSON values, and collects its tensors under names that say where they were."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[object, str] = {}  # storage keys: a tensor that occurs twice is stored once
+
+    def encode(self, value: object, where: str) -> Any:
+        """The JSON value for `value`, which lies at `where` ("state.0.step").
+
+        Raises CheckpointError with that place for what a checkpoint cannot hold.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float and isinstance(value, float):
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if kind is list and isinstance(value, list):
+            return [self.encode(item, f"{where}.{i}") for i, item in enumerate(value)]
+        if kind in (tuple, torch.Size) and isinstance(value, tuple):
+            return {"$": "tuple", "items": [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
+        if kind in (dict, collections.OrderedDict, collections.Counter) and isinstance(value, dict):
+            return self._mapping(value, where)
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if kind is bytes and isinstance(value, bytes):
+            return {"$": "bytes", "data": base64.b64encode(value).decode()}
+        if isinstance(value, (np.ndarray, np.generic)):
+            return self._array(value, where)
+        raise CheckpointError(
+            f"{where}: {_described(value)} cannot be saved; a checkpoint holds {_ALLOWED}: "
+            "leave it out of the state, or give it as one of these"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        items = []
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                raise CheckpointError(
+                    f"{where}: the key {key!r} is {_described(key)}; keys are text or whole numbers"
+                )
+            items.append((key, self.encode(item, f"{where}.{key}")))
+        if type(value) is dict and all(type(key) is str for key, _ in items) and "$" not in value:
+            return dict(items)
+        return {"$": type(value).__name__, "items": [list(item) for item in items]}
+
+    def _tensor(self, value: Tensor, where: str) -> Any:
+        check_tensor(value, where)
+        key = storage_key(value)
+        if key not in self._names:
+            name, copies = where, 1
+            while name in self.tensors:  # keys that hold dots can make two places look alike
+                copies += 1
+                name = f"{where}#{copies}"
+            self._names[key] = name
+            self.tensors[name] = value
+        kind = "complex" if value.is_complex() else "tensor"
+        return {"$": kind, "name": self._names[key]}
+
+    def _array(self, value: Any, where: str) -> Any:
+        dtype = value.dtype
+        if dtype.kind not in "biufcSU":
+            raise CheckpointError(f"{where}: a NumPy array of dtype {dtype} cannot be saved")
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {"$": kind, "dtype": dtype.str, "shape": list(value.shape), "data": data}
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `Encoder.encode`, given the tensors by name; raises ValueError or KeyError for other
+    JSON."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    kind = value["$"]
+    if kind == "tuple":
+        return tuple(decode(item, tensors) for item in value["items"])
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]([(key, decode(item, tensors)) for key, item in value["items"]])
+    if kind == "float":
+        return float(value["value"])
+    if kind == "bytes":
+        return base64.b64decode(value["data"], validate=True)
+    if kind == "tensor":
+        return tensors[value["name"]]
+    if kind == "complex":
+        return as_complex(tensors[value["name"]])
+    if kind in ("array", "scalar"):
+        return _decoded_array(value)
+    raise ValueError(f"a value of the unknown kind {kind!r}")
+
+
+def _decoded_array(value: Mapping[str, Any]) -> Any:
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in "biufcSU":
+        raise ValueError(f"a NumPy array of dtype {dtype}")
+    data = base64.b64decode(value["data"], validate=True)
+    array = np.frombuffer(data, dtype=dtype).reshape(value["shape"]).copy()
+    return array if value["$"] == "array" else array[()]
+
+
+def _described(value: object) -> str:
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function or class {value.__name__}"
+    name = type(value).__qualname__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
