@@ -217,7 +217,7 @@ def test_what_arrives_first_leaves_first_from_the_second_iteration_on(pool: Work
 
 
 def chunk_orders(place: Place) -> tuple[list[int], list[int]]:
-    """The order in which chunks leave, before and after the first iteration, of a model that is used back to front."""
+    """The order in which chunks leave, before and after the first iteration of a model used back to front."""
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(4)])
     model = BackToFront(layers)

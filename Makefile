@@ -1,0 +1,38 @@
+# Everything that a newcomer types. Each target makes .venv first, when it is missing or out of date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# So that isolated builds (pip makes its own environment for them) obey the pins as well.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test soak bench lint clean
+
+train: $(READY)
+	$(BIN)/atoll run --workers 2 examples/gpt.py --minutes 3
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak
+
+bench: $(READY)
+	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py; do \
+		echo "== $$script"; $(BIN)/python $$script || exit 1; \
+	done
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report,examples,test,lint]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
