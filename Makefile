@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# So that isolated builds (pip makes its own environment for them) obey the pins as well.
+# So that isolated builds (pip makes its own environment for them) obey the pins as well: up to pip 25.2
+# by the first, from then on by the second.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test soak bench lint clean
