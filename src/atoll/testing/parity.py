@@ -7,7 +7,7 @@ own buffers, takes the mean of the gradients weighted by samples, and steps a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,8 +78,15 @@ class Trajectory:
     parameters: list[dict[str, Array]] = field(default_factory=list)  # [step][name]
     buffers: list[list[dict[str, Array]]] = field(default_factory=list)  # [step][share][name]
 
+    def add(self, loss: float, model: nn.Module) -> None:
+        """Note a worker's step."""
+        self.losses.append([loss])
+        self.parameters.append(arrays(model.named_parameters()))
+        self.buffers.append([arrays(model.named_buffers())])
 
-def _arrays(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Array]:
+
+def arrays(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Array]:
+    """Copies of named tensors."""
     return {name: tensor.detach().clone().numpy() for name, tensor in tensors}
 
 
@@ -97,7 +104,7 @@ def train_atoll(place: Place, case: Case) -> Trajectory:
                 last = micro == case.accumulation - 1
                 with nullcontext() if last else session.no_sync():
                     part = tiny.loss(model, tiny.batch(place.rank, step, micro, dtype=case.dtype))
-                    (part / case.accumulation).backward()
+                    torch.autograd.backward(part / case.accumulation)
                     loss += part.item()
             if case.clip:
                 session.clip_grad_norm_(MAX_NORM)
@@ -105,42 +112,55 @@ def train_atoll(place: Place, case: Case) -> Trajectory:
             optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-            seen.losses.append([loss])
-            seen.parameters.append(_arrays(model.named_parameters()))
-            seen.buffers.append([_arrays(model.named_buffers())])
+            seen.add(loss, model)
     return seen
 
 
-def train_plain(case: Case) -> Trajectory:
-    """The reference, by plain PyTorch in this process."""
+def train_plain(
+    case: Case,
+    *,
+    model: nn.Module | None = None,
+    set_to_none: bool = True,
+    edit: Callable[[nn.Module], None] | None = None,
+) -> Trajectory:
+    """The reference, by plain PyTorch in this process.
+
+    `model` stands for the case's own (compiled, say); `set_to_none` is how the script zeroes gradients;
+    `edit` may change them before each step.
+    """
     tiny, seen = case.tiny, Trajectory()
-    model = tiny.build(case.dtype)
+    model = tiny.build(case.dtype) if model is None else model
     optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
     parameters = list(model.parameters())
     buffers = [_clones(model) for _ in range(case.workers)]  # each share counts for itself
+    kept: list[Tensor | None] = [None for _ in parameters]  # what zero_grad leaves for the next step
     for step in range(case.steps):
         losses: list[float] = []
         gradients: list[list[Tensor | None]] = []
         samples: list[int] = []
         for share in range(case.workers):
             _put(model, buffers[share])
+            for parameter, zeroed in zip(parameters, kept, strict=True):
+                parameter.grad = None if zeroed is None else zeroed.clone()
             loss, count = _backward(case, model, share, step)
             buffers[share] = _clones(model)
             losses.append(loss)
             samples.append(count)
             gradients.append([p.grad for p in parameters])
-            optimizer.zero_grad()
         for index, parameter in enumerate(parameters):
             parameter.grad = _weighted_mean([g[index] for g in gradients], samples)
         if case.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if edit is not None:
+            edit(model)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
+        kept = [p.grad for p in parameters]
         if scheduler is not None:
             scheduler.step()
         seen.losses.append(losses)
-        seen.parameters.append(_arrays(model.named_parameters()))
-        seen.buffers.append([_arrays(iter(held.items())) for held in buffers])
+        seen.parameters.append(arrays(getattr(model, "_orig_mod", model).named_parameters()))
+        seen.buffers.append([arrays(held.items()) for held in buffers])
     return seen
 
 
