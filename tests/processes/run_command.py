@@ -1,0 +1,75 @@
+"""Starts `atoll run` on a script as a user would, and finds whatever it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+DEADLINE = 60.0  # seconds; a launch takes about five on a busy machine
+
+
+class Command:
+    """Starts `atoll run` on scripts, and finds whatever it left behind by a mark in the environment."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, *arguments: str, workers: int = 2) -> subprocess.Popen[str]:
+        path = self.directory / "train.py"
+        path.write_text(script)
+        options = ["--workers", str(workers), "--set", "run.directory=run"]
+        code = "from atoll.cli.app import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "run", *options, "train.py", *arguments],
+            cwd=self.directory,
+            env={**os.environ, "ATOLL_TEST_MARK": self._mark, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, script: str, *arguments: str, workers: int = 2) -> tuple[int, str, str]:
+        """The exit status, stdout and stderr of a run that ends by itself."""
+        process = self.start(script, *arguments, workers=workers)
+        out, err = process.communicate(timeout=DEADLINE)
+        return process.returncode, out, err
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.directory / "run" / "summary.json").read_text())
+        return summary
+
+    def alive(self) -> list[psutil.Process]:
+        """The processes that carry the mark, zombies left out."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                marked = process.environ().get("ATOLL_TEST_MARK") == self._mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def steps(self) -> int:
+        journal = self.directory / "run" / "workers" / "1.jsonl"
+        return journal.read_text().count("stepdone") if journal.exists() else 0
+
+
+def wait_for(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
+    until = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < until, f"waited {deadline:g} s for {what}"
+        time.sleep(0.05)
