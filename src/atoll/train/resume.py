@@ -56,8 +56,11 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     gc.collect()  # a scheduler that the script has let go of must not count
+    # By type(o): isinstance would ask every proxy and deprecated alias in the process for its __class__.
     found = [
-        o for o in gc.get_objects() if isinstance(o, kinds) and getattr(o, "optimizer", None) is optimizer
+        o
+        for o in gc.get_objects()
+        if issubclass(type(o), kinds) and getattr(o, "optimizer", None) is optimizer
     ]
     held = {id(child) for scheduler in found for child in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in found if id(scheduler) not in held]
