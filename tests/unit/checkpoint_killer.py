@@ -71,7 +71,7 @@ def forked(path: Path, generation: int, elements: int, event_number: int | None)
 
 
 def kill_at_every_operation(folder: Path) -> None:
-    """Each generation replaces the one before; its writer dies before operation 0, 1, 2, until none is left."""
+    """Each generation replaces the one before; its writer dies before operation 0, then 1, to the last."""
     path = folder / "checkpoint"
     write(path, 0, 1000)
     deaths, generation, old, new = 0, 0, 0, 0

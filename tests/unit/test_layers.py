@@ -1,0 +1,289 @@
+"""Who imports whom: the table of layers, checked against every import in src/atoll.
+
+Every import counts, wherever it stands: in a function, under TYPE_CHECKING, in a `try`, or through
+`importlib.import_module("...")` with a text.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "atoll"
+
+PURE = {"ltp", "groups", "rings", "store", "peers", "moves"}
+BASE = {"msgspec", "numpy"}
+DATA = {"core", "chunks", "wire"}
+BELOW_TRAIN = DATA | PURE | {"sim", "net", "tensors", "memory", "observe"}
+# What no decision may touch: a decision is given the time, its random numbers and its input.
+IMPURE = {
+    "asyncio",
+    "multiprocessing",
+    "random",
+    "secrets",
+    "selectors",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer may import: other layers, and packages beside the standard library."""
+
+    layers: set[str]
+    packages: set[str]
+    forbidden: frozenset[str] = frozenset()  # of the standard library
+    lazy: frozenset[str] = frozenset()  # packages that only functions may import: the command must start fast
+
+
+TABLE = {
+    "core": Layer(set(), BASE | {"tomli"}),
+    "chunks": Layer({"core"}, BASE, frozenset(IMPURE)),
+    "wire": Layer({"core"}, BASE, frozenset(IMPURE)),
+    **{name: Layer({"core", "chunks", "wire"}, BASE, frozenset(IMPURE)) for name in PURE},
+    "sim": Layer(DATA | PURE, BASE),
+    "plan": Layer(DATA | PURE | {"sim"}, BASE),
+    "net": Layer({"core", "wire", "ltp"}, BASE | {"zmq", "cryptography"}),
+    "tensors": Layer({"core", "chunks"}, BASE | {"torch", "safetensors"}),
+    "memory": Layer({"core", "chunks", "moves", "tensors"}, BASE | {"torch"}),
+    "observe": Layer(
+        {"core"},
+        BASE | {"rich", "matplotlib", "tensorboard", "prometheus_client"},
+        lazy=frozenset({"matplotlib", "tensorboard", "prometheus_client"}),
+    ),
+    "train": Layer(BELOW_TRAIN | {"plan"}, BASE | {"torch"}),
+    "hub": Layer({"core", "wire", "net", "observe"} | PURE, BASE),
+    "server": Layer({"core", "chunks", "wire", "net", "observe", "tensors"} | PURE, BASE | {"torch"}),
+    "lab": Layer({"core"}, BASE),
+    "launch": Layer(
+        {"core", "train", "hub", "server", "lab", "observe"},
+        BASE | {"torch", "rich"},
+        lazy=frozenset({"torch"}),
+    ),
+    "cli": Layer(
+        BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"},
+        BASE | {"typer", "rich"},
+    ),
+    "testing": Layer(
+        BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"}, BASE | {"torch", "rich", "psutil"}
+    ),
+}
+# `import atoll` itself gives the session, and imports it only when it is asked for.
+ROOT = Layer({"train"}, set(), lazy=frozenset({"atoll.train"}))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name, and where."""
+
+    module: str
+    line: int
+    eager: bool  # runs when the module is imported
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
+    """Every import in a module that lies in `package` ("atoll.chunks"), nested ones included."""
+    for node, eager in _walk(tree, eager=True):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, eager) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module or ""]))
+            # `from atoll import chunks` imports atoll.chunks; `from atoll.chunks import Slot` a name of it.
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "atoll" else [module]
+            yield from (Import(name, node.lineno, eager) for name in names)
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield Import(argument.value, node.lineno, eager)
+
+
+def _walk(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = eager and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for statement in child.body:
+                yield from _both(statement, eager=False)
+            for statement in child.orelse:
+                yield from _both(statement, inside)
+            continue
+        yield child, inside
+        yield from _walk(child, inside)
+
+
+def _both(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
+    yield node, eager
+    yield from _walk(node, eager)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func).rsplit(".", 1)[-1]
+
+
+def violations(source: str, file: str) -> list[str]:
+    """What the module `file` ("chunks/layout.py") imports against the table, one line each."""
+    parts = Path(file).parts
+    layer = parts[0] if len(parts) > 1 else ""
+    if layer and layer not in TABLE:
+        return [f"{file}: the table knows no layer {layer!r}"]
+    rules = TABLE[layer] if layer else ROOT
+    found = []
+    for item in imports_of(ast.parse(source), ".".join(["atoll", *parts[:-1]])):
+        reason = _against(rules, layer, item)
+        if reason:
+            found.append(f"{file}:{item.line}: {reason}")
+    return found
+
+
+def _against(rules: Layer, layer: str, item: Import) -> str:
+    top, _, rest = item.module.partition(".")
+    if top == "atoll":
+        return _against_layers(rules, layer, rest.split(".")[0], item)
+    if top in rules.forbidden or item.module == "numpy.random":
+        return f"{layer} decides by what it is given; it may not import {item.module}"
+    if top in sys.stdlib_module_names:
+        return "" if top != "pickle" else "nothing is pickled"
+    if top not in rules.packages:
+        return f"{layer or 'atoll'} may not import the package {top}"
+    if item.eager and top in rules.lazy:
+        return f"{layer} may import {top} only inside a function: the command must start fast"
+    return ""
+
+
+def _against_layers(rules: Layer, layer: str, target: str, item: Import) -> str:
+    """`target` is empty for `import atoll`, whose session the layers below train must not know."""
+    if target in ("", "join", "Session", "__version__"):
+        return "" if layer in ("cli", "testing", "launch") else f"{layer} may not import the package's root"
+    if target == layer:
+        return ""
+    if target not in TABLE or target not in rules.layers:
+        return f"{layer or 'atoll'} may not import {target}"
+    if item.eager and f"atoll.{target}" in rules.lazy:
+        return f"atoll may import {target} only when it is asked for"
+    return ""
+
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
+    found = violations(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
+    assert not found, "\n".join(found)
+
+
+def test_the_table_is_a_stack() -> None:
+    """Each layer imports layers that come before it; no circle, and no sibling among the pure ones."""
+    order = list(TABLE)
+    for name, layer in TABLE.items():
+        assert layer.layers <= set(order[: order.index(name)]), name
+    for name in PURE:
+        assert not TABLE[name].layers & PURE, name
+    assert not any("cli" in layer.layers or "testing" in layer.layers for layer in TABLE.values())
+
+
+def test_the_command_starts_without_torch() -> None:
+    """What the command line imports, with all that it imports in turn, in a fresh interpreter."""
+    modules = [
+        ".".join(["atoll", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
+        for path in MODULES
+        if path.relative_to(SOURCE).parts[0] in ("core", "chunks", "observe", "launch", "cli")
+    ]
+    code = (
+        f"import sys, {', '.join(modules)}\nprint([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_there_are_modules_to_check() -> None:
+    assert {"core", "chunks"} <= {path.relative_to(SOURCE).parts[0] for path in MODULES}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("core/units.py", "import torch"),
+        ("core/units.py", "from atoll.chunks import lay_out"),
+        ("core/units.py", "from atoll import chunks"),
+        ("core/units.py", "import atoll.chunks.layout"),
+        ("core/units.py", "import atoll"),
+        ("core/units.py", "import pickle"),
+        ("core/units.py", "from .. import chunks"),
+        ("core/units.py", "from ..chunks import lay_out"),
+        ("chunks/layout.py", "import torch"),
+        (
+            "chunks/layout.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor",
+        ),
+        ("chunks/layout.py", "def f():\n    import torch.nn"),
+        ("chunks/layout.py", "class A:\n    def f(self):\n        from atoll.tensors import binding"),
+        ("chunks/layout.py", "try:\n    import torch\nexcept ImportError:\n    torch = None"),
+        ("chunks/layout.py", "import importlib\nimportlib.import_module('torch')"),
+        ("chunks/layout.py", "__import__('torch')"),
+        ("chunks/layout.py", "x = lambda: __import__('torch')"),
+        ("chunks/layout.py", "import time"),
+        ("ltp/sender.py", "from atoll.moves import plan"),
+        ("ltp/sender.py", "import socket"),
+        ("ltp/sender.py", "import numpy.random"),
+        ("ltp/sender.py", "from numpy.random import default_rng"),
+        ("groups/maker.py", "import random"),
+        ("groups/maker.py", "from threading import Lock"),
+        ("groups/maker.py", "from atoll.net import channel"),
+        ("observe/report.py", "import torch"),
+        ("observe/report.py", "def f():\n    import torch"),
+        ("observe/report.py", "import matplotlib.pyplot"),
+        ("observe/report.py", "from atoll.train import session"),
+        ("launch/run.py", "import torch"),
+        ("launch/run.py", "from atoll.tensors import binding"),
+        ("launch/run.py", "from atoll.cli import app"),
+        ("cli/app.py", "from atoll.testing import pool"),
+        ("cli/app.py", "import torch"),
+        ("train/session.py", "from atoll.launch import run"),
+        ("train/session.py", "import scipy"),
+        ("hub/hub.py", "import torch"),
+        ("tensors/binding.py", "from atoll.observe import journal"),
+        ("__init__.py", "from atoll.train.session import join"),
+        ("__init__.py", "from atoll.tensors import binding"),
+        ("garage/car.py", "import os"),
+    ],
+)
+def test_the_checker_finds_a_planted_violation(file: str, source: str) -> None:
+    found = violations(source, file)
+    assert len(found) == 1, found
+    assert found[0].startswith(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("core/units.py", "import os, msgspec\nfrom numpy import array\nfrom atoll.core import errors"),
+        (
+            "chunks/layout.py",
+            "from atoll.core.errors import ConfigError\nfrom . import maps\nfrom .maps import Slot",
+        ),
+        ("observe/report.py", "import rich\ndef f():\n    from matplotlib.figure import Figure"),
+        ("observe/report.py", "if TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
+        ("launch/worker.py", "def main():\n    import torch"),
+        ("train/session.py", "import torch\nfrom atoll.observe.journal import Journal"),
+        ("testing/pool.py", "import atoll, torch"),
+        ("__init__.py", "if TYPE_CHECKING:\n    from atoll.train.session import join"),
+        ("__init__.py", "def __getattr__(name):\n    from atoll.train import session"),
+    ],
+)
+def test_the_checker_lets_pass_what_is_allowed(file: str, source: str) -> None:
+    assert violations(source, file) == []
