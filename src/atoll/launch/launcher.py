@@ -40,6 +40,7 @@ def read_ends(path: Path) -> list[WorkerEnd]:
 def main() -> None:
     # SIGTERM, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
     die_with_parent(signal.SIGTERM, int(os.environ[PARENT_VARIABLE]))
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that the launcher must be a child of
+PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that a launcher or a worker must be a child of
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -91,6 +91,8 @@ class _Stop:
 
     def __enter__(self) -> _Stop:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # under nohup
             self._before[signum] = signal.signal(signum, self._ask)
         return self
 
@@ -204,7 +206,7 @@ class _Watch:
 def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
     try:
         return [TensorBoard(directory.tensorboard)]
-    except ModuleNotFoundError:
+    except ImportError:
         progress.event(Warned(time=time.time(), worker=-1, message=MISSING))
         return []
 
@@ -235,7 +237,7 @@ def _close(summary: Summary, directory: RunDirectory, verdict: Verdict) -> None:
 def _draw(directory: RunDirectory) -> bool:
     try:
         report.draw(directory)
-    except ModuleNotFoundError:  # said at the start
+    except ImportError:  # said at the start
         return False
     return True
 

@@ -72,8 +72,10 @@ def _of_failure(failure: Failed, run: RunDirectory) -> Verdict:
 
 def _of_end(end: WorkerEnd, run: RunDirectory) -> Verdict:
     log = run.log(end.worker)
+    if not log.exists():  # it ended before it could open its own
+        log = run.launcher_log
     # What worker 0 wrote is on the screen already.
-    shown = "\n".join(last_lines(log, _SHOWN_LINES)) if end.worker != 0 else ""
+    shown = "\n".join(last_lines(log, _SHOWN_LINES)) if log != run.log(0) else ""
     if end.exit_code >= 0:
         return Verdict(
             end.exit_code, f"worker {end.worker} ended with status {end.exit_code}; its log is {log}", shown

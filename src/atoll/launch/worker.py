@@ -18,7 +18,7 @@ from pathlib import Path
 
 from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import Failed
-from atoll.launch.processes import die_with_parent
+from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.journal import Journal
 from atoll.observe.rundir import RunDirectory
 
@@ -29,7 +29,8 @@ _LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken p
 def main(script: str, arguments: list[str]) -> None:
     """Run `script` and end the process as it ends."""
     # torchrun stops its workers itself; this is for the day when it is killed and cannot.
-    die_with_parent(signal.SIGKILL, os.getppid())
+    die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
     worker = int(os.environ["RANK"])

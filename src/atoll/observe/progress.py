@@ -19,7 +19,7 @@ from atoll.observe.recorder import Status
 
 LINE_SECONDS = 10.0  # between two plain lines
 REFRESHES_PER_SECOND = 4
-_BAR_WIDTH = 40
+_WIDEST = 110  # columns; a longer bar tells no more
 
 
 class Progress(Protocol):
@@ -163,8 +163,7 @@ class LiveProgress:
         status = self._status
         if status is None or status.iteration == 0:
             return self._starting(status, elapsed)
-        head = Table.grid(padding=(0, 1), expand=False)
-        head.add_row(*self._bar(status), Text(_time(status, elapsed), style="dim"))
+        head = self._head(status, Text(_time(status, elapsed), style="dim"))
         facts = [
             Text.assemble((f"{name} ", "dim"), (format_value(v), "bold")) for name, v in status.last.items()
         ]
@@ -180,14 +179,22 @@ class LiveProgress:
         self._spinner.update(text=Text(f"{text}  {elapsed:.0f} s"))
         return self._spinner
 
-    def _bar(self, status: Status) -> list[RenderableType]:
-        title = Text(self._title, style="bold cyan")
-        if not status.expected:
-            return [title, Text(f"step {status.iteration:,}")]
-        bar = ProgressBar(
-            total=status.expected, completed=min(status.iteration, status.expected), width=_BAR_WIDTH
-        )
-        return [title, bar, Text(f"{status.iteration:,}/{status.expected:,}")]
+    def _head(self, status: Status, clock: Text) -> Table:
+        """One row: what runs, a bar as wide as the rest leaves it, the count, the time."""
+        row = Table.grid(padding=(0, 1))
+        row.add_column(no_wrap=True)
+        cells: list[RenderableType] = [Text(self._title, style="bold cyan")]
+        if status.expected:
+            row.width = min(self._console.width, _WIDEST)
+            row.add_column(ratio=1)
+            cells.append(ProgressBar(total=status.expected, completed=min(status.iteration, status.expected)))
+            cells.append(f"{status.iteration:,}/{status.expected:,}")
+        else:
+            cells.append(f"step {status.iteration:,}")
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True)
+        row.add_row(*cells, clock)
+        return row
 
 
 def _time(status: Status, elapsed: float) -> str:
