@@ -184,14 +184,15 @@ def test_without_the_extra_the_report_says_what_to_install(
 
 
 def test_tensorboard_reads_what_is_written(run: RunDirectory) -> None:
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
     writer = TensorBoard(run.tensorboard)
     writer.write(Line(7, 1000.0, 8.0, 0.5, 0.1, 100, {"loss": 2.5, "bad": None}))
     writer.close()
     (file,) = run.tensorboard.iterdir()
     found = {
         value.tag: (event.step, value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value)
-        for event in loader.EventFileLoader(str(file)).Load()
+        for event in EventFileLoader(str(file)).Load()
         for value in event.summary.value
     }
     assert found["loss"] == (7, 2.5)
