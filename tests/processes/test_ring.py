@@ -224,7 +224,7 @@ def chunk_orders(place: Place) -> tuple[list[int], list[int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with atoll.join(Config(chunks=SMALL), place=place) as session:
         session.prepare(model, optimizer)
-        reducer = session._prepared[0].reducer
+        reducer = session._state.prepared[0].reducer
         before = reducer.order
         model(torch.ones(1, 40)).sum().backward()
         return before, reducer.order

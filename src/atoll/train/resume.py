@@ -1,51 +1,156 @@
-"""What a checkpoint holds beside the model's tensors, and how each part is put back."""
+"""What a checkpoint holds of a session, and how it is put back: all of it, or, when something does not
+fit, nothing."""
 
 from __future__ import annotations
 
 import gc
-import random
-import zlib
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError
+from atoll.tensors.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from atoll.train.prepared import Prepared
+from atoll.train.random_state import derive_random_state, random_state, set_random_state
+from atoll.train.sampler import ShardedSampler
+from atoll.train.workers import Workers
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`.
-    JSON can hold it."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": _listed(random.getstate()),
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": _hex(torch.get_rng_state()),
-    }
-    if device.type != "cpu":
-        state[device.type] = _hex(torch.get_device_module(device).get_rng_state(device))
-    return state
+class Stateful(Protocol):
+    """What `session.register` takes."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """The inverse of `random_state`; a device of another kind than the one saved on keeps its generator."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_unhex(state["torch"]))
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(_unhex(state[device.type]), device)
+class TrainingState:
+    """The parts of a session that go into its checkpoints, and come back from them.
 
+    Parts are added as the script makes them. `save` and `load` are collectives: every worker calls them.
+    """
 
-def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
-    """Seed a worker that the checkpoint does not know, from worker 0's state and its rank."""
-    seed = zlib.crc32(f"{state['torch']}/{rank}".encode())
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    def __init__(self, workers: Workers, device: torch.device) -> None:
+        self._workers, self._device = workers, device
+        self.prepared: list[Prepared] = []
+        self.samplers: list[ShardedSampler] = []
+        self.registered: dict[str, Stateful] = {}
+        self.iteration = 0
+        self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Worker 0 writes; raises CheckpointError on every worker if it cannot."""
+        trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": self._collect()}
+        failure = ""
+        if self._workers.place.rank == 0:
+            try:
+                write_checkpoint(path, model=self._models(), trees=trees)
+            except CheckpointError as error:
+                failure = str(error)
+        self._raise_together(failure, "worker 0 to write the checkpoint")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one
+        cannot go on from it."""
+        failure, checkpoint = "", None
+        try:
+            checkpoint = read_checkpoint(path)
+            self._check(checkpoint, str(path))
+        except CheckpointError as error:
+            failure = str(error)
+        self._raise_together(failure, "the other workers to read the checkpoint")
+        assert checkpoint is not None
+        state = checkpoint.trees["state"]
+        for index, prepared in enumerate(self.prepared):
+            prepared.module.load_state_dict(_of_model(checkpoint.model, index))
+            prepared.optimizer.load_state_dict(checkpoint.trees["optimizer"][index])
+            for name, scheduler in _by_class(schedulers_of(prepared.optimizer)).items():
+                if name in state["schedulers"][index]:
+                    scheduler.load_state_dict(state["schedulers"][index][name])
+            prepared.reducer.load_state_dict(state["reducers"][index])
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+        for name, saved in state["registered"].items():
+            self.registered[name].load_state_dict(saved)
+        self.iteration = state["iteration"]
+        self._load_random(state["random"])
+
+    def _collect(self) -> dict[str, Any]:
+        consumed = self._workers.gather([s.consumed for s in self.samplers], "the workers' samplers")
+        by_sampler = zip(*consumed, strict=True)
+        return {
+            "iteration": self.iteration,
+            "workers": self._workers.place.world,
+            "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
+            "schedulers": [
+                {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
+                for prepared in self.prepared
+            ],
+            "samplers": [s.state_dict(sum(c)) for s, c in zip(self.samplers, by_sampler, strict=True)],
+            "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
+            "random": self._workers.gather(random_state(self._device), "the workers' random state"),
+        }
+
+    def _models(self) -> dict[str, Any]:
+        return {
+            _prefix(index) + name: value
+            for index, prepared in enumerate(self.prepared)
+            for name, value in prepared.module.state_dict().items()
+        }
+
+    def _check(self, checkpoint: Checkpoint, where: str) -> None:
+        """Raise CheckpointError for the first thing that does not fit this session."""
+        state = checkpoint.trees["state"]
+        if len(state["reducers"]) != len(self.prepared):
+            raise CheckpointError(
+                f"{where}: holds {len(state['reducers'])} models, and the session has prepared "
+                f"{len(self.prepared)}"
+            )
+        for index, prepared in enumerate(self.prepared):
+            _check_model(prepared.module, _of_model(checkpoint.model, index), where)
+            _check_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], where)
+            present = _by_class(schedulers_of(prepared.optimizer))
+            for name in state["schedulers"][index]:
+                if name not in present:
+                    raise CheckpointError(
+                        f"{where}: holds the state of a {name}, and no {name} drives the optimizer; "
+                        "make it before session.load"
+                    )
+        if len(state["samplers"]) != len(self.samplers):
+            raise CheckpointError(
+                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
+                f"{len(self.samplers)}; make them before session.load"
+            )
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.check_state(saved)
+        for name in state["registered"]:
+            if name not in self.registered:
+                raise CheckpointError(
+                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before "
+                    "session.load"
+                )
+
+    def _load_random(self, states: list[dict[str, Any]]) -> None:
+        rank = self._workers.place.rank
+        if rank < len(states):
+            self.resumed_random = states[rank]
+            set_random_state(states[rank], self._device)
+        else:
+            derive_random_state(states[0], rank)
+
+    def restore_random_once(self) -> None:
+        """Put the loaded random state back once more, if no step has been made since the load."""
+        if self.resumed_random is not None:
+            set_random_state(self.resumed_random, self._device)
+            self.resumed_random = None
+
+    def _raise_together(self, failure: str, what: str) -> None:
+        for rank, message in enumerate(self._workers.gather(failure, what)):
+            if message:
+                raise CheckpointError(failure or f"worker {rank}: {message}")
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -66,65 +171,55 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [scheduler for scheduler in found if id(scheduler) not in held]
 
 
-def scheduler_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of each scheduler of `optimizer`, under its class's name. Raises CheckpointError when
-    two share one."""
-    states: dict[str, Any] = {}
-    for scheduler in schedulers_of(optimizer):
+def _by_class(schedulers: list[Any]) -> dict[str, Any]:
+    """Each scheduler under its class's name; raises CheckpointError when two share one."""
+    named: dict[str, Any] = {}
+    for scheduler in schedulers:
         name = type(scheduler).__name__
-        if name in states:
+        if name in named:
             raise CheckpointError(
                 f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell "
                 "them apart; "
                 "join them in torch.optim.lr_scheduler.ChainedScheduler"
             )
-        states[name] = scheduler.state_dict()
-    return states
+        named[name] = scheduler
+    return named
 
 
-def load_scheduler_states(optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-    """Put scheduler states back. Raises CheckpointError where the script's schedulers are not those
-    that were saved."""
-    present = {type(scheduler).__name__: scheduler for scheduler in schedulers_of(optimizer)}
-    for name, state in states.items():
-        if name not in present:
-            raise CheckpointError(
-                f"the checkpoint holds the state of a {name}, and no {name} drives the optimizer; "
-                "make it before session.load"
-            )
-        present[name].load_state_dict(state)
-
-
-def check_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
+def _check_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError for the first name or shape of `saved` that does not fit the module."""
     current = module.state_dict()
     for name, value in current.items():
         if name not in saved:
             raise CheckpointError(f"{where}: holds no {name!r}, which the model has; it is of another model")
-        if isinstance(value, Tensor) and value.shape != saved[name].shape:
+        theirs = saved[name]
+        if isinstance(value, Tensor) and isinstance(theirs, Tensor) and value.shape != theirs.shape:
             raise CheckpointError(
-                f"{where}: {name!r} is {tuple(saved[name].shape)} there and {tuple(value.shape)} in the model"
+                f"{where}: {name!r} is {tuple(theirs.shape)} there and {tuple(value.shape)} in the model"
             )
     for name in saved:
         if name not in current:
             raise CheckpointError(f"{where}: holds {name!r}, which the model lacks; it is of another model")
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
-    """`optimizer.load_state_dict`, with one line where the optimizer is another one."""
-    try:
-        optimizer.load_state_dict(dict(state))
-    except ValueError as error:
-        raise CheckpointError(f"{where}: its optimizer does not fit this one: {error}") from None
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless the saved param groups are as many, and as long, as this optimizer's."""
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        raise CheckpointError(
+            f"{where}: its optimizer has param groups of {saved} parameters, and this one of {present}"
+        )
 
 
-def _listed(value: Any) -> Any:
-    return [_listed(part) for part in value] if isinstance(value, tuple) else value
+def _prefix(index: int) -> str:
+    """The first model's names are its own; a second one's are told apart."""
+    return "" if index == 0 else f"model{index}:"
 
 
-def _hex(state: Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
-
-
-def _unhex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+def _of_model(saved: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The entries of one of a checkpoint's models, under the model's own names."""
+    if index:
+        prefix = _prefix(index)
+        return {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
+    return {name: v for name, v in saved.items() if not (name.startswith("model") and ":" in name)}

@@ -90,34 +90,37 @@ class ShardedSampler(Sampler[int]):
             "shuffle": self.shuffle,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place in `state`: the next iteration gives what is left of its epoch.
-
-        Where nothing is left, it gives the next epoch. The seed is the saved one. Raises
-        CheckpointError where `state` is of another dataset or order.
-        """
-        seed, epoch, offset, length = (
-            _whole_number(state, key) for key in ("seed", "epoch", "offset", "length")
-        )
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
+        _whole_number(state, "seed")
         if length != self._length:
             raise CheckpointError(
-                f"the checkpoint's sampler is of a dataset of {length} samples, "
-                f"and this dataset has {self._length}"
+                f"the checkpoint's sampler is of a dataset of {length} samples, and this dataset has "
+                f"{self._length}"
             )
         if state.get("shuffle") != self.shuffle:
             raise CheckpointError(
-                f"the checkpoint's sampler has shuffle={state.get('shuffle')}, "
-                f"and this one shuffle={self.shuffle}"
+                f"the checkpoint's sampler has shuffle={state.get('shuffle')}, and this one "
+                f"shuffle={self.shuffle}"
             )
         if offset > length or min(epoch, offset) < 0:
             raise CheckpointError(
                 f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
             )
-        self._seed = seed
-        self._begin(epoch)
-        self._offset = offset
-        if offset and not len(self):
-            self._begin(epoch + 1)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the
+        next epoch.
+
+        The seed is the saved one. Raises CheckpointError as `check_state` does.
+        """
+        self.check_state(state)
+        self._seed = state["seed"]
+        self._begin(state["epoch"])
+        self._offset = state["offset"]
+        if self._offset and not len(self):
+            self._begin(state["epoch"] + 1)
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._offset, self._whole, self.consumed = epoch, 0, False, 0

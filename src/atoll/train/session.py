@@ -14,36 +14,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core import events
 from atoll.core.config import Config, load_config
-from atoll.core.errors import CheckpointError, ConfigError, UserError
+from atoll.core.errors import ConfigError, UserError
 from atoll.observe.journal import Journal
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
-from atoll.tensors.checkpoint import read_checkpoint, write_checkpoint
-from atoll.train import resume
 from atoll.train.channel import Channel
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
 from atoll.train.reducer import Ring
+from atoll.train.resume import Stateful, TrainingState
 from atoll.train.sampler import ShardedSampler
 from atoll.train.workers import Reduction, Value, Workers
 
 RUN_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run`, which itself reads what its workers write there
 _READ_SECONDS = 0.5  # logged tensors are read this long after they were given, at the latest at the next step
-
-
-class Stateful(Protocol):
-    """What `session.register` takes."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -75,13 +66,8 @@ class Session:
     def __init__(self, config: Config, place: Place) -> None:
         self.config, self._place = config, place
         self.device = _device(place)
-        self._prepared: list[Prepared] = []
-        self._samplers: list[ShardedSampler] = []
         self._sampling: ShardedSampler | None = None  # the sampler that gave the latest index
-        self._registered: dict[str, Stateful] = {}
-        self._resumed_random: dict[str, Any] | None = None
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
-        self._iteration = 0
         self._read_at = self._stepped_at = time.perf_counter()
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
@@ -90,6 +76,7 @@ class Session:
         timeout = config.timeout_seconds
         channel = Channel(place, "session", timeout, torch.device("cpu")) if place.world > 1 else None
         self._workers = Workers(place, channel)
+        self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
         self._emit(
             events.Started,
@@ -125,7 +112,7 @@ class Session:
     @property
     def iteration(self) -> int:
         """How many times the (first) prepared optimizer has stepped."""
-        return self._iteration
+        return self._state.iteration
 
     # Training
 
@@ -139,7 +126,7 @@ class Session:
         buffers. Every worker calls it, with the same model. May be called again for another pair.
         Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
         """
-        if any(prepared.module is getattr(model, "_orig_mod", model) for prepared in self._prepared):
+        if any(prepared.module is getattr(model, "_orig_mod", model) for prepared in self._state.prepared):
             raise UserError("this model is prepared already; call session.prepare once for each model")
         prepared = Prepared(
             model,
@@ -150,9 +137,9 @@ class Session:
             ring=self._ring,
             counted=self._count_samples,
             stepped=self._stepped,
-            skipped=lambda reason: self._emit(events.Skipped, iteration=self._iteration, reason=reason),
+            skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
-        self._prepared.append(prepared)
+        self._state.prepared.append(prepared)
         self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at = time.perf_counter()
         return model, optimizer
@@ -161,13 +148,13 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Within it `backward()` only accumulates this worker's gradients; the next one outside it
         sends the sum."""
-        before = [prepared.reducer.synchronous for prepared in self._prepared]
-        for prepared in self._prepared:
+        before = [prepared.reducer.synchronous for prepared in self._state.prepared]
+        for prepared in self._state.prepared:
             prepared.reducer.synchronous = False
         try:
             yield
         finally:
-            for prepared, synchronous in zip(self._prepared, before, strict=True):
+            for prepared, synchronous in zip(self._state.prepared, before, strict=True):
                 prepared.reducer.synchronous = synchronous
 
     def clip_grad_norm_(
@@ -217,7 +204,7 @@ class Session:
             drop_last=drop_last,
             on_index=self._sampler_gives,
         )
-        self._samplers.append(sampler)
+        self._state.samplers.append(sampler)
         return sampler
 
     # Telling
@@ -237,8 +224,8 @@ class Session:
         if self._journal is None:
             return
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        weight = self._prepared[0].samples.latest if self._prepared else 1.0
-        self._logged.append((self._iteration, weight, kept))
+        weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
+        self._logged.append((self._state.iteration, weight, kept))
 
     def expect(self, steps: int) -> None:
         """Say how many steps the run will take in all, for the display's estimate of the time left."""
@@ -271,28 +258,19 @@ class Session:
                     f"session.register({name}=...): a {type(stateful).__name__} has no state_dict and "
                     "load_state_dict"
                 )
-        self._registered.update(objects)
+        self._state.registered.update(objects)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random
         state, iteration.
 
         Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in
-        plain torch
-        (safetensors). It replaces an older checkpoint there at once or not at all. Raises
-        CheckpointError on every worker
-        if it cannot be written.
+        plain torch (safetensors). It replaces an older checkpoint there at once or not at all. Raises
+        CheckpointError on every worker if it cannot be written.
         """
         self._require_prepared("session.save")
-        trees = {"optimizer": [p.optimizer.state_dict() for p in self._prepared], "state": self._state()}
-        failure = ""
-        if self.is_main:
-            try:
-                write_checkpoint(path, model=self._model_state(), trees=trees)
-            except CheckpointError as error:
-                failure = str(error)
-        self._raise_together(failure, "worker 0 to write the checkpoint")
-        self._emit(events.Saved, iteration=self._iteration, path=str(path))
+        self._state.save(path)
+        self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
@@ -301,79 +279,7 @@ class Session:
         checkpoint is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
-        failure, checkpoint = "", None
-        try:
-            checkpoint = read_checkpoint(path)
-        except CheckpointError as error:
-            failure = str(error)
-        self._raise_together(failure, "the other workers to read the checkpoint")
-        assert checkpoint is not None
-        state = checkpoint.trees["state"]
-        if state["models"] != len(self._prepared):
-            raise CheckpointError(
-                f"{path}: holds {state['models']} models, and the session has prepared {len(self._prepared)}"
-            )
-        models = [_unprefixed(checkpoint.model, index) for index in range(len(self._prepared))]
-        for prepared, model in zip(self._prepared, models, strict=True):
-            resume.check_model(prepared.module, model, str(path))
-        for prepared, model in zip(self._prepared, models, strict=True):
-            prepared.module.load_state_dict(model)
-        for index, prepared in enumerate(self._prepared):
-            resume.load_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], str(path))
-            resume.load_scheduler_states(prepared.optimizer, state["schedulers"][index])
-            prepared.reducer.load_state_dict(state["reducers"][index])
-        self._load_rest(state, str(path))
-
-    def _state(self) -> dict[str, Any]:
-        consumed = self._workers.gather([s.consumed for s in self._samplers], "the workers' samplers")
-        return {
-            "iteration": self._iteration,
-            "workers": self.world,
-            "models": len(self._prepared),
-            "reducers": [prepared.reducer.state_dict() for prepared in self._prepared],
-            "schedulers": [resume.scheduler_states(prepared.optimizer) for prepared in self._prepared],
-            "samplers": [
-                s.state_dict(sum(column))
-                for s, column in zip(self._samplers, zip(*consumed, strict=True), strict=True)
-            ],
-            "registered": {name: stateful.state_dict() for name, stateful in self._registered.items()},
-            "random": self._workers.gather(resume.random_state(self.device), "the workers' random state"),
-        }
-
-    def _model_state(self) -> dict[str, Tensor]:
-        model: dict[str, Tensor] = {}
-        for index, prepared in enumerate(self._prepared):
-            model |= {_prefix(index) + name: value for name, value in prepared.module.state_dict().items()}
-        return model
-
-    def _load_rest(self, state: dict[str, Any], where: str) -> None:
-        if len(state["samplers"]) != len(self._samplers):
-            raise CheckpointError(
-                f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has "
-                f"made {len(self._samplers)}; "
-                "make them before session.load"
-            )
-        for sampler, saved in zip(self._samplers, state["samplers"], strict=True):
-            sampler.load_state_dict(saved)
-        for name, saved in state["registered"].items():
-            if name not in self._registered:
-                raise CheckpointError(
-                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before "
-                    "session.load"
-                )
-            self._registered[name].load_state_dict(saved)
-        self._iteration = state["iteration"]
-        if self.rank < len(state["random"]):
-            self._resumed_random = state["random"][self.rank]
-            resume.set_random_state(self._resumed_random, self.device)
-        else:
-            resume.derive_random_state(state["random"][0], self.rank)
-
-    def _raise_together(self, failure: str, what: str) -> None:
-        failures = self._workers.gather(failure, what)
-        for rank, message in enumerate(failures):
-            if message:
-                raise CheckpointError(failure or f"worker {rank}: {message}")
+        self._state.load(path)
 
     # The end
 
@@ -393,7 +299,7 @@ class Session:
         if self._closed:
             return
         self._read_logged()
-        self._emit(events.Finished, iteration=self._iteration)
+        self._emit(events.Finished, iteration=self._state.iteration)
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         self._workers.barrier("the end of the session")
         self._leave()
@@ -403,7 +309,7 @@ class Session:
             return
         self._closed = True
         self._read_logged()
-        for prepared in self._prepared:
+        for prepared in self._state.prepared:
             prepared.close()
         if self._journal is not None:
             self._journal.close()
@@ -429,16 +335,16 @@ class Session:
     def _find(self, model: nn.Module | None) -> Prepared:
         self._require_prepared("this call")
         if model is None:
-            if len(self._prepared) > 1:
+            if len(self._state.prepared) > 1:
                 raise UserError("several models are prepared; say which is meant with model=...")
-            return self._prepared[0]
-        for prepared in self._prepared:
+            return self._state.prepared[0]
+        for prepared in self._state.prepared:
             if prepared.module is getattr(model, "_orig_mod", model):
                 return prepared
         raise UserError("this model is not prepared; call session.prepare(model, optimizer) first")
 
     def _require_prepared(self, what: str) -> None:
-        if not self._prepared:
+        if not self._state.prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
     def _count_samples(self, samples: float) -> None:
@@ -448,24 +354,23 @@ class Session:
     def _sampler_gives(self, sampler: ShardedSampler) -> None:
         """A sampler is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
-        if sampler.resumed and self._resumed_random is not None:
+        if sampler.resumed:
             # A DataLoader draws a number when it starts; a run that was never stopped has drawn it long ago.
-            resume.set_random_state(self._resumed_random, self.device)
-            self._resumed_random = None
+            self._state.restore_random_once()
 
     def _stepped(self, prepared: Prepared) -> None:
-        if prepared is not self._prepared[0]:
+        if prepared is not self._state.prepared[0]:
             return
-        self._iteration += 1
-        self._resumed_random = None
+        self._state.iteration += 1
+        self._state.resumed_random = None
         if self._journal is None:
             return
         now = time.perf_counter()
-        waiting = sum(p.reducer.seconds_waiting for p in self._prepared)
-        sent = sum(p.reducer.bytes_sent for p in self._prepared)
+        waiting = sum(p.reducer.seconds_waiting for p in self._state.prepared)
+        sent = sum(p.reducer.bytes_sent for p in self._state.prepared)
         self._emit(
             events.StepDone,
-            iteration=self._iteration,
+            iteration=self._state.iteration,
             samples=prepared.own_samples,
             seconds=now - self._stepped_at,
             waiting=waiting - self._counters[0],
@@ -527,15 +432,3 @@ def _device(place: Place) -> torch.device:
 
 def _finite(value: float) -> float | None:
     return value if value - value == 0 else None
-
-
-def _prefix(index: int) -> str:
-    """The first model's names are its own; a second one's are told apart."""
-    return "" if index == 0 else f"model{index}:"
-
-
-def _unprefixed(model: dict[str, Any], index: int) -> dict[str, Any]:
-    if index:
-        prefix = _prefix(index)
-        return {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
-    return {name: value for name, value in model.items() if not (name.startswith("model") and ":" in name)}

@@ -1,0 +1,57 @@
+"""Random-number generators: what a checkpoint keeps of each worker's, and how it is put back."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`.
+    JSON can hold it."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": _listed(random.getstate()),
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _hex(torch.get_rng_state()),
+    }
+    if device.type != "cpu":
+        state[device.type] = _hex(torch.get_device_module(device).get_rng_state(device))
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """The inverse of `random_state`; a device of another kind than the one saved on keeps its generator."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_unhex(state["torch"]))
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(_unhex(state[device.type]), device)
+
+
+def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
+    """Seed a worker that the checkpoint does not know, from worker 0's state and its rank."""
+    seed = zlib.crc32(f"{state['torch']}/{rank}".encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _hex(state: Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _unhex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
