@@ -17,7 +17,7 @@ from atoll.observe.summary import Summary, read_summary
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COMPUTING, WAITING, LOGGED, SMOOTH = "#2a9d8f", "#e9b44c", "#9fb8c8", "#14506b"
+WORKING, WAITING, LOGGED, SMOOTH = "#2a9d8f", "#e9b44c", "#9fb8c8", "#14506b"
 _MOST_PANELS = 3  # logged values that get a panel each: the first logged
 _BINS = 120  # of the time axis, at most
 
@@ -139,16 +139,16 @@ def _running_mean(values: list[float]) -> list[float]:
 
 
 def _draw_steps(panel: Axes, lines: list[Line]) -> None:
-    """Milliseconds a step, stacked: computing and waiting, in bins of iterations."""
+    """Milliseconds a step, stacked: own work and waiting, in bins of iterations."""
     timed = [line for line in lines if line.seconds > 0]
     size = max(1, -(-len(timed) // _BINS))
     bins = [timed[start : start + size] for start in range(0, len(timed), size)]
     steps = [part[len(part) // 2].iteration for part in bins]
     waiting = [1000 * sum(line.waiting for line in part) / len(part) for part in bins]
     whole = [1000 * sum(line.seconds for line in part) / len(part) for part in bins]
-    computing = [max(0.0, total - wait) for total, wait in zip(whole, waiting, strict=True)]
+    working = [max(0.0, total - wait) for total, wait in zip(whole, waiting, strict=True)]
     panel.stackplot(
-        steps, computing, waiting, colors=[COMPUTING, WAITING], labels=["computing", "waiting for others"]
+        steps, working, waiting, colors=[WORKING, WAITING], labels=["working", "waiting for others"]
     )
     _plain(panel)
     panel.set_ylabel("ms a step")
@@ -163,10 +163,10 @@ def _draw_steps(panel: Axes, lines: list[Line]) -> None:
 def _draw_workers(panel: Axes, summary: Summary) -> None:
     """Each worker's time, as one bar."""
     names = [f"worker {totals.worker}" for totals in summary.each_worker]
-    computing = [max(0.0, totals.seconds - totals.waiting) for totals in summary.each_worker]
+    working = [max(0.0, totals.seconds - totals.waiting) for totals in summary.each_worker]
     waiting = [totals.waiting for totals in summary.each_worker]
-    panel.barh(names, computing, color=COMPUTING, height=0.6)
-    panel.barh(names, waiting, left=computing, color=WAITING, height=0.6)
+    panel.barh(names, working, color=WORKING, height=0.6)
+    panel.barh(names, waiting, left=working, color=WAITING, height=0.6)
     for row, totals in enumerate(summary.each_worker):
         share = totals.waiting / totals.seconds if totals.seconds > 0 else 0.0
         panel.annotate(
