@@ -72,9 +72,9 @@ KNOWN = {
 def test_known_models_waste_next_to_nothing_and_are_laid_out_at_once(model: str) -> None:
     specs, parameters = KNOWN[model]
     assert sum(s.numel for s in specs) == parameters  # the shapes are the published model's
-    start = time.perf_counter()
+    start = time.process_time()
     layout = lay_out(specs)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     assert layout.waste <= 0.001
     assert seconds < 1.0
     assert layout.chunk_bytes <= layout.used_bytes / 16 or layout.chunk_bytes <= 2 * MIB
@@ -100,9 +100,9 @@ def test_a_model_with_thousands_of_parameters_is_laid_out_in_a_second() -> None:
         for expert in range(64)
         for matrix in range(3)
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     assert lay_out(specs).waste <= 0.001
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_chunks_fill_in_the_reverse_of_registration() -> None:

@@ -155,7 +155,7 @@ def _against(rules: Layer, layer: str, item: Import) -> str:
         return _against_layers(rules, layer, rest.split(".")[0], item)
     if top in rules.forbidden or item.module == "numpy.random":
         return f"{layer} decides by what it is given; it may not import {item.module}"
-    if top in sys.stdlib_module_names:
+    if top in sys.stdlib_module_names or top == "tomllib":  # which is newer than Python 3.10
         return "" if top != "pickle" else "nothing is pickled"
     if top not in rules.packages:
         return f"{layer or 'atoll'} may not import the package {top}"
