@@ -57,7 +57,7 @@ class TinyBlock(nn.Module):
 class TinyGPT(nn.Module):
     """Tokens (batch, CONTEXT) to logits (batch, CONTEXT, VOCABULARY); `tied` shares embedding and head."""
 
-    def __init__(self, *, width: int = 8, heads: int = 2, layers: int = 2, tied: bool = False) -> None:
+    def __init__(self, *, width: int = 8, heads: int = 2, layers: int = 1, tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(CONTEXT, width) * 0.1)
@@ -204,7 +204,7 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
         model.name: model
         for model in (
             TinyModel("gpt", TinyGPT, "tokens"),
-            TinyModel("tied", lambda: TinyGPT(tied=True, layers=1), "tokens"),
+            TinyModel("tied", lambda: TinyGPT(tied=True), "tokens"),
             TinyModel("frozen", Frozen, "vectors"),
             TinyModel("unused", Branches, "vectors"),
             TinyModel("odd", OddSizes, "vectors"),
