@@ -23,6 +23,7 @@ from atoll.core import events
 from atoll.core.config import Config, load_config
 from atoll.core.errors import ConfigError, UserError
 from atoll.observe.journal import Journal
+from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
 from atoll.train.channel import Channel
@@ -31,10 +32,10 @@ from atoll.train.prepared import Prepared
 from atoll.train.reducer import Ring
 from atoll.train.resume import Stateful, TrainingState
 from atoll.train.sampler import ShardedSampler
+from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
 RUN_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run`, which itself reads what its workers write there
-_READ_SECONDS = 0.5  # logged tensors are read this long after they were given, at the latest at the next step
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     environment, and
     DeadlineError when the other workers do not come within `sync.timeout`.
     """
+    show_errors_as_one_line()
     config = config if isinstance(config, Config) else load_config(config)
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
 
@@ -72,12 +74,12 @@ class Session:
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
         self._bus = events.EventBus()
-        self._journal = self._open_journal()
         timeout = config.timeout_seconds
         channel = Channel(place, "session", timeout, torch.device("cpu")) if place.world > 1 else None
         self._workers = Workers(place, channel)
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
+        self._journal = self._open_journal()
         self._emit(
             events.Started,
             workers=place.world,
@@ -377,7 +379,7 @@ class Session:
             bytes_sent=sent - self._counters[1],
         )
         self._stepped_at, self._counters = now, (waiting, sent)
-        if now - self._read_at > _READ_SECONDS:
+        if now - self._read_at > LATE_SECONDS:
             self._read_at = now
             self._read_logged()
 
@@ -392,10 +394,24 @@ class Session:
         if not directory:
             return None
         run = RunDirectory(Path(directory))
+        if RUN_VARIABLE not in os.environ:
+            self._check_unused(run)
         run.create()
         journal = Journal(run.journal(self.rank))
         self._bus.subscribe(journal)
         return journal
+
+    def _check_unused(self, run: RunDirectory) -> None:
+        """Worker 0 looks before anybody writes; all raise if it holds another run's records."""
+        failure = ""
+        if self.is_main:
+            try:
+                run.require_unused()
+            except UserError as error:
+                failure = str(error)
+        found = self._workers.gather(failure, "worker 0 to look at the run directory")[0]
+        if found:
+            raise UserError(found)
 
     def _summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""
