@@ -114,14 +114,17 @@ class Windows(Dataset[Tensor]):
         return self.text[index * self.context : (index + 1) * self.context + 1].long()
 
 
-def read_text() -> tuple[bytes, bytes]:
-    """The standard library's source: what to train on, and what is held out (every HELD_OUT-th file)."""
+def read_text(most: int | None) -> tuple[bytes, bytes]:
+    """The standard library's source: what to train on, and what is held out (every HELD_OUT-th file).
+
+    With `most`, no more than so many bytes to train on, and as small a part of what is held out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in root.rglob("*.py") if not NOT_IN_THE_TEXT & set(f.relative_to(root).parts))
     texts = [file.read_bytes() for file in files]
     held_out = texts[::HELD_OUT]
     del texts[::HELD_OUT]
-    return b"".join(texts), b"".join(held_out)
+    return b"".join(texts)[:most], b"".join(held_out)[: most and most // HELD_OUT]
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
@@ -258,6 +261,7 @@ def arguments() -> argparse.Namespace:
     add("--warm-up", type=int, default=100, help="steps until the learning rate is full")
     add("--eval-every", type=int, default=100, help="steps between two looks at the held-out text")
     add("--seed", type=int, default=0)
+    add("--bytes", type=int, help="use no more of the text than this, for a quick try")
     add("--save", default="", help="where to save a checkpoint at the end")
     add("--resume", default="", help="a checkpoint to go on from")
     return parser.parse_args()
@@ -265,7 +269,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    text, held_out = read_text()
+    text, held_out = read_text(args.bytes)
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.heads, args.width, args.context)
     with atoll.join() as session:
