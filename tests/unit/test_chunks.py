@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from atoll.chunks import ChunkGroup, ChunkMap, ParameterSpec, first_difference, lay_out
+from atoll.chunks import ChunkGroup, ChunkMap, ParameterSpec, lay_out
 from atoll.core.errors import ConfigError, PrepareError
 
 MIB = 2**20
@@ -179,28 +179,6 @@ def test_the_search_keeps_to_its_bounds() -> None:
 def test_the_map_survives_its_wire_form() -> None:
     layout = lay_out(gpt2(2, 64))
     assert msgspec.json.decode(msgspec.json.encode(layout), type=ChunkMap) == layout
-
-
-def test_digest_and_difference_name_the_parameter() -> None:
-    specs = [spec("a", 4), spec("b", 4)]
-    layout = lay_out(specs, chunk_bytes=MIB)
-    assert layout.digest == lay_out(list(specs), chunk_bytes=MIB).digest
-    assert first_difference(layout, layout) is None
-    cases = {
-        "parameter 'b' has shape (4,) here and (5,) there": lay_out(
-            [specs[0], spec("b", 5)], chunk_bytes=MIB
-        ),
-        "parameter 'b' has dtype 'float32' here and 'float64' there": lay_out(
-            [specs[0], spec("b", 4, dtype="float64")], chunk_bytes=MIB
-        ),
-        "parameter 'b' has name 'b' here and 'c' there": lay_out([specs[0], spec("c", 4)], chunk_bytes=MIB),
-        "parameter 'c' exists there only": lay_out([*specs, spec("c", 4)], chunk_bytes=MIB),
-        "parameter 'b' exists here only": lay_out(specs[:1], chunk_bytes=MIB),
-        "chunk_bytes is 1048576 here and 2097152 there": lay_out(specs, chunk_bytes=2 * MIB),
-    }
-    for expected, other in cases.items():
-        assert first_difference(layout, other) == expected
-        assert layout.digest != other.digest
 
 
 def test_describe_tells_groups_and_waste() -> None:

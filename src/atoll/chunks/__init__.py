@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.chunks.layout import lay_out
-from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot, first_difference
+from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot
 from atoll.chunks.specs import ParameterSpec, itemsize
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "ChunkMap",
     "ParameterSpec",
     "Slot",
-    "first_difference",
     "itemsize",
     "lay_out",
 ]

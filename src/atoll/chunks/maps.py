@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 
 from atoll.chunks.specs import ParameterSpec, itemsize
@@ -98,12 +96,6 @@ class ChunkMap(msgspec.Struct, frozen=True):
         total = self.nbytes
         return (total - self.used_bytes) / total if total else 0.0
 
-    @property
-    def digest(self) -> str:
-        """A stable hash of specs and sizes: equal for two workers exactly when their layouts are."""
-        content = msgspec.json.encode((self.chunk_bytes, self.alignment, self.specs))
-        return hashlib.sha256(content).hexdigest()
-
     def describe(self) -> str:
         """A few lines for people: chunks by group, and the waste."""
         lines = [
@@ -125,25 +117,3 @@ class ChunkMap(msgspec.Struct, frozen=True):
                 + (f", {oversize} of them of one oversize parameter each" if oversize else "")
             )
         return "\n".join(lines)
-
-
-def first_difference(mine: ChunkMap, other: ChunkMap) -> str | None:
-    """What first sets two workers' layouts apart, as one clause that names the parameter; None if nothing.
-
-    "mine" and "other" appear as "here" and "there".
-    """
-    for left, right in zip(mine.specs, other.specs, strict=False):
-        if left != right:
-            for field in ParameterSpec.__struct_fields__:
-                here, there = getattr(left, field), getattr(right, field)
-                if here != there:
-                    return f"parameter {left.name!r} has {field} {here!r} here and {there!r} there"
-    if len(mine.specs) != len(other.specs):
-        longer, where = (mine, "here") if len(mine.specs) > len(other.specs) else (other, "there")
-        extra = longer.specs[min(len(mine.specs), len(other.specs))]
-        return f"parameter {extra.name!r} exists {where} only"
-    for field in ("chunk_bytes", "alignment"):
-        here, there = getattr(mine, field), getattr(other, field)
-        if here != there:
-            return f"{field} is {here} here and {there} there"
-    return None

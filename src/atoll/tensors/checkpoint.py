@@ -30,7 +30,6 @@ from atoll.tensors.tensorfile import (
     checksum_of,
     flush,
     read_tensors,
-    storage_key,
     write_tensors,
 )
 from atoll.tensors.trees import Encoder, decode
@@ -61,8 +60,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to the folder `path`, in place of an older one there, at once or not at all.
 
-    `model` is a state_dict; tensors in it that are one (tied parameters) are stored once, under the
-    first of their names, and `safetensors.torch.load_model` reads the file into a model in plain torch.
+    `model` is a state_dict. A tied parameter is stored under each of its names, so that plain torch's
+    `model.load_state_dict(safetensors.torch.load_file(...))` finds them all.
     `trees` are nested dicts (keys text or int), lists and tuples of numbers, text, bytes, None, tensors
     and NumPy arrays. Files that others put into the folder stay in it.
 
@@ -110,17 +109,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _write_files(folder: Path, model: Mapping[str, Any], trees: Mapping[str, object]) -> None:
-    tensors, tied, extra = _divided(model)
-    files = {MODEL + _SUFFIX: write_tensors(folder / (MODEL + _SUFFIX), tensors, tied)}
+    tensors, extra = _divided(model)
+    files = {MODEL + _SUFFIX: write_tensors(folder / (MODEL + _SUFFIX), tensors)}
     encoded: dict[str, Any] = {}
     for name, tree in {**trees, _EXTRA: extra}.items():
         encoder = Encoder()
         encoded[name] = encoder.encode(tree, MODEL if name == _EXTRA else name)
         if encoder.tensors:
-            files[name + _SUFFIX] = write_tensors(folder / (name + _SUFFIX), encoder.tensors, {})
+            files[name + _SUFFIX] = write_tensors(folder / (name + _SUFFIX), encoder.tensors)
     state = {
         "names": list(model),
-        "tied": tied,
         "complex": [name for name, tensor in tensors.items() if tensor.is_complex()],
         "trees": encoded,
     }
@@ -130,23 +128,17 @@ def _write_files(folder: Path, model: Mapping[str, Any], trees: Mapping[str, obj
     _sync_folder(folder)
 
 
-def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """A state_dict as tensors, names that stand for an earlier one's tensor, and what is no tensor."""
+def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state_dict's tensors, and what in it is no tensor."""
     tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
     extra: dict[str, Any] = {}
-    first: dict[object, str] = {}
     for name, value in model.items():
         if not isinstance(value, Tensor):
             extra[name] = value
             continue
         check_tensor(value, f"{MODEL}.{name}")
-        kept = first.setdefault(storage_key(value), name)
-        if kept == name:
-            tensors[name] = value
-        else:
-            tied[name] = kept
-    return tensors, tied, extra
+        tensors[name] = value
+    return tensors, extra
 
 
 def _write_json(path: Path, value: object) -> tuple[int, int]:
@@ -174,8 +166,6 @@ def _read_files(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
         held: dict[str, Any] = {**tensors[MODEL], **trees.pop(_EXTRA)}
         for name in state["complex"]:
             held[name] = as_complex(held[name])
-        for name, kept in state["tied"].items():
-            held[name] = held[kept]
         return Checkpoint({name: held[name] for name in state["names"]}, trees, folder)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         # The checksum is right, so this is what was written: by a program that is not this one.

@@ -50,16 +50,11 @@ def storage_key(tensor: Tensor) -> object:
     return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> tuple[int, int]:
-    """Write `tensors`, already checked, to a new file, through to the disk; returns its bytes and CRC-32.
-
-    `tied` (a name and the name under which it is stored) goes into the file's metadata, where
-    `safetensors.torch.load_model` expects it.
-    """
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Write `tensors`, already checked, to a new file, through to the disk; returns its bytes and CRC-32."""
     # Wide elements first, as the library does: then every tensor begins on a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -_stored(tensors[name]).element_size())
-    metadata = {"format": "pt", **tied}
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name in names:
         stored = _stored(tensors[name])
