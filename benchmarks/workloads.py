@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
+from common import MIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import gpt
@@ -100,7 +101,7 @@ def _gpt() -> nn.Module:
 
 @functools.cache
 def _windows() -> gpt.Windows:
-    text, _ = gpt.read_text()
+    text, _ = gpt.read_text(4 * MIB)
     return gpt.Windows(text, _gpt_defaults()["context"])
 
 
