@@ -47,10 +47,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        batch, time_, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time_, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time_, width))
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -264,7 +264,10 @@ def arguments() -> argparse.Namespace:
     add("--bytes", type=int, help="use no more of the text than this, for a quick try")
     add("--save", default="", help="where to save a checkpoint at the end")
     add("--resume", default="", help="a checkpoint to go on from")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} is no multiple of 2 x --heads {args.heads}")
+    return args
 
 
 def main() -> None:

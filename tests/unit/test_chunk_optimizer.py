@@ -223,6 +223,35 @@ def test_the_step_takes_gradients_that_the_script_replaced() -> None:
     twins.assert_equal()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_kernels_step_even_sizes_in_runs_and_odd_ones_apart(
+    make: Any, dtype: torch.dtype, threads: int
+) -> None:
+    torch.manual_seed(0)
+    sizes = [64, 4096, 33, 16, 100_003, 300_032, 8, 48, 1, 160]
+    plain = nn.ParameterList(nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes)
+    chunked = copy.deepcopy(plain)
+    optimizers = [make(model.parameters(), lr=1e-2, fused=True) for model in (plain, chunked)]
+    session = atoll.join(Config(chunks=Chunks(size="16MiB")), place=Place())
+    session.prepare(chunked, optimizers[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):
+            for a, b in zip(plain, chunked, strict=True):
+                gradient = torch.randn_like(a)
+                a.grad, b.grad = gradient, gradient.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(plain, chunked, strict=True))
+    segments = session._state.prepared[0].chunk_optimizer.segments
+    assert 1 < len(segments) < len(sizes)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.ASGD])
 def test_half_precision_is_stepped_to_the_bit(dtype: torch.dtype, make: Any) -> None:

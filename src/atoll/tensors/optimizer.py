@@ -26,6 +26,7 @@ from atoll.tensors.elementwise import NotElementwiseError, elementwise_state_key
 
 State: TypeAlias = dict[str, Any]
 _FULL_PRECISION = (torch.float32, torch.float64)
+_CACHE_LINE = 64  # bytes: the unit of torch's fused CPU kernels, and at least a vector
 
 
 class Segment:
@@ -64,10 +65,6 @@ class ChunkState:
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
         """Make the segments for the slots that have a gradient; `fused` is the param group's setting."""
         self.dissolve()
-        # On a CPU, fused kernels and half precision round differently in a vector loop and in its scalar tail
-        # (docs/notes/optimizers.md), so a run of parameters would not come out to the bit as each by itself.
-        on_cpu = self.chunk.flat.device.type == "cpu"
-        alone = on_cpu and (fused or self.chunk.flat.dtype not in _FULL_PRECISION)
         runs: list[list[int]] = []
         last: tuple[object, ...] | None = None
         for slot, here in enumerate(present):
@@ -75,12 +72,27 @@ class ChunkState:
                 last = None
                 continue
             signature = self.signature(slot)
-            if alone or last is None or signature != last:
+            if last is None or signature != last:
                 runs.append([])
             runs[-1].append(slot)
-            last = signature
+            last = None if self._ends_run(slot, fused) else signature
         self.segments = [self._segment(run[0], run[-1]) for run in runs]
         self.present = present
+
+    def _ends_run(self, slot: int, fused: bool) -> bool:
+        """Whether what follows `slot` must not step in one run with it, to the bit as plain torch steps both.
+
+        On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar
+        loop that
+        finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
+        that fills
+        its last one may be followed; in half precision nothing may.
+        """
+        if self.chunk.flat.device.type != "cpu":
+            return False
+        if self.chunk.flat.dtype not in _FULL_PRECISION:
+            return True
+        return fused and self.chunk.parameters[slot].nbytes % _CACHE_LINE != 0
 
     def _segment(self, first: int, last: int) -> Segment:
         segment = Segment(self.chunk, first, last)
@@ -205,6 +217,11 @@ class ChunkOptimizer:
             optimizer.register_step_post_hook(self._exchange_back),
             optimizer.register_load_state_dict_post_hook(lambda _: self._import()),
         ]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of the latest step, chunk by chunk."""
+        return [segment for chunk_state in self._states for segment in chunk_state.segments]
 
     def close(self) -> None:
         """Leave the optimizer to the user as a plain one, its state per parameter."""
