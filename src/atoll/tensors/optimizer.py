@@ -38,6 +38,13 @@ class Segment:
         self.start, self.end = slots[first].offset, slots[last].offset + slots[last].numel
         self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
         self.state: State = {}
+        self._gradient: tuple[Tensor, Tensor] | None = None  # the chunk's gradients, and its part of them
+
+    def gradient(self, buffer: Tensor) -> Tensor:
+        """This segment's part of the chunk's gradients; the same view as long as the buffer is the same."""
+        if self._gradient is None or self._gradient[0] is not buffer:
+            self._gradient = buffer, buffer[self.start : self.end]
+        return self._gradient[1]
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +187,8 @@ class ChunkOptimizer:
 
     In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's
     gradients
-    and, for each slot, whether there is one; `accept(flat gradients)` says whether to apply them; and
+    and, for each slot, whether there is one (zeros where not); `accept(those of all chunks)` says whether
+    to apply them; and
     `after_step()` runs last. Raises PrepareError for an optimizer that is not element-wise.
     """
 
@@ -265,18 +273,18 @@ class ChunkOptimizer:
         self._before_step()
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
-        gradients = []
+        buffers = []
         for chunk_state, group in zip(self._states, self._group_of_chunk, strict=True):
             buffer, present = self._gradients(chunk_state.chunk)
             if present != chunk_state.present:
                 chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
+            buffers.append(buffer)
             for segment in chunk_state.segments:
-                segment.parameter.grad = buffer[segment.start : segment.end]
-                gradients.append(segment.parameter.grad)
+                segment.parameter.grad = segment.gradient(buffer)
                 segments[group].append(segment.parameter)
                 if segment.state:
                     flat_state[segment.parameter] = dict(segment.state)
-        accepted = self._accept(gradients)
+        accepted = self._accept(buffers)
         self._user_state = optimizer.state
         optimizer.state = flat_state
         for group_dict, flats in zip(optimizer.param_groups, segments, strict=True):
@@ -288,16 +296,16 @@ class ChunkOptimizer:
         flat_state = optimizer.state
         self.restore()
         changed = False
+        stepped: list[Tensor] = []
         for chunk_state in self._states:
             for segment in chunk_state.segments:
                 segment.parameter.grad = None
                 if segment.parameter in flat_state:
                     changed |= chunk_state.adopt(segment, flat_state[segment.parameter], self._elementwise)
-                # Each parameter's version counter is its own: without this, autograd could not tell that a
-                # value saved for backward was overwritten by the step.
-                torch.autograd.graph.increment_version(
-                    chunk_state.chunk.parameters[segment.first : segment.last + 1]
-                )
+                stepped += chunk_state.chunk.parameters[segment.first : segment.last + 1]
+        # Each parameter's version counter is its own: without this, autograd could not tell that a
+        # value saved for backward was overwritten by the step.
+        torch.autograd.graph.increment_version(stepped)
         if changed:
             self._publish()
         self._after_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -131,7 +132,7 @@ class Prepared:
         decide alike."""
         if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
             return True
-        if all(_is_finite(gradient) for gradient in gradients):
+        if _all_finite(gradients):
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
@@ -170,12 +171,16 @@ def leading_dimension(value: Any) -> float | None:
     return None
 
 
-def _is_finite(gradient: Tensor) -> bool:
+def _all_finite(gradients: Sequence[Tensor]) -> bool:
     """One pass and one number; only a sum that overflowed needs the closer look."""
+    if not gradients:
+        return True
     # A sum in the gradient's own precision is five times as fast as a widening one; half precision
     # would overflow.
-    wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
-    return bool(torch.isfinite(gradient.sum(dtype=wide))) or bool(torch.isfinite(gradient).all())
+    sums = [g.sum(dtype=torch.float32 if g.element_size() < 4 else g.dtype).float() for g in gradients]
+    if math.isfinite(torch.stack(sums).sum()):
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
 def _hook_forward(

@@ -1,13 +1,11 @@
 """The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
 
-Backward leaves each gradient in its chunk's **local** buffer. A chunk whose last gradient has come is
-scaled into
-its **published** buffer and reduced there, while backward goes on. When backward ends, the workers agree that
-every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. The
-local gradients
-stay as they were until the next backward, so that an iteration can be reduced again (a chunk whose
-gradient changed after it had left; later, a ring that lost a member). Source: design.md, "The way of a
-gradient".
+As autograd hands over a gradient, it is scaled into its chunk's **published** buffer. A chunk whose last
+gradient has come is reduced there, while backward goes on. When backward ends, the workers agree that
+every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. A worker's
+own gradients, in the tensors that autograd made, are kept until the step, so that an iteration can be
+reduced again (a chunk whose gradient changed after it had left; later, a ring that lost a member).
+Source: design.md, "The way of a gradient".
 """
 
 from __future__ import annotations
@@ -46,14 +44,19 @@ class Ring:
 
 
 class ChunkGradients:
-    """The gradients of one chunk, and how far this backward has come with them."""
+    """The gradients of one chunk, and how far this backward has come with them.
 
-    def __init__(self, bound: BoundChunk, reduces: bool) -> None:
+    In a ring, `p.grad` is this worker's own gradient, as autograd made it, until `publish`; after that `kept`
+    holds it until the step. Alone, it is a view into the published buffer from the start.
+    """
+
+    def __init__(self, bound: BoundChunk) -> None:
         self.bound = bound
-        self.local = bound.new_buffer()
-        self.published: Buffer = bound.new_buffer() if reduces else self.local
+        self.published: Buffer = bound.new_buffer()
+        self.kept: list[Tensor | None] = []
         self.fired = [False] * len(bound.parameters)
         self.missing = len(bound.parameters)
+        self.taken = 0  # how many of this backward's gradients are in the published buffer, scaled
         self.late = False  # wait for the end of backward: its gradients come more than once
         self.dirty = False  # a gradient came after the chunk had left
         self.work: Work | None = None
@@ -61,28 +64,42 @@ class ChunkGradients:
     def begin(self) -> None:
         self.fired = [False] * len(self.fired)
         self.missing = len(self.fired)
-        self.dirty, self.work = False, None
+        self.taken, self.dirty, self.work = 0, False, None
 
-    def settle(self) -> None:
-        """Make the local buffer whole: gradients that this backward did not touch, and zeros for
-        absent ones."""
-        for parameter, view in zip(self.bound.parameters, self.local.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
-                view.copy_(parameter.grad)
-                parameter.grad = view
+    def take(self, index: int, scale: float) -> None:
+        """Put this worker's gradient, scaled, where it is reduced: one pass, while the cache holds it."""
+        parameter, view = self.bound.parameters[index], self.published.views[index]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient is view:  # autograd has added to the mean of the reduction before
+            gradient = parameter.grad = gradient.clone()
+        torch.mul(gradient, scale, out=view)
+
+    def settle(self, scale: float) -> None:
+        """Make the published buffer whole: gradients that this backward did not touch, or more than once,
+        and zeros for absent ones."""
+        for index in range(len(self.bound.parameters)):
+            self.take(index, scale)
 
     def publish(self, present: Sequence[bool]) -> None:
         """Let `p.grad` show the published values where any worker had a gradient."""
+        self.kept = [parameter.grad for parameter in self.bound.parameters]
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
+
+    def own(self) -> list[Tensor | None]:
+        """This worker's own gradients of the iteration."""
+        return self.kept or [parameter.grad for parameter in self.bound.parameters]
 
     def collect(self) -> tuple[bool, ...]:
         """Bring gradients that the script has replaced back into the published buffer; which are present."""
         for parameter, view in zip(self.bound.parameters, self.published.views, strict=True):
             gradient = parameter.grad
-            if gradient is not None and gradient is not view:
+            if gradient is None:
+                view.zero_()  # what an earlier iteration left there is nobody's gradient
+            elif gradient is not view:
                 view.copy_(gradient)
                 parameter.grad = view
         return tuple(parameter.grad is not None for parameter in self.bound.parameters)
@@ -105,7 +122,7 @@ class Reducer:
     ) -> None:
         self._ring = ring
         self._contribution, self._committed = contribution, committed
-        self.gradients = {bound.chunk.id: ChunkGradients(bound, ring is not None) for bound in chunks}
+        self.gradients = {bound.chunk.id: ChunkGradients(bound) for bound in chunks}
         self._order = list(self.gradients.values())  # in which chunks leave, the same on every worker
         self._arrivals: list[int] = []  # chunk ids as they filled in this backward
         self._order_is_measured = ring is None
@@ -164,8 +181,9 @@ class Reducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _hook(self, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
-        view = chunk.local.views[index]
+        view = chunk.published.views[index]
         name = chunk.bound.names[index]
+        alone = self._ring is None
 
         def on_gradient(parameter: Tensor) -> None:
             gradient = parameter.grad
@@ -175,8 +193,9 @@ class Reducer:
                     chunk.bound.check()
                 if gradient.requires_grad or gradient.layout != torch.strided:
                     raise UserError(_unusable(name, gradient))
-                view.copy_(gradient)
-                parameter.grad = view
+                if alone:
+                    view.copy_(gradient)
+                    parameter.grad = view
             self._arrived(chunk, index)
 
         return on_gradient
@@ -185,11 +204,14 @@ class Reducer:
         self.arm()
         self._unsent = True
         if chunk.fired[index]:
-            chunk.late = True
+            chunk.late, chunk.taken = True, 0
             chunk.dirty = chunk.work is not None
             return
         chunk.fired[index] = True
         chunk.missing -= 1
+        if self.synchronous and self._ring is not None and not chunk.late:
+            chunk.take(index, self._scale())
+            chunk.taken += 1
         if chunk.missing == 0:
             self._arrivals.append(chunk.bound.chunk.id)
             if self.synchronous and self._ring is not None:
@@ -204,13 +226,19 @@ class Reducer:
             self._send(chunk)
             self._next += 1
 
-    def _send(self, chunk: ChunkGradients) -> None:
-        assert self._ring is not None
+    def _scale(self) -> float:
+        """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
         if self._own is None:
             self._own = self._contribution()
-        torch.mul(chunk.local.flat, self._own.weight / self._reference, out=chunk.published.flat)
-        chunk.work = self._ring.data.sum(chunk.published.flat)
-        self._count(chunk.published.flat.numel() * chunk.published.flat.element_size())
+        return self._own.weight / self._reference
+
+    def _send(self, chunk: ChunkGradients) -> None:
+        assert self._ring is not None
+        if chunk.taken < len(chunk.fired):
+            chunk.settle(self._scale())
+        flat = chunk.published.flat
+        chunk.work = self._ring.data.sum(flat)
+        self._count(flat.numel() * flat.element_size())
 
     def _count(self, size: int) -> None:
         """A ring sends each byte on 2 (n - 1) / n times."""
@@ -235,7 +263,6 @@ class Reducer:
             self._done(self._own, self._own.weight, self._own.samples)
             return
         for chunk in self._order[self._next :]:
-            chunk.settle()
             self._send(chunk)
         present = [[p.grad is not None for p in chunk.bound.parameters] for chunk in self._order]
         self._wait(self._order)
@@ -243,7 +270,7 @@ class Reducer:
         while agreed.dirty:
             again = [chunk for chunk, dirty in zip(self._order, agreed.dirty_chunks, strict=True) if dirty]
             for chunk in again:
-                chunk.dirty, chunk.late = False, True
+                chunk.dirty, chunk.late, chunk.taken = False, True, 0
                 self._send(chunk)
             self._wait(again)
             agreed = self._agree(self._ring, self._own, present)
@@ -267,9 +294,9 @@ class Reducer:
             assert chunk.work is not None
             what = f"chunk {chunk.bound.chunk.id} (with {chunk.bound.names[0]!r}) in iteration {self.steps}"
             self.seconds_waiting += self._ring.data.wait(chunk.work, what)
-        if chunks and chunks[0].local.flat.device.type != "cpu":
+        if chunks and chunks[0].bound.flat.device.type != "cpu":
             # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
-            torch.accelerator.current_stream(chunks[0].local.flat.device).synchronize()
+            torch.accelerator.current_stream(chunks[0].bound.flat.device).synchronize()
 
     def _agree(self, ring: Ring, own: Contribution, present: list[list[bool]]) -> Agreement:
         """Sum what every worker says about this iteration; that all have said it makes it whole."""
@@ -326,6 +353,8 @@ class Reducer:
     def after_step(self) -> None:
         self._reduced = False
         self.steps += 1
+        for chunk in self._order:
+            chunk.kept = []
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
@@ -339,10 +368,8 @@ class Reducer:
         return [
             name
             for chunk in self._order
-            for name, parameter, view in zip(
-                chunk.bound.names, chunk.bound.parameters, chunk.local.views, strict=True
-            )
-            if parameter.grad is not None and not bool(torch.isfinite(view).all())
+            for name, gradient in zip(chunk.bound.names, chunk.own(), strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
         ]
 
 
