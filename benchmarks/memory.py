@@ -164,7 +164,6 @@ class Measured:
 
     peak: int  # bytes
     formula: int
-    activations: int
     method: str
 
 
@@ -181,28 +180,34 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Non
 
 def measure(contestant: str, shape: Shape, kind: Optimizer, workers: int) -> Measured:
     """This process's peak over building and training the model."""
-    with atoll.join(Config()) as session:
-        small = Shape("small", 64, 2).make()  # what libraries allocate at their first use is not the model's
-        train(small, kind.make(small), 64)
-        resident = Resident()
-        model = shape.make()
-        optimizer = kind.make(model)
-        if contestant == ATOLL:
-            session.prepare(model, optimizer)
-            train(model, optimizer, shape.width)
-        elif contestant == PLAIN:
-            train(model, optimizer, shape.width)
-        else:
-            as_view = contestant == DDP_VIEWS
-            train(DistributedDataParallel(model, gradient_as_bucket_view=as_view), optimizer, shape.width)
-        peak = resident.peak()
-    activations = activation_bytes(model, torch.zeros(BATCH, shape.width))
+    session = atoll.join(Config()) if contestant == ATOLL else None
+    small = Shape("small", 64, 2).make()  # what libraries allocate at their first use is not the model's
+    train(small, kind.make(small), 64)
+    resident = Resident()
+    model = shape.make()
+    optimizer = kind.make(model)
+    trained: nn.Module = model
+    if session is not None:
+        session.prepare(model, optimizer)
+    elif contestant != PLAIN:
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=contestant == DDP_VIEWS)
+    train(trained, optimizer, shape.width)
+    peak = resident.peak()
+    if session is not None:
+        session.close()
+    return Measured(peak, formula_of(model, shape, kind, workers), resident.method)
+
+
+def formula_of(model: nn.Module, shape: Shape, kind: Optimizer, workers: int) -> int:
+    """The formula's bytes for a model of this shape; `model` has served its time."""
     parameters = dict(model.named_parameters())
-    chunk_map = lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0")))
-    formula = peak_bytes(
-        chunk_map, workers=workers, state=kind.state, temporaries=kind.temporaries, activations=activations
+    return peak_bytes(
+        lay_out(specs_of(parameters, dict.fromkeys(parameters.values(), "0"))),
+        workers=workers,
+        state=kind.state,
+        temporaries=kind.temporaries,
+        activations=activation_bytes(model, torch.zeros(BATCH, shape.width)),
     )
-    return Measured(peak, formula, activations, resident.method)
 
 
 def work(output: Path, contestant: str, shape: Shape, kind: Optimizer) -> None:
@@ -235,7 +240,6 @@ class MemoryCase:
     peak: int
     formula: int
     rivals: dict[str, int]
-    activations: int
     method: str
 
     @property
@@ -270,7 +274,6 @@ def run_case(shape: Shape, kind: Optimizer, workers: int) -> MemoryCase:
         peak=own.peak,
         formula=own.formula,
         rivals={name: other.peak for name, other in zip(rivals, others, strict=True)},
-        activations=own.activations,
         method=own.method,
     )
 

@@ -25,7 +25,7 @@ from atoll.core.errors import ConfigError, UserError
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
-from atoll.observe.rundir import RunDirectory
+from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.channel import Channel
 from atoll.train.heap import keep_freed_memory
 from atoll.train.place import Place
@@ -36,7 +36,6 @@ from atoll.train.sampler import ShardedSampler
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
-RUN_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run`, which itself reads what its workers write there
 
 
 @dataclass(frozen=True)
@@ -395,11 +394,11 @@ class Session:
         self._logged.clear()
 
     def _open_journal(self) -> Journal | None:
-        directory = os.environ.get(RUN_VARIABLE) or self.config.run.directory
+        directory = os.environ.get(DIRECTORY_VARIABLE) or self.config.run.directory
         if not directory:
             return None
         run = RunDirectory(Path(directory))
-        if RUN_VARIABLE not in os.environ:
+        if DIRECTORY_VARIABLE not in os.environ:
             self._check_unused(run)
         run.create()
         journal = Journal(run.journal(self.rank))
@@ -420,7 +419,7 @@ class Session:
 
     def _summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""
-        if self._journal is None or RUN_VARIABLE in os.environ or not self.is_main:
+        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self.is_main:
             return
         recorder = Recorder(
             RunDirectory(Path(self.config.run.directory)), self.world, self.config.run.strategy
