@@ -37,7 +37,6 @@ from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
 
-
 @dataclass(frozen=True)
 class Group:
     """The group that a worker belongs to: its index among `count`, and the worker's rank among the
