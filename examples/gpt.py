@@ -207,7 +207,7 @@ def train(
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=args.lr,
-        betas=(0.9, 0.98),
+        betas=(0.9, 0.95),
         fused=True,
     )
     session.prepare(model, optimizer)
@@ -257,7 +257,7 @@ def arguments() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="windows in a worker's step")
     add("--minutes", type=float, default=3.0, help="how long to train")
     add("--steps", type=int, help="how many steps to train, in place of --minutes")
-    add("--lr", type=float, default=4e-3)
+    add("--lr", type=float, default=3e-3)
     add("--warm-up", type=int, default=100, help="steps until the learning rate is full")
     add("--eval-every", type=int, default=200, help="steps between two looks at the held-out text")
     add("--seed", type=int, default=0)
