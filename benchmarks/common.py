@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from atoll.train.session import RUN_VARIABLE
+from atoll.observe.rundir import DIRECTORY_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,7 +77,7 @@ def interleave(
 @contextmanager
 def recorded() -> Iterator[None]:
     """Within it a session keeps records, as a worker of `atoll run` does; they are removed afterwards."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {RUN_VARIABLE: folder}):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: folder}):
         yield
 
 

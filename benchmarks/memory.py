@@ -101,12 +101,15 @@ def peak_bytes(
     docs/benchmarks.md derives it.
     """
     parameters = sum(chunk.nbytes for chunk in chunk_map.chunks)
-    gradients = parameters if workers == 1 else 2 * parameters  # local, and published
-    largest_gradient = max(spec.nbytes for spec in chunk_map.specs)
+    alone = workers == 1
+    gradients = (
+        parameters if alone else 2 * parameters
+    )  # in chunks; in a ring also autograd's own, until the step
+    in_flight = (
+        max(spec.nbytes for spec in chunk_map.specs) if alone else 0
+    )  # autograd's, on its way into its chunk
     largest_stepped = max(chunk.nbytes for chunk in chunk_map.chunks)
-    in_backward = largest_gradient + activations  # autograd makes a gradient before it is put into its chunk
-    in_step = temporaries * largest_stepped
-    return parameters + gradients + state * parameters + max(in_backward, in_step)
+    return (1 + state) * parameters + gradients + max(in_flight + activations, temporaries * largest_stepped)
 
 
 def activation_bytes(model: nn.Module, inputs: Tensor) -> int:
