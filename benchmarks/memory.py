@@ -74,7 +74,7 @@ OPTIMIZERS = {
     kind.name: kind
     for kind in (
         Optimizer("AdamW fused", state=2, temporaries=0),
-        Optimizer("AdamW", state=2, temporaries=2),  # its loop's sqrt(v), and that divided by its correction
+        Optimizer("AdamW", state=2, temporaries=3),  # its loop's sqrt(v), and that divided by its correction
         Optimizer("SGD with momentum", state=1, temporaries=0),
     )
 }
