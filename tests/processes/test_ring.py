@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import atoll
-from atoll.core.config import Chunks, Config, Sync
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.place import Place
@@ -206,6 +208,124 @@ def two_models(place: Place) -> list[Tensor]:
 def test_two_models_in_one_session(pool: WorkerPool) -> None:
     alone = two_models(Place())
     assert_trained_alike(pool.run(two_models, world=2), alone)
+
+
+def two_models_in_one_loss(place: Place) -> list[Tensor]:
+    """Of the first model, worker 1 leaves a layer out: its chunk fills later there than the second's."""
+    torch.manual_seed(0)
+    models = [nn.ModuleList([nn.Linear(4, 4).double() for _ in range(2)]) for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            session.prepare(model, optimizer)
+        for step in range(3):
+            losses = []
+            for rank in range(2) if session.world == 1 else [session.rank]:
+                x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+                y = models[0][0](x) if rank else models[0][1](models[0][0](x))
+                losses.append(models[1][1](models[1][0](y)).square().mean())
+            (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for m in models for p in m.parameters()]
+
+
+def test_two_models_whose_gradients_come_in_another_order_on_each_worker(pool: WorkerPool) -> None:
+    assert_trained_alike(pool.run(two_models_in_one_loss, world=2), two_models_in_one_loss(Place()))
+
+
+def takes_gradients_by_hand(place: Place) -> list[Tensor]:
+    """torch.autograd.grad leaves nothing in the parameters: nothing is sent, and no weight is spent."""
+    model, optimizer = make()
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        session.prepare(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = share(session.rank, step).requires_grad_()
+            y = model(x)
+            if session.is_main:  # not on every worker: it must not be a collective
+                torch.autograd.grad(y.sum(), list(model.parameters()), retain_graph=True)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (y.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_gradients_taken_by_hand_are_not_reduced(pool: WorkerPool) -> None:
+    model, optimizer = make()
+    for step in range(3):
+        optimizer.zero_grad()
+        shares = [share(rank, step).requires_grad_() for rank in range(2)]
+        for x in shares:
+            y = model(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            loss = y.square().mean() + slope.square().mean()
+            (loss * len(x) / sum(len(each) for each in shares)).backward()
+        optimizer.step()
+    expected = [p.detach() for p in model.parameters()]
+    assert_trained_alike(pool.run(takes_gradients_by_hand, world=2), expected)
+
+
+def two_backwards(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Two losses of one forward, each with its own backward; and looks at data that count for nothing."""
+    model(torch.ones(50, 5, dtype=torch.float64))  # a forward that no backward follows
+    copy.deepcopy(model)(torch.ones(50, 5, dtype=torch.float64)).sum().backward()
+    optimizer.zero_grad()
+    loss = loss_of(model, share(session.rank, step)) / 2
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+def test_only_batches_whose_backward_is_reached_count_and_each_backward_by_its_own(pool: WorkerPool) -> None:
+    assert_trained_alike(pool.run(train, two_backwards, 4, world=2), plain_training(2, 4))
+
+
+def runs_dry(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Worker 1 has no batch in odd steps and says nothing of it."""
+    optimizer.zero_grad()
+    if session.rank == 0 or step % 2 == 0:
+        loss_of(model, share(session.rank, step)).backward()
+    optimizer.step()
+
+
+def test_a_worker_that_has_no_batch_does_not_dilute_the_mean(pool: WorkerPool) -> None:
+    model, optimizer = make()
+    for step in range(4):
+        shares = [share(rank, step) for rank in ([0] if step % 2 else [0, 1])]
+        optimizer.zero_grad()
+        for x in shares:
+            (loss_of(model, x) * len(x) / sum(len(each) for each in shares)).backward()
+        optimizer.step()
+    assert_trained_alike(pool.run(train, runs_dry, 4, world=2), [p.detach() for p in model.parameters()])
+
+
+def weightless_nan(place: Place) -> tuple[float, bool]:
+    model, optimizer = make()
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        session.prepare(model, optimizer)
+        session.weight(1.0 - session.rank)
+        loss = loss_of(model, share(session.rank, 0))
+        (loss * float("nan") if session.rank else loss).backward()
+        optimizer.step()
+        mean = session.reduce(float("nan") if session.rank else 3.0, weight=1 - session.rank)
+    return mean, all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_what_weighs_nothing_is_left_out_even_if_it_is_nan(pool: WorkerPool) -> None:
+    assert pool.run(weightless_nan, world=2) == [(3.0, True), (3.0, True)]
+
+
+def joins_with_records_on_one_worker(place: Place, directory: str) -> int:
+    config = Config(run=Run(directory=directory if place.rank == 0 else ""))
+    with atoll.join(config, place=place) as session:
+        session.prepare(*make())
+        return session.world
+
+
+def test_one_worker_may_keep_records_alone(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(joins_with_records_on_one_worker, str(tmp_path / "run"), world=2) == [2, 2]
 
 
 def test_what_arrives_first_leaves_first_from_the_second_iteration_on(pool: WorkerPool) -> None:

@@ -419,3 +419,12 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new_one(tmp_path: Path) -
     assert int(deaths) >= 10
     assert int(old) > 0
     assert int(new) > 0
+
+
+def test_tensor_files_of_others_stay_in_the_folder(tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    write_checkpoint(place, model=MODEL, trees={"optimizer": {"a": torch.ones(2)}})
+    (place / "average.safetensors").write_bytes(b"another program's")
+    write_checkpoint(place, model=MODEL, trees={})
+    assert (place / "average.safetensors").read_bytes() == b"another program's"
+    assert not (place / "optimizer.safetensors").exists()

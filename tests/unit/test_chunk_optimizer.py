@@ -205,6 +205,63 @@ def test_an_unknown_element_wise_optimizer_works() -> None:
     twins.assert_equal()
 
 
+def test_state_that_the_script_clears_begins_anew() -> None:
+    twins = Twins(adamw)
+    twins.step(0)
+    for optimizer in (twins.plain_optimizer, twins.optimizer):
+        optimizer.state.clear()
+    twins.step(1)
+    twins.step(2, skip=True)
+    twins.assert_equal()
+
+
+def test_state_that_first_appears_in_mid_run_is_kept_by_element() -> None:
+    twins = Twins(lambda p: torch.optim.SGD(p, lr=0.1))
+    twins.step(0)
+    for optimizer in (twins.plain_optimizer, twins.optimizer):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    for number in range(1, 5):
+        twins.step(number, skip=number == 3)
+    twins.assert_equal()
+
+
+def test_an_optimizer_with_attributes_and_tensors_of_its_own_works() -> None:
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.scale = 0.5
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    self.state[p]["step"] = self.state[p].get("step", torch.tensor(0.0)) + 1
+                    p.sub_(p.grad * self.scale / self.state[p]["step"])
+
+    twins = Twins(Scaled)
+    for number in range(4):
+        twins.step(number, skip=number == 1)
+    twins.assert_equal()
+
+
+def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
+    model = nn.Linear(4, 4)
+    session = atoll.join(Config(), place=Place())
+    with pytest.raises(PrepareError):
+        session.prepare(model, torch.optim.Adafactor(model.parameters()))
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.eq(2).all()
+
+
+def test_a_param_group_removed_afterwards_is_refused() -> None:
+    twins = Twins(lambda p: torch.optim.SGD([{"params": [each]} for each in p], lr=0.1))
+    twins.optimizer.param_groups.pop()
+    with pytest.raises(UserError, match="was removed after session.prepare"):
+        twins.step(0)
+
+
 def test_a_param_group_added_afterwards_is_refused() -> None:
     twins = Twins(adamw)
     twins.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})

@@ -260,11 +260,19 @@ def _move_into_place(place: Path) -> None:
 
 def _retire(place: Path, old: Path) -> None:
     """Remove an old checkpoint; what else lay in its folder moves to the new one."""
+    ours = {_MANIFEST, _STATE, MODEL + _SUFFIX} | _named_in_manifest(old)
     for entry in old.iterdir():
-        ours = entry.suffix == _SUFFIX or entry.name in (_STATE, _MANIFEST)
-        if not ours and not (place / entry.name).exists():
+        if entry.name not in ours and not (place / entry.name).exists():
             entry.rename(place / entry.name)
     shutil.rmtree(old)
+
+
+def _named_in_manifest(folder: Path) -> set[str]:
+    """The files that a folder's manifest speaks of; none where it cannot be read."""
+    try:
+        return set(json.loads((folder / _MANIFEST).read_bytes())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _sync_folder(folder: Path) -> None:

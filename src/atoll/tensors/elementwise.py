@@ -8,7 +8,6 @@ must come out the same.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -60,7 +59,8 @@ def _try(
     device: torch.device,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Step a copy of `optimizer` on parameters of its own; returns them and their states."""
-    probe = copy.copy(optimizer)
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, hooks, OrderedDict())
     parameters = [nn.Parameter(value.clone().to(device)) for value in values]

@@ -123,19 +123,24 @@ class ChunkState:
     def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
         """Take over what the optimizer keeps in `state` for a segment; returns whether the keys changed."""
         changed = state.keys() != segment.state.keys()
+        renewed: State = {}
         for key, value in state.items():
             if value is segment.state.get(key):
                 continue
-            if key in elementwise and isinstance(value, Tensor):
+            per_element = isinstance(value, Tensor) and (
+                key in elementwise or (value.numel() > 1 and value.shape == segment.parameter.shape)
+            )
+            if per_element:
                 state[key] = self._hold(segment, key, value)
                 changed = True
+            else:
+                renewed[key] = value
         segment.state = state
         if changed:
             self._share(segment)
         else:
-            numbers = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            for slot in range(segment.first, segment.last + 1) if numbers else ():
-                self.slots[slot].update(numbers)
+            for slot in range(segment.first, segment.last + 1) if renewed else ():
+                self.slots[slot].update(renewed)
         return changed
 
     def _hold(self, segment: Segment, key: str, value: Tensor) -> Tensor:
@@ -189,13 +194,14 @@ class ChunkOptimizer:
     gradients
     and, for each slot, whether there is one (zeros where not); `accept(those of all chunks)` says whether
     to apply them; and
-    `after_step()` runs last. Raises PrepareError for an optimizer that is not element-wise.
+    `after_step()` runs last. `elementwise` is what `elementwise_keys` found.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         chunks: Sequence[BoundChunk],
+        elementwise: set[str],
         *,
         before_step: Callable[[], None],
         gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
@@ -213,17 +219,14 @@ class ChunkOptimizer:
         group_of = {p: index for index, params in enumerate(self._group_parameters) for p in params}
         self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
         self._group_of_chunk = [group_of[state.chunk.parameters[0]] for state in self._states]
-        self._elementwise: set[str] = set()
-        for group in optimizer.param_groups:
-            self._elementwise |= _probe(
-                optimizer, group, group["params"][0].device if group["params"] else None
-            )
+        self._elementwise = elementwise
         self._user_state: defaultdict[Any, Any] | None = None  # the optimizer's own, while it is exchanged
         self._import()
         self._handles = [
             optimizer.register_step_pre_hook(self._exchange),
             optimizer.register_step_post_hook(self._exchange_back),
             optimizer.register_load_state_dict_post_hook(lambda _: self._import()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.restore()),
         ]
 
     @property
@@ -270,6 +273,8 @@ class ChunkOptimizer:
         self.restore()
         args, kwargs = _call_closure_now(args, kwargs)
         self._check_groups()
+        if self._state_was_replaced():
+            self._import()
         self._before_step()
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
@@ -310,7 +315,21 @@ class ChunkOptimizer:
             self._publish()
         self._after_step()
 
+    def _state_was_replaced(self) -> bool:
+        """Whether the script has cleared the optimizer's state, or put other entries there."""
+        state = self.optimizer.state
+        return any(
+            state.get(parameter) is not slot
+            for chunk_state in self._states
+            for parameter, slot in zip(chunk_state.chunk.parameters, chunk_state.slots, strict=True)
+            if slot or parameter in state
+        )
+
     def _check_groups(self) -> None:
+        if len(self.optimizer.param_groups) < len(self._group_parameters):
+            raise UserError(
+                "a param group of the optimizer was removed after session.prepare; remove it before"
+            )
         for index, group in enumerate(self.optimizer.param_groups):
             known = self._group_parameters[index] if index < len(self._group_parameters) else []
             if len(known) != len(group["params"]) or any(
@@ -322,14 +341,22 @@ class ChunkOptimizer:
                 )
 
 
-def _probe(optimizer: torch.optim.Optimizer, group: State, device: torch.device | None) -> set[str]:
+def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The state that the optimizer keeps for each element, over all its param groups.
+
+    Raises PrepareError for an optimizer that is not element-wise.
+    """
+    keys: set[str] = set()
     try:
-        return elementwise_state_keys(optimizer, group, device or torch.device("cpu"))
+        for group in optimizer.param_groups:
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            keys |= elementwise_state_keys(optimizer, group, device)
     except NotElementwiseError as error:
         raise PrepareError(
             f"optimizer {type(optimizer).__name__} is not element-wise ({error}), so it cannot step chunks; "
             "use one that is, such as torch.optim.AdamW or SGD"
         ) from None
+    return keys
 
 
 def _call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:

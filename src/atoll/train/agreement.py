@@ -87,4 +87,8 @@ def _in_group(settings: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return repr(value.tolist()) if isinstance(value, Tensor) else repr(value)
+    """A hyperparameter as text; of functions and objects the kind, since their addresses differ."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    plain = (bool, int, float, str, type(None), tuple, list, dict)
+    return repr(value) if isinstance(value, plain) else f"a {type(value).__qualname__}"

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Wo
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.train.place import Place
 
+_POLL_SECONDS = 50e-6
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
 
 
@@ -34,9 +35,10 @@ class Channel:
         self.place, self.purpose, self.timeout = place, purpose, timeout
         self._store = PrefixStore(purpose, place.store)
         self._lates = 0
+        self._on_cuda = device.type == "cuda"
         deadline = timedelta(seconds=timeout)
         with self._explained("the other workers to connect"):
-            if device.type == "cuda":
+            if self._on_cuda:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = deadline
                 self._group: Any = dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
@@ -73,8 +75,24 @@ class Channel:
         """
         start = time.perf_counter()
         with self._explained(what):
+            if self._on_cuda:
+                self._poll(work)
             work.wait()
         return time.perf_counter() - start
+
+    def _poll(self, work: Work) -> None:
+        """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
+        until = time.monotonic() + self.timeout
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError("timed out")
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the process group; what it was doing is given up."""
+        if self._on_cuda:
+            self._group.shutdown()
+        self._group = None
 
     def _explained(self, what: str) -> _Explained:
         return _Explained(self, what)

@@ -1,8 +1,9 @@
 """How the C library gives freed memory back, on workers that train on a CPU.
 
-Each gradient is copied into its chunk and freed at once, all through backward. By default glibc returns freed
-memory at the top of its heap to the system, and the next layer's gradient faults it in again: measured
-as 7,000 page faults, a tenth of the time, in a step of a small GPT (docs/notes/gradients.md).
+A step allocates and frees its activations and gradients again and again. By default glibc returns
+freed memory at
+the top of its heap to the system, and the next layer faults it in again: measured as up to 7,000 page
+faults, a tenth of the time, in a step of a small GPT (docs/notes/gradients.md).
 """
 
 from __future__ import annotations

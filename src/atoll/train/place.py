@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, DeadlineError
+
+_joins = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -69,5 +72,6 @@ def _meet(environment: Mapping[str, str], timeout: float) -> Store:
                 f"{str(error).splitlines()[0]}"
             ) from error
     # A restarted launch meets in the same store: its keys must not be those of the launch before.
+    # Nor may a second session of this process find those of the first.
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"atoll/{restart}", found)
+    return PrefixStore(f"atoll/{restart}/{next(_joins)}", found)

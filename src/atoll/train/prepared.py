@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
-from atoll.core.errors import NonFiniteGradientError, PrepareError
+from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
-from atoll.tensors.optimizer import ChunkOptimizer
+from atoll.tensors.optimizer import ChunkOptimizer, elementwise_keys
 from atoll.train.agreement import check_same, describe
-from atoll.train.reducer import Contribution, Reducer, Ring
+from atoll.train.backward import BackwardEnd
+from atoll.train.forwards import ForwardHooks
+from atoll.train.reducer import Reducer, Ring
+from atoll.train.samples import Contribution, SampleCount
 from atoll.train.workers import Workers
-
-
-class SampleCount:
-    """The samples of the iteration under way: counted in forwards, or given by `session.weight`."""
-
-    def __init__(self) -> None:
-        self._counted = 0.0
-        self._given: float | None = None
-        self.latest = 1.0  # the weight that logged values get
-
-    def count(self, samples: float) -> None:
-        self._counted += samples
-        self.latest = self.contribution().weight
-
-    def give(self, weight: float) -> None:
-        self._given = weight + (self._given or 0.0)
-        self.latest = self._given
-
-    def contribution(self) -> Contribution:
-        """A worker whose forwards showed no samples counts as one: then all weigh the same."""
-        weight = (self._counted or 1.0) if self._given is None else self._given
-        return Contribution(weight=weight, samples=self._counted)
-
-    def reset(self) -> None:
-        self._counted, self._given = 0.0, None
 
 
 class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
-    `stepped(own, group_samples)` is called after each optimizer step, `skipped(reason)` when the policy on
-    NaN and infinities left one out; `forward(samples)` at each forward that autograd records.
+    `backward` is the session's. `counted(self, samples)` is called when backward reaches a batch,
+    `stepped(self)`
+    after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities left one out.
     """
 
     def __init__(
@@ -60,15 +38,16 @@ class Prepared:
         device: torch.device,
         workers: Workers,
         ring: Ring | None,
-        counted: Callable[[float], None],
+        backward: BackwardEnd,
+        counted: Callable[[Prepared, float], None],
         stepped: Callable[[Prepared], None],
         skipped: Callable[[str], None],
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
-        self._counted, self._stepped, self._skipped = counted, stepped, skipped
+        self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         self.samples = SampleCount()
-        self.own_samples = self.group_samples = 0.0  # of the iterations since the last step
+        self.own_samples = 0.0  # since the last step
         _refuse_wrapped(self.module)
         _refuse_sparse(self.module)
         self.parameters = dict(self.module.named_parameters())
@@ -77,46 +56,66 @@ class Prepared:
         settings = _settings(optimizer, self.parameters)
         specs = specs_of(self.parameters, settings)
         check_same(workers, describe(specs, self.module, optimizer, config))
+        elementwise = elementwise_keys(optimizer)
         self.chunk_map: ChunkMap = lay_out(specs, chunk_bytes=config.chunk_bytes)
         self.chunks: list[BoundChunk] = bind_model(self.chunk_map, self.parameters)
+        self._homes = list(_homes(self.module, self.parameters))
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         workers.take_from_first([chunk.flat for chunk in self.chunks], "worker 0's parameters")
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         self.reducer = Reducer(
-            trained, ring, contribution=self.samples.contribution, committed=self._committed
+            trained,
+            ring,
+            arm=backward.arm,
+            contribution=self.samples.contribution,
+            committed=self._committed,
         )
+        backward.add(self.reducer)
         self.chunk_optimizer = ChunkOptimizer(
             optimizer,
             trained,
+            elementwise,
             before_step=self._before_step,
             gradients=self.reducer.flat_gradients,
             accept=self._accept,
             after_step=self._after_step,
         )
-        self._hooks = _hook_forward(
-            model, self._before_forward, self.reducer.arm if ring is not None else None
+        self._hooks = ForwardHooks(
+            model,
+            before=self._before_forward,
+            accumulates=self.reducer.accumulates,
+            reached=self._backward_reaches,
         )
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are."""
+        self._hooks.close()
         self.reducer.close()
         self.chunk_optimizer.close()
-        for handle in self._hooks:
-            handle.remove()
 
-    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self) -> None:
         self.chunk_optimizer.restore()
-        self.reducer.before_forward()
-        samples = leading_dimension((args, kwargs))
+        self.reducer.check_bound()
+        for owner, attribute, name in self._homes:
+            if owner._parameters.get(attribute) is not self.parameters[name]:
+                raise BindingError(
+                    f"parameter {name!r} was replaced by another Parameter after session.prepare; "
+                    "copy new values "
+                    "into it instead (with torch.no_grad(): parameter.copy_(...)), or replace it before"
+                )
+        self._backward.before_forward()
+
+    def _backward_reaches(self, samples: float | None) -> None:
         if samples is not None:
             self.samples.count(samples)
-            self._counted(samples)
+            self._counted(self, samples)
+        if torch._C._current_graph_task_id() != -1:
+            self._backward.arm()
 
-    def _committed(self, own: Contribution, _weight: float, group_samples: float) -> None:
+    def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
-        self.group_samples += group_samples
-        self.samples.reset()
+        self.samples.use()
 
     def _before_step(self) -> None:
         for name in self._frozen:
@@ -140,8 +139,7 @@ class Prepared:
             return False
         raise NonFiniteGradientError(
             f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such "
-            "iterations out, "
-            "or to 'allow' to apply them"
+            "iterations out, or to 'allow' to apply them"
         )
 
     def _blame(self) -> str:
@@ -154,21 +152,8 @@ class Prepared:
     def _after_step(self) -> None:
         self.reducer.after_step()
         self._stepped(self)
-        self.own_samples = self.group_samples = 0.0
-
-
-def leading_dimension(value: Any) -> float | None:
-    """The first dimension of the first tensor in nested arguments; None where there is none."""
-    if isinstance(value, Tensor):
-        return float(value.shape[0]) if value.dim() else None
-    parts = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    )
-    for part in parts:
-        found = leading_dimension(part)
-        if found is not None:
-            return found
-    return None
+        self.samples.reset()
+        self.own_samples = 0.0
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:
@@ -181,46 +166,6 @@ def _all_finite(gradients: Sequence[Tensor]) -> bool:
     if math.isfinite(torch.stack(sums).sum()):
         return True
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def _hook_forward(
-    model: nn.Module,
-    before: Callable[[tuple[Any, ...], dict[str, Any]], None],
-    arm: Callable[[], None] | None,
-) -> list[Any]:
-    """Call `before` at each forward that autograd records, and `arm` when the backward of its outputs begins.
-
-    Recomputations inside a backward are passed over. Dynamo leaves these functions alone: they run in Python
-    beside a compiled forward.
-    """
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def on_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            before(args, kwargs)
-
-    handles: list[Any] = [model.register_forward_pre_hook(on_forward, with_kwargs=True)]
-    if arm is not None:
-        begin = arm
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def on_output(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                for tensor in _tensors(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(lambda _gradient: begin())  # type: ignore[no-untyped-call]
-
-        handles.append(model.register_forward_hook(on_output))
-    return handles
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    )
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _settings(
@@ -240,6 +185,15 @@ def _settings(
                 )
             settings[parameter] = str(index)
     return settings
+
+
+def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, str, str]]:
+    """Where each parameter hangs: its module, the attribute there, and its name in the model."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for part in module.modules():
+        for attribute, parameter in part._parameters.items():
+            if parameter is not None:
+                yield part, attribute, names[id(parameter)]
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

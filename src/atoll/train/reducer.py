@@ -16,19 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import Work
 
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.train.channel import Channel
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What a worker puts into an iteration: its `weight` in the mean, and the `samples` behind it."""
-
-    weight: float
-    samples: float
+from atoll.train.samples import Contribution
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,11 @@ class Ring:
     @property
     def world(self) -> int:
         return self.data.place.world
+
+    def close(self) -> None:
+        self.data.close()
+        if self.agreement is not self.data:
+            self.agreement.close()
 
 
 class ChunkGradients:
@@ -70,7 +69,7 @@ class ChunkGradients:
         """Put this worker's gradient, scaled, where it is reduced: one pass, while the cache holds it."""
         parameter, view = self.bound.parameters[index], self.published.views[index]
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or scale == 0:  # zero times NaN would be NaN
             view.zero_()
             return
         if gradient is view:  # autograd has added to the mean of the reduction before
@@ -108,8 +107,10 @@ class ChunkGradients:
 class Reducer:
     """Reduces one model's trainable chunks over a ring; with `ring` None it only gathers them into chunks.
 
-    `contribution()` is asked once per reduction; `committed(own, weight, samples)` is told the worker's own
-    contribution and the group's sums when an iteration is whole.
+    `arm()` is called as gradients come, so that `reduce` is called when their backward ends.
+    `contribution(has_gradient)` is asked once for each reduction, and `committed(own, samples)` told
+    this worker's
+    contribution and the group's samples when it is whole.
     """
 
     def __init__(
@@ -117,22 +118,23 @@ class Reducer:
         chunks: Sequence[BoundChunk],
         ring: Ring | None,
         *,
-        contribution: Callable[[], Contribution],
-        committed: Callable[[Contribution, float, float], None],
+        arm: Callable[[], None],
+        contribution: Callable[[bool], Contribution],
+        committed: Callable[[Contribution, float], None],
     ) -> None:
         self._ring = ring
-        self._contribution, self._committed = contribution, committed
+        self._arm, self._contribution, self._committed = arm, contribution, committed
         self.gradients = {bound.chunk.id: ChunkGradients(bound) for bound in chunks}
         self._order = list(self.gradients.values())  # in which chunks leave, the same on every worker
         self._arrivals: list[int] = []  # chunk ids as they filled in this backward
         self._order_is_measured = ring is None
         self._next = 0  # the first of `_order` that has not left
-        self._armed = False  # the end of this backward has been asked for
         self._own: Contribution | None = None  # fixed when the first chunk leaves
         self._reference = 1.0  # the last iteration's sum of weights
         self.synchronous = True  # False within no_sync
+        self.sends_early = True  # while backward goes on
+        self.unsent = False  # gradients have come that no reduction has seen
         self._reduced = False  # since the last step
-        self._unsent = False  # gradients have come that no reduction has seen
         self.steps = 0
         self.seconds_waiting = 0.0
         self.bytes_sent = 0
@@ -140,6 +142,9 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(self._hook(chunk, index))  # type: ignore[no-untyped-call]
             for chunk in self._order
             for index, parameter in enumerate(chunk.bound.parameters)
+        ]
+        self._accumulators = [
+            get_gradient_edge(parameter).node for chunk in self._order for parameter in chunk.bound.parameters
         ]
 
     @property
@@ -152,19 +157,32 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._ring = None
+        self._order.clear()
+        self.gradients.clear()
+        self._accumulators.clear()
 
     # During backward
 
-    def before_forward(self) -> None:
-        """Find parameters that left their chunks, and a backward that raised before its end.
-
-        Raises BindingError for the first; RunError for the second, if chunks had already left.
-        """
+    def check_bound(self) -> None:
+        """Raise BindingError if a parameter has left its chunk."""
         for chunk in self._order:
             chunk.bound.check()
-        if not self._armed:
-            return
-        self._armed = False
+
+    def accumulates(self) -> bool:
+        """Within a backward: whether it will leave gradients in these parameters, as
+        torch.autograd.grad does not."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
+        except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
+            return False
+
+    def drop_kept(self) -> None:
+        """A new backward begins: the last iteration's own gradients are not needed any more."""
+        for chunk in self._order:
+            chunk.kept = []
+
+    def abandon(self) -> None:
+        """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
         if self._next:
             raise RunError(
                 f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} "
@@ -172,13 +190,7 @@ class Reducer:
                 "left for the other workers, so the iteration cannot be completed; let its error end "
                 "the script"
             )
-        self._begin()
-
-    def arm(self) -> None:
-        """Ask for `_end_of_backward` to run when the backward that is now running ends."""
-        if not self._armed:
-            self._armed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self.begin()
 
     def _hook(self, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
         view = chunk.published.views[index]
@@ -201,8 +213,8 @@ class Reducer:
         return on_gradient
 
     def _arrived(self, chunk: ChunkGradients, index: int) -> None:
-        self.arm()
-        self._unsent = True
+        self._arm()
+        self.unsent = True
         if chunk.fired[index]:
             chunk.late, chunk.taken = True, 0
             chunk.dirty = chunk.work is not None
@@ -214,7 +226,7 @@ class Reducer:
             chunk.taken += 1
         if chunk.missing == 0:
             self._arrivals.append(chunk.bound.chunk.id)
-            if self.synchronous and self._ring is not None:
+            if self.synchronous and self._ring is not None and self.sends_early:
                 self._send_ready()
 
     def _send_ready(self) -> None:
@@ -228,9 +240,13 @@ class Reducer:
 
     def _scale(self) -> float:
         """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
+        return self._contribute().weight / self._reference
+
+    def _contribute(self) -> Contribution:
         if self._own is None:
-            self._own = self._contribution()
-        return self._own.weight / self._reference
+            has_gradient = any(p.grad is not None for c in self._order for p in c.bound.parameters)
+            self._own = self._contribution(has_gradient)
+        return self._own
 
     def _send(self, chunk: ChunkGradients) -> None:
         assert self._ring is not None
@@ -245,48 +261,44 @@ class Reducer:
         assert self._ring is not None
         self.bytes_sent += 2 * (self._ring.world - 1) * size // self._ring.world
 
-    def _end_of_backward(self) -> None:
-        self._armed = False
-        if self.synchronous:
-            self.reduce()
-        else:
-            self._begin()
-
     # At its end
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Send what has not left, wait for all of it, agree, and publish."""
-        if self._own is None:
-            self._own = self._contribution()
+        own = self._contribute()
         if self._ring is None:
-            self._done(self._own, self._own.weight, self._own.samples)
+            self._done(own, own.samples)
             return
         for chunk in self._order[self._next :]:
             self._send(chunk)
-        present = [[p.grad is not None for p in chunk.bound.parameters] for chunk in self._order]
         self._wait(self._order)
-        agreed = self._agree(self._ring, self._own, present)
+        agreed = self._agree(self._ring, own)
         while agreed.dirty:
             again = [chunk for chunk, dirty in zip(self._order, agreed.dirty_chunks, strict=True) if dirty]
             for chunk in again:
                 chunk.dirty, chunk.late, chunk.taken = False, True, 0
                 self._send(chunk)
             self._wait(again)
-            agreed = self._agree(self._ring, self._own, present)
-        if agreed.weight <= 0:
+            agreed = self._agree(self._ring, own)
+        self._publish(agreed)
+        self._measure_order(self._ring)
+        self._done(own, agreed.samples)
+
+    def _publish(self, agreed: Agreement) -> None:
+        """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
+        if agreed.weight <= 0 and agreed.with_gradients:
             raise UserError(
                 f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
-                "session.weight must be above 0 somewhere"
+                "session.weight must be above 0 on a worker that has gradients"
             )
-        factor = self._reference / agreed.weight
+        factor = self._reference / agreed.weight if agreed.weight > 0 else 1.0
         for chunk, here in zip(self._order, agreed.present, strict=True):
             if factor != 1.0:
                 chunk.published.flat.mul_(factor)
             chunk.publish(here)
-        self._reference = agreed.weight
-        self._measure_order(self._ring)
-        self._done(self._own, agreed.weight, agreed.samples)
+        if agreed.weight > 0:
+            self._reference = agreed.weight
 
     def _wait(self, chunks: Sequence[ChunkGradients]) -> None:
         assert self._ring is not None
@@ -298,14 +310,17 @@ class Reducer:
             # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
             torch.accelerator.current_stream(chunks[0].bound.flat.device).synchronize()
 
-    def _agree(self, ring: Ring, own: Contribution, present: list[list[bool]]) -> Agreement:
+    def _agree(self, ring: Ring, own: Contribution) -> Agreement:
         """Sum what every worker says about this iteration; that all have said it makes it whole."""
-        head = [own.weight, own.samples, float(self.steps), *(float(chunk.dirty) for chunk in self._order)]
-        vector = torch.tensor([*head, *(float(here) for row in present for here in row)], dtype=torch.float64)
+        gradients = [[p.grad is not None for p in chunk.bound.parameters] for chunk in self._order]
+        present = [here and own.weight > 0 for row in gradients for here in row]
+        head = [own.weight, own.samples, self.steps, any(any(row) for row in gradients)]
+        said = [*head, *(chunk.dirty for chunk in self._order), *present]
+        vector = torch.tensor([float(value) for value in said], dtype=torch.float64)
         work = ring.agreement.sum(vector)
         self.seconds_waiting += ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
         self._count(vector.numel() * 8)
-        agreement = Agreement(vector.tolist(), [len(row) for row in present])
+        agreement = Agreement(vector.tolist(), [len(row) for row in gradients])
         if agreement.steps != self.steps * ring.world:
             raise RunError(
                 f"the workers are at different iterations (this one at {self.steps}, on average "
@@ -315,21 +330,25 @@ class Reducer:
         return agreement
 
     def _measure_order(self, ring: Ring) -> None:
-        """Once: take worker 0's order of arrival as the order in which chunks leave."""
-        if self._order_is_measured:
+        """Once worker 0 has seen chunks arrive: take its order of arrival as the order in which they
+        leave."""
+        if self._order_is_measured or not self._order:
             return
-        self._order_is_measured = True
-        never = [chunk.bound.chunk.id for chunk in self._order if chunk.bound.chunk.id not in self._arrivals]
-        order = torch.tensor([*self._arrivals, *never], dtype=torch.int64)
+        ids = [chunk.bound.chunk.id for chunk in self._order]
+        never = [chunk_id for chunk_id in ids if chunk_id not in self._arrivals]
+        order = torch.tensor([len(self._arrivals), *self._arrivals, *never], dtype=torch.int64)
         ring.agreement.wait(ring.agreement.broadcast(order), "worker 0's order of chunks")
-        self._order = [self.gradients[chunk_id] for chunk_id in order.tolist()]
+        arrived, *ids = order.tolist()
+        if arrived:
+            self._order_is_measured = True
+            self._order = [self.gradients[chunk_id] for chunk_id in ids]
 
-    def _done(self, own: Contribution, weight: float, samples: float) -> None:
-        self._reduced, self._unsent = True, False
-        self._begin()
-        self._committed(own, weight, samples)
+    def _done(self, own: Contribution, samples: float) -> None:
+        self._reduced, self.unsent = True, False
+        self.begin()
+        self._committed(own, samples)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Make ready for the next backward."""
         for chunk in self._order:
             chunk.begin()
@@ -340,9 +359,8 @@ class Reducer:
 
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
-        for chunk in self._order:
-            chunk.bound.check()
-        if self._unsent or not self._reduced:
+        self.check_bound()
+        if self.unsent or not self._reduced:
             self.reduce()
 
     def flat_gradients(self, bound: BoundChunk) -> tuple[Tensor, tuple[bool, ...]]:
@@ -353,8 +371,7 @@ class Reducer:
     def after_step(self) -> None:
         self._reduced = False
         self.steps += 1
-        for chunk in self._order:
-            chunk.kept = []
+        self.drop_kept()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
@@ -364,7 +381,7 @@ class Reducer:
         self.steps, self._reference = state["steps"], state["reference"]
 
     def own_nonfinite(self) -> list[str]:
-        """The parameters whose local gradient, this worker's own, holds NaN or infinity."""
+        """The parameters for which this worker's own gradient holds NaN or infinity."""
         return [
             name
             for chunk in self._order
@@ -374,14 +391,15 @@ class Reducer:
 
 
 class Agreement:
-    """The workers' sums for one iteration: weight, samples, steps, dirty chunks, presence by slot."""
+    """The workers' sums for one iteration: weight, samples, steps, how many have gradients, dirty chunks,
+    and the presence of each gradient."""
 
     def __init__(self, vector: list[float], slots: list[int]) -> None:
-        self.weight, self.samples, self.steps = vector[:3]
-        self.dirty_chunks = [count > 0 for count in vector[3 : 3 + len(slots)]]
+        self.weight, self.samples, self.steps, self.with_gradients = vector[:4]
+        self.dirty_chunks = [count > 0 for count in vector[4 : 4 + len(slots)]]
         self.dirty = any(self.dirty_chunks)
         self.present: list[list[bool]] = []
-        start = 3 + len(slots)
+        start = 4 + len(slots)
         for count in slots:
             self.present.append([value > 0 for value in vector[start : start + count]])
             start += count

@@ -79,7 +79,9 @@ class TrainingState:
         self._load_random(state["random"])
 
     def _collect(self) -> dict[str, Any]:
-        consumed = self._workers.gather([s.consumed for s in self.samplers], "the workers' samplers")
+        consumed = self._workers.gather(
+            [min(s.consumed, s.given) for s in self.samplers], "the workers' samplers"
+        )
         by_sampler = zip(*consumed, strict=True)
         return {
             "iteration": self.iteration,

@@ -42,6 +42,7 @@ class ShardedSampler(Sampler[int]):
             raise UserError(f"a sampler for rank {rank} of {world} workers: ranks go from 0 to {world - 1}")
         self.rank, self.world = rank, world
         self.shuffle, self.drop_last = shuffle, drop_last
+        self.given = 0  # indices that this worker got since the iteration started
         self.consumed = 0  # samples of the epoch that this worker has trained on since the iteration started
         self._length = _length(dataset)
         self._seed, self._epoch = int(seed), 0
@@ -68,7 +69,7 @@ class ShardedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._whole:
             self._begin(self._epoch + 1)
-        self.consumed = 0
+        self.given = self.consumed = 0
         return self._give(self._order(), self._offset, len(self))
 
     def __len__(self) -> int:
@@ -123,7 +124,8 @@ class ShardedSampler(Sampler[int]):
             self._begin(state["epoch"] + 1)
 
     def _begin(self, epoch: int) -> None:
-        self._epoch, self._offset, self._whole, self.consumed = epoch, 0, False, 0
+        self._epoch, self._offset, self._whole = epoch, 0, False
+        self.given = self.consumed = 0
 
     def _order(self) -> torch.Tensor:
         """The epoch's permutation of all indices, int64, shape (length,)."""
@@ -142,6 +144,7 @@ class ShardedSampler(Sampler[int]):
         for position, index in enumerate(indices, start=1):
             # The last index is out before a loader asks for more: a loop that breaks there has had the epoch.
             self._whole = position == count
+            self.given = position
             if self._on_index is not None:
                 self._on_index(self)
             yield index

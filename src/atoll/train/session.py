@@ -7,10 +7,11 @@ with atoll.join() as session:
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 from atoll.core import events
 from atoll.core.config import Config, load_config
-from atoll.core.errors import ConfigError, UserError
+from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.train.backward import BackwardEnd
 from atoll.train.channel import Channel
 from atoll.train.heap import keep_freed_memory
 from atoll.train.place import Place
@@ -78,6 +80,7 @@ class Session:
         self._workers = Workers(place, channel)
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
+        self._backward = BackwardEnd(self._ring)
         self._journal = self._open_journal()
         self._emit(
             events.Started,
@@ -131,8 +134,8 @@ class Session:
         buffers. Every worker calls it, with the same model. May be called again for another pair.
         Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
         """
-        if any(prepared.module is getattr(model, "_orig_mod", model) for prepared in self._state.prepared):
-            raise UserError("this model is prepared already; call session.prepare once for each model")
+        self._workers.check_open()
+        self._check_new(model)
         prepared = Prepared(
             model,
             optimizer,
@@ -140,6 +143,7 @@ class Session:
             device=self.device,
             workers=self._workers,
             ring=self._ring,
+            backward=self._backward,
             counted=self._count_samples,
             stepped=self._stepped,
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
@@ -149,18 +153,18 @@ class Session:
         self._stepped_at = time.perf_counter()
         return model, optimizer
 
-    @contextmanager
+    @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it `backward()` only accumulates this worker's gradients; the next one outside it
         sends the sum."""
-        before = [prepared.reducer.synchronous for prepared in self._state.prepared]
-        for prepared in self._state.prepared:
-            prepared.reducer.synchronous = False
+        before = [(prepared.reducer, prepared.reducer.synchronous) for prepared in self._state.prepared]
+        for reducer, _ in before:
+            reducer.synchronous = False
         try:
             yield
         finally:
-            for prepared, synchronous in zip(self._state.prepared, before, strict=True):
-                prepared.reducer.synchronous = synchronous
+            for reducer, synchronous in before:
+                reducer.synchronous = synchronous
 
     def clip_grad_norm_(
         self,
@@ -187,9 +191,9 @@ class Session:
         of samples.
 
         Unless called, a batch weighs the leading dimension of the first tensor given to the model's forward.
-        Under accumulation the weights of an iteration's batches add up.
+        Call it before the batch's backward. Under accumulation the weights of an iteration's batches add up.
         """
-        if not samples >= 0:
+        if not 0 <= samples < math.inf:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
         self._find(model).samples.give(float(samples))
 
@@ -220,15 +224,9 @@ class Session:
 
         Tensors are detached and copied at once but read later, so that a GPU is not waited for.
         """
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UserError(
-                    f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one "
-                    "number, such as its mean"
-                )
+        kept = {name: _loggable(name, value) for name, value in values.items()}
         if self._journal is None:
             return
-        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
         self._logged.append((self._state.iteration, weight, kept))
 
@@ -306,20 +304,25 @@ class Session:
         self._read_logged()
         self._emit(events.Finished, iteration=self._state.iteration)
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
-        self._workers.barrier("the end of the session")
-        self._leave()
+        try:
+            self._workers.barrier("the end of the session")
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._read_logged()
+        with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
+            self._read_logged()
         for prepared in self._state.prepared:
             prepared.close()
         if self._journal is not None:
             self._journal.close()
+        if self._ring is not None:
+            self._ring.close()
         self._ring = None
-        self._workers.channel = None
+        self._workers.close()
         self._summarise()
 
     # Inside
@@ -337,6 +340,20 @@ class Session:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
+    def _check_new(self, model: nn.Module) -> None:
+        """Raise unless the model and its parameters belong to no model prepared before."""
+        module = getattr(model, "_orig_mod", model)
+        for prepared in self._state.prepared:
+            if prepared.module is module:
+                raise UserError("this model is prepared already; call session.prepare once for each model")
+            taken = {id(parameter) for parameter in prepared.parameters.values()}
+            for name, parameter in module.named_parameters():
+                if id(parameter) in taken:
+                    raise PrepareError(
+                        f"parameter {name!r} belongs to another prepared model too; put both models into one "
+                        "nn.ModuleList and prepare that, with one optimizer"
+                    )
+
     def _find(self, model: nn.Module | None) -> Prepared:
         self._require_prepared("this call")
         if model is None:
@@ -352,8 +369,8 @@ class Session:
         if not self._state.prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
-    def _count_samples(self, samples: float) -> None:
-        if self._sampling is not None:
+    def _count_samples(self, prepared: Prepared, samples: float) -> None:
+        if self._sampling is not None and prepared is self._state.prepared[0]:
             self._sampling.consumed += int(samples)
 
     def _sampler_gives(self, sampler: ShardedSampler) -> None:
@@ -393,28 +410,27 @@ class Session:
         self._logged.clear()
 
     def _open_journal(self) -> Journal | None:
-        directory = os.environ.get(DIRECTORY_VARIABLE) or self.config.run.directory
-        if not directory:
-            return None
-        run = RunDirectory(Path(directory))
-        if DIRECTORY_VARIABLE not in os.environ:
-            self._check_unused(run)
-        run.create()
-        journal = Journal(run.journal(self.rank))
-        self._bus.subscribe(journal)
-        return journal
-
-    def _check_unused(self, run: RunDirectory) -> None:
-        """Worker 0 looks before anybody writes; all raise if it holds another run's records."""
+        """This worker's journal, where a directory for it is named; worker 0 first sees that it holds
+        no other run."""
+        by_command = os.environ.get(DIRECTORY_VARIABLE)
+        directory = by_command or self.config.run.directory
+        run = RunDirectory(Path(directory)) if directory else None
         failure = ""
-        if self.is_main:
+        if self.is_main and run is not None and not by_command:
             try:
                 run.require_unused()
             except UserError as error:
                 failure = str(error)
+        # Every worker takes part, whether or not it keeps records itself.
         found = self._workers.gather(failure, "worker 0 to look at the run directory")[0]
         if found:
             raise UserError(found)
+        if run is None:
+            return None
+        run.create()
+        journal = Journal(run.journal(self.rank))
+        self._bus.subscribe(journal)
+        return journal
 
     def _summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""
@@ -451,3 +467,20 @@ def _device(place: Place) -> torch.device:
 
 def _finite(value: float) -> float | None:
     return value if value - value == 0 else None
+
+
+def _loggable(name: str, value: Any) -> float | Tensor:
+    """A logged value that nothing changes any more: a number, or a tensor's copy that is read later."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise UserError(
+                f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one number, "
+                "such as its mean"
+            )
+        return value.detach().clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"session.log({name}={value!r}): not a number; log numbers, or tensors of one"
+        ) from None

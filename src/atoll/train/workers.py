@@ -34,7 +34,25 @@ class Workers:
     alone."""
 
     def __init__(self, place: Place, channel: Channel | None) -> None:
-        self.place, self.channel = place, channel
+        self.place, self._channel = place, channel
+        self._closed = False
+
+    @property
+    def channel(self) -> Channel | None:
+        """The channel to the other workers; None when alone. Raises UserError once closed."""
+        self.check_open()
+        return self._channel
+
+    def check_open(self) -> None:
+        """Raise UserError once closed."""
+        if self._closed:
+            raise UserError("the session is closed; what needs it belongs inside its `with` block")
+
+    def close(self) -> None:
+        """Part from the other workers: calls from now on raise."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._closed = None, True
 
     def barrier(self, what: str = "the barrier") -> None:
         """Return when every worker has come."""
@@ -69,7 +87,7 @@ class Workers:
             total = float(self._sum(torch.tensor([weight], dtype=torch.float64), what)[0])
             if total <= 0:
                 raise UserError(f"reduce: the workers' weights sum to {total:g}; they must be above 0")
-            result.mul_(weight / total)
+            result = result.mul_(weight / total) if weight else result.zero_()  # zero times NaN is NaN
         if self.channel is not None:
             self.channel.wait(self.channel.reduce(result, _OPS[op]), what)
         return result.to(value.device)

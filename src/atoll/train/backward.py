@@ -1,0 +1,58 @@
+"""The end of each backward, for all of a session's models together: workers must agree on the order of
+collectives."""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.train.reducer import Reducer, Ring
+
+
+class BackwardEnd:
+    """Runs the reducers when a backward ends.
+
+    One model's chunks may leave while backward goes on. With several, a gradient that one worker lacks
+    would change
+    the order in which their chunks leave; so they leave at the end, model by model, those for which any
+    worker has new gradients.
+    """
+
+    def __init__(self, ring: Ring | None) -> None:
+        self._ring = ring
+        self._reducers: list[Reducer] = []
+        self._armed = False
+
+    def add(self, reducer: Reducer) -> None:
+        self._reducers.append(reducer)
+        for each in self._reducers:
+            each.sends_early = len(self._reducers) == 1
+
+    def arm(self) -> None:
+        """Ask for `_end` to run when the backward that is now running ends."""
+        if not self._armed:
+            self._armed = True
+            for reducer in self._reducers:
+                reducer.drop_kept()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def before_forward(self) -> None:
+        """Find a backward that raised before its end; raises RunError if chunks had already left."""
+        if self._armed:
+            self._armed = False
+            for reducer in self._reducers:
+                reducer.abandon()
+
+    def _end(self) -> None:
+        self._armed = False
+        waiting = [reducer for reducer in self._reducers if reducer.synchronous]
+        for reducer in self._reducers:
+            if not reducer.synchronous:
+                reducer.begin()
+        if self._ring is None or len(waiting) < 2:
+            due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
+        else:
+            news = torch.tensor([float(reducer.unsent) for reducer in waiting])
+            self._ring.agreement.wait(self._ring.agreement.sum(news), "which models have new gradients")
+            due = [reducer for reducer, count in zip(waiting, news.tolist(), strict=True) if count]
+        for reducer in due:
+            reducer.reduce()

@@ -1,0 +1,95 @@
+"""Hooks on a model's forward: what must be checked before it, and what its backward must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.train.samples import leading_dimension, tensors_in
+
+
+class ForwardHooks:
+    """Watches the forwards of `model` that autograd records; recomputations inside a backward are
+    passed over.
+
+    `before()` runs before each. When backward reaches what a forward gave, and will leave gradients in the
+    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(samples)` is called,
+    once for each
+    forward, with the leading dimension of its first tensor argument, or None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        before: Callable[[], None],
+        accumulates: Callable[[], bool],
+        reached: Callable[[float | None], None],
+    ) -> None:
+        self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._on_forward), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._on_output), with_kwargs=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_forward(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if self._records(module):
+            self._before()
+
+    def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._records(module):
+            return
+        samples = leading_dimension((args, kwargs))
+        reached = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if not reached:  # an output of a kind that cannot be looked into: the forward itself must count
+            self._reached(samples)
+            return
+        once = _Once(self._accumulates, lambda: self._reached(samples))
+        for tensor in reached:
+            tensor.register_hook(once)  # type: ignore[no-untyped-call]
+
+    def _records(self, module: nn.Module) -> bool:
+        return module is self._model and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+class _Once:
+    """A gradient hook that calls `then()` the first time that `condition()` holds."""
+
+    def __init__(self, condition: Callable[[], bool], then: Callable[[], None]) -> None:
+        self._condition = condition
+        self._then: Callable[[], None] | None = then
+
+    def __call__(self, _gradient: Tensor) -> None:
+        then = self._then
+        if then is not None and self._condition():
+            self._then = None
+            then()
+
+
+class _Hook:
+    """A module hook that runs in Python beside a compiled forward, and that a copied or saved module
+    leaves behind."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_arguments: Any) -> None:
+    return None
