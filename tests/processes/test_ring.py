@@ -433,6 +433,7 @@ def evaluation(place: Place) -> dict[str, Any]:
             "extremes": (session.reduce(rank, "min"), session.reduce(rank, "max")),
             "tensors": session.gather(torch.full((rank, 2), rank, dtype=torch.bfloat16)),
             "values": session.gather({"rank": rank, "name": "é"}),
+            "infinite": session.gather(float("-inf")),
         }
 
 
@@ -446,7 +447,25 @@ def test_reduce_and_gather(pool: WorkerPool) -> None:
         assert [tuple(t.shape) for t in found["tensors"]] == [(0, 2), (1, 2), (2, 2)]
         assert found["tensors"][2].eq(2).all()
         assert found["tensors"][2].dtype == torch.bfloat16
+        assert found["infinite"] == [float("-inf")] * 3
         assert found["values"] == [{"rank": r, "name": "é"} for r in range(3)]
+
+
+def unlike_reductions(place: Place, by_shape: bool) -> None:
+    with atoll.join(Config(sync=Sync(timeout="20s")), place=place) as session:
+        if by_shape:
+            session.reduce(torch.zeros(2 + session.rank))
+        else:
+            session.reduce(1.0, "sum" if session.rank else "mean")
+
+
+@pytest.mark.parametrize(
+    ("by_shape", "said"), [(True, r"shape \(3,\)"), (False, "worker 1 for the sum of a number")]
+)
+def test_workers_that_reduce_unlike_things_are_told_so(pool: WorkerPool, by_shape: bool, said: str) -> None:
+    with pytest.raises(JobFailedError, match=said) as caught:
+        pool.run(unlike_reductions, by_shape, world=2)
+    assert {failure.kind for failure in caught.value.failures.values()} == {"UserError"}
 
 
 def test_several_sessions_one_after_another_leave_nothing_behind(pool: WorkerPool) -> None:

@@ -189,7 +189,7 @@ def test_describe_tells_groups_and_waste() -> None:
         "3 parameters (16.0 KiB) in 3 chunks of 128 B; 0.58% of the memory is unused"
     )
     assert "float32, trainable: 2 chunks, 16.1 KiB, 1 of them of one oversize parameter each" in text
-    assert "float32, frozen: 1 chunks" in text
+    assert "float32, frozen: 1 chunk," in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Config
-from atoll.core.errors import BindingError, PrepareError, UserError
+from atoll.core.errors import BindingError, CheckpointError, PrepareError, UserError
 from atoll.train.place import Place
 from atoll.train.session import Session
 
@@ -108,3 +108,13 @@ def test_a_batch_seen_twice_by_the_model_is_consumed_once(tmp_path: Any) -> None
     again.load(tmp_path / "checkpoint")
     left = [x for (x,) in DataLoader(data, batch_size=2, sampler=rest)]
     assert torch.cat([*seen, *left]).unique(dim=0).shape == data.tensors[0].shape
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Any) -> None:
+    session, model, _ = prepared()
+    session.save(tmp_path / "checkpoint")
+    session.close()
+    again = atoll.join(Config(), place=Place())
+    again.prepare(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(CheckpointError, match="holds the state of SGD, and the session has prepared Adam"):
+        again.load(tmp_path / "checkpoint")

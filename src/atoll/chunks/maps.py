@@ -99,8 +99,9 @@ class ChunkMap(msgspec.Struct, frozen=True):
     def describe(self) -> str:
         """A few lines for people: chunks by group, and the waste."""
         lines = [
-            f"{len(self.specs)} parameters ({format_bytes(self.used_bytes)}) in {len(self.chunks)} chunks "
-            f"of {format_bytes(self.chunk_bytes)}; {self.waste:.2%} of the memory is unused"
+            f"{len(self.specs)} parameters ({format_bytes(self.used_bytes)}) in "
+            f"{_counted(len(self.chunks), 'chunk')} of {format_bytes(self.chunk_bytes)}; "
+            f"{self.waste:.2%} of the memory is unused"
         ]
         for index, group in enumerate(self.groups):
             chunks = [chunk for chunk in self.chunks if chunk.group == index]
@@ -112,8 +113,12 @@ class ChunkMap(msgspec.Struct, frozen=True):
                 group.feature,
             ]
             lines.append(
-                f"  {', '.join(filter(None, features))}: {len(chunks)} chunks, "
+                f"  {', '.join(filter(None, features))}: {_counted(len(chunks), 'chunk')}, "
                 f"{format_bytes(sum(chunk.nbytes for chunk in chunks))}"
                 + (f", {oversize} of them of one oversize parameter each" if oversize else "")
             )
         return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

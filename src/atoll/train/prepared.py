@@ -135,7 +135,7 @@ class Prepared:
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
-            self._skipped(f"{reason}; skipped on every worker")
+            self._skipped(reason)
             return False
         raise NonFiniteGradientError(
             f"iteration {self.reducer.steps}: {reason}; set sync.nonfinite to 'skip' to leave such "

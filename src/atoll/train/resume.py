@@ -50,7 +50,7 @@ class TrainingState:
                 write_checkpoint(path, model=self._models(), trees=trees)
             except CheckpointError as error:
                 failure = str(error)
-        self._raise_together(failure, "worker 0 to write the checkpoint")
+        self._raise_together(failure, "session.save (worker 0 to write)")
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one
@@ -61,7 +61,7 @@ class TrainingState:
             self._check(checkpoint, str(path))
         except CheckpointError as error:
             failure = str(error)
-        self._raise_together(failure, "the other workers to read the checkpoint")
+        self._raise_together(failure, "session.load (the other workers to read)")
         assert checkpoint is not None
         state = checkpoint.trees["state"]
         for index, prepared in enumerate(self.prepared):
@@ -80,12 +80,13 @@ class TrainingState:
 
     def _collect(self) -> dict[str, Any]:
         consumed = self._workers.gather(
-            [min(s.consumed, s.given) for s in self.samplers], "the workers' samplers"
+            [min(s.consumed, s.given) for s in self.samplers], "session.save (the workers' samplers)"
         )
         by_sampler = zip(*consumed, strict=True)
         return {
             "iteration": self.iteration,
             "workers": self._workers.place.world,
+            "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
             "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
             "schedulers": [
                 {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
@@ -93,7 +94,9 @@ class TrainingState:
             ],
             "samplers": [s.state_dict(sum(c)) for s, c in zip(self.samplers, by_sampler, strict=True)],
             "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
-            "random": self._workers.gather(random_state(self._device), "the workers' random state"),
+            "random": self._workers.gather(
+                random_state(self._device), "session.save (the workers' random state)"
+            ),
         }
 
     def _models(self) -> dict[str, Any]:
@@ -113,6 +116,13 @@ class TrainingState:
             )
         for index, prepared in enumerate(self.prepared):
             _check_model(prepared.module, _of_model(checkpoint.model, index), where)
+            saved_class = state["optimizers"][index]
+            if saved_class != type(prepared.optimizer).__name__:
+                raise CheckpointError(
+                    f"{where}: holds the state of {saved_class}, and the session has prepared "
+                    f"{type(prepared.optimizer).__name__}; make the same optimizer, or load "
+                    "model.safetensors alone"
+                )
             _check_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], where)
             present = _by_class(schedulers_of(prepared.optimizer))
             for name in state["schedulers"][index]:

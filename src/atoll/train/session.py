@@ -305,7 +305,10 @@ class Session:
         self._emit(events.Finished, iteration=self._state.iteration)
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
-            self._workers.barrier("the end of the session")
+            self._workers.barrier(
+                f"the end of the session, which it reached after {self.iteration} iterations "
+                "(every worker must make equally many, and leave its `with` block)"
+            )
         finally:
             self._leave()
 

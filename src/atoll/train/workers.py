@@ -7,6 +7,7 @@ no socket.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
@@ -72,10 +73,23 @@ class Workers:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
         if weight is not None and op != "mean":
             raise UserError(f"reduce: weight goes with op='mean', not with {op!r}")
+        kind = (
+            f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else "a number"
+        )
+        self._check_alike(f"{op} of {kind}", what)
         own = 1.0 if weight is None else float(weight)
         if isinstance(value, Tensor):
             return self._reduce_tensor(value, op, own, what)
         return float(self._reduce_tensor(torch.tensor(float(value), dtype=torch.float64), op, own, what))
+
+    def _check_alike(self, asked: str, what: str) -> None:
+        """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
+        everyone = self.gather(asked, what)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise UserError(f"{what}: worker 0 asks for the {everyone[0]}, worker {rank} for the {other}")
 
     def _reduce_tensor(self, value: Tensor, op: Reduction, weight: float, what: str) -> Tensor:
         if op == "mean" and not value.is_floating_point():
@@ -98,13 +112,12 @@ class Workers:
         if isinstance(value, Tensor):
             return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
         try:
-            payload = msgspec.json.encode(value)
-        except (TypeError, NotImplementedError):
+            payload = json.dumps(value).encode()  # unlike msgspec's, it keeps NaN and the infinities
+        except (TypeError, ValueError) as error:
             raise UserError(
-                f"gather: a {type(value).__name__} cannot be sent; give a tensor, or numbers, "
-                "strings, lists and dicts of them"
+                f"gather: {error}; give a tensor, or numbers, strings, and lists and dicts of them"
             ) from None
-        return [msgspec.json.decode(part) for part in self.gather_bytes(payload, what)]
+        return [json.loads(part) for part in self.gather_bytes(payload, what)]
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each worker's bytes, in order of rank."""
