@@ -1,9 +1,9 @@
 """Lays a model's parameters out in chunks.
 
-Each group of like parameters is laid out by itself, in the reverse of registration order (about the
-order in which backward fills gradients): one after another into chunks of one common size. What does
-not fit into the open chunk opens the next. A parameter larger than the common size gets a chunk of
-its own, of exactly its size, and the open chunk stays open across it.
+Each group of like parameters is laid out by itself, in the reverse of registration order (about the order
+in which backward fills gradients): one after another into chunks of one common size. What does not fit into
+the open chunk opens the next. A parameter larger than the common size gets a chunk of its own, of exactly
+its size, and the open chunk stays open across it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def lay_out(
 ) -> ChunkMap:
     """The layout of the parameters `specs`, given in the order of registration.
 
-    `chunk_bytes` is the common size of chunks in bytes (rounded up to `alignment`); None searches
-    between `smallest` and `largest` for the size with the least waste (see `least_waste`). With
-    `largest` None, it is a sixteenth of the model, so that the last chunk of a step, whose reduction
-    nothing can hide, is a small part of it; at least twice `smallest`, at most 1 GiB.
+    `chunk_bytes` is the common size of chunks in bytes (rounded up to `alignment`); None searches between
+    `smallest` and `largest` for the size with the least waste (see `least_waste`). With `largest` None, it
+    is a sixteenth of the model, so that the last chunk of a step, whose reduction nothing can hide, is a
+    small part of it; at least twice `smallest`, at most 1 GiB.
 
-    The last chunk of a group is cut to what it uses. The same specs give the same map everywhere.
-    Raises PrepareError for a spec that cannot be laid out, ConfigError for sizes that make no sense.
+    The last chunk of a group is cut to what it uses. The same specs give the same map everywhere. Raises
+    PrepareError for a spec that cannot be laid out, ConfigError for sizes that make no sense.
     """
     check_specs(specs)
     if alignment < 16 or alignment & (alignment - 1):

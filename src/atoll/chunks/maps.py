@@ -54,9 +54,9 @@ class Chunk(msgspec.Struct, frozen=True):
 class ChunkMap(msgspec.Struct, frozen=True):
     """The layout of one model.
 
-    `specs` are in the order of registration. Chunks are numbered with the trainable ones first, in
-    the order in which backward completes them. `places[i]` is parameter i's (chunk id, index of its
-    slot in that chunk).
+    `specs` are in the order of registration. Chunks are numbered with the trainable ones first, in the
+    order in which backward completes them. `places[i]` is parameter i's (chunk id, index of its slot in
+    that chunk).
     """
 
     chunk_bytes: int  # the common size of chunks
@@ -100,8 +100,8 @@ class ChunkMap(msgspec.Struct, frozen=True):
         """A few lines for people: chunks by group, and the waste."""
         lines = [
             f"{len(self.specs)} parameters ({format_bytes(self.used_bytes)}) in "
-            f"{_counted(len(self.chunks), 'chunk')} of {format_bytes(self.chunk_bytes)}; "
-            f"{self.waste:.2%} of the memory is unused"
+            f"{_counted(len(self.chunks), 'chunk')} of {format_bytes(self.chunk_bytes)}; {self.waste:.2%} "
+            "of the memory is unused"
         ]
         for index, group in enumerate(self.groups):
             chunks = [chunk for chunk in self.chunks if chunk.group == index]

@@ -23,14 +23,13 @@ def least_waste(
 ) -> int:
     """The chunk size in bytes, from `smallest` to `largest`, that wastes the least memory.
 
-    `groups` holds, for each group, its parameters' sizes in bytes, rounded up to `alignment`, in the
-    order of filling; `used` is the bytes of all parameters, not rounded. All bounds are multiples of
-    `alignment`.
+    `groups` holds, for each group, its parameters' sizes in bytes, rounded up to `alignment`, in the order
+    of filling; `used` is the bytes of all parameters, not rounded. All bounds are multiples of `alignment`.
 
-    Waste is compared in steps of 0.01 % of the memory, and within a step the smaller size wins:
-    smaller chunks overlap better, and nobody would pay a chunk twice the size for less. Sizes at which
-    half of the bytes or more would be oversize, and the chunks unlike one another, are taken only
-    where every other size wastes over 1 %; of those, the larger wins.
+    Waste is compared in steps of 0.01 % of the memory, and within a step the smaller size wins: smaller
+    chunks overlap better, and nobody would pay a chunk twice the size for less. Sizes at which half of the
+    bytes or more would be oversize, and the chunks unlike one another, are taken only where every other
+    size wastes over 1 %; of those, the larger wins.
     """
     sizes = [np.array(group, dtype=np.int64) for group in groups]
     candidates = _candidates(sizes, smallest, largest, alignment)

@@ -19,8 +19,8 @@ _ITEMSIZES = {
 class ParameterSpec(msgspec.Struct, frozen=True):
     """A parameter as the layout sees it; its index is its place in the order of registration.
 
-    `dtype` is torch's name without the `torch.`; `settings` is the key of its optimizer
-    parameter group; `feature` is the process group that it is sharded or replicated over.
+    `dtype` is torch's name without the `torch.`; `settings` is the key of its optimizer parameter group;
+    `feature` is the process group that it is sharded or replicated over.
     """
 
     name: str

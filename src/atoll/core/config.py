@@ -1,7 +1,7 @@
 """The configuration: its keys, its defaults, and how a file, `--set` and the environment make one.
 
-Later sources win: defaults, then the file (`atoll.toml`), then each `--set KEY=VALUE` in turn.
-Every error names the file or the flag, the key, what was wrong, and what would be right.
+Later sources win: defaults, then the file (`atoll.toml`), then each `--set KEY=VALUE` in turn. Every error
+names the file or the flag, the key, what was wrong, and what would be right.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def load_config(
     settings: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and
-    `settings` ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong.
+    """The configuration from `path` (else $ATOLL_CONFIG, else ./atoll.toml if there is one) and `settings`
+    ("sync.timeout=30s"). Raises ConfigError, one line for the first thing that is wrong.
     """
     environment = os.environ if environment is None else environment
     if path is None:

@@ -1,8 +1,8 @@
 """The errors that Atoll raises, and the exit status that each one means.
 
-A `UserError` is shown as one line with no stack trace, and ends the process with
-status 2. A `RunError` is nobody's typing mistake (a worker was lost, a wait passed its
-deadline): it also shows one line, and ends with status 1.
+A `UserError` is shown as one line with no stack trace, and ends the process with status 2. A `RunError` is
+nobody's typing mistake (a worker was lost, a wait passed its deadline): it also shows one line, and ends
+with status 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What happens in a run, as data: plain records that observers subscribe to.
 
-Every record carries `time` (seconds since the epoch) and the `worker` that saw it.
-Nothing here does I/O: a journal, a display and a report are subscribers.
+Every record carries `time` (seconds since the epoch) and the `worker` that saw it. Nothing here does I/O: a
+journal, a display and a report are subscribers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Expected(Event, frozen=True):
 class StepDone(Event, frozen=True):
     """A worker has finished an iteration.
 
-    `samples` are the worker's own; `seconds` is the wall time since the step before;
-    `waiting` is the part of it that was spent blocked on other workers; `bytes_sent` is what
-    this worker sent for it, by the collective algorithm's own count.
+    `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
+    of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
+    collective algorithm's own count.
     """
 
     iteration: int

@@ -1,10 +1,9 @@
 """Parameters and gradients as views into chunks.
 
-`BoundChunk.bind(storage)` is the one operation that puts parameters into a chunk's memory, at the
-start and whenever that memory moves. Each view is made through DLPack, so that it is a tensor with a
-storage of exactly its own size that happens to lie inside the chunk: `state_dict`, `torch.save`,
-`copy.deepcopy` and safetensors see what plain PyTorch would show, and each view has a version
-counter of its own.
+`BoundChunk.bind(storage)` is the one operation that puts parameters into a chunk's memory, at the start and
+whenever that memory moves. Each view is made through DLPack, so that it is a tensor with a storage of
+exactly its own size that happens to lie inside the chunk: `state_dict`, `torch.save`, `copy.deepcopy` and
+safetensors see what plain PyTorch would show, and each view has a version counter of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from atoll.core.errors import BindingError, PrepareError
 def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
     """A tensor with the shape and strides of `like`, at element `offset` of `storage` (1-D).
 
-    The two share memory; the result's own storage spans its elements alone. The memory lives for as
-    long as either does.
+    The two share memory; the result's own storage spans its elements alone. The memory lives for as long as
+    either does.
     """
     view = torch.as_strided(storage.detach(), like.shape, like.stride(), offset)
     carved: Tensor = from_dlpack(to_dlpack(view))
@@ -34,8 +33,8 @@ def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
 class Buffer:
     """Memory for one chunk's worth of values, and a view into it for each slot.
 
-    `flat` is 1-D with at least `chunk.extent` elements; `views[i]` has the shape and strides of slot
-    i's parameter.
+    `flat` is 1-D with at least `chunk.extent` elements; `views[i]` has the shape and strides of slot i's
+    parameter.
     """
 
     def __init__(self, chunk: Chunk, parameters: Sequence[Tensor], flat: Tensor) -> None:
@@ -69,8 +68,8 @@ class BoundChunk:
     def bind(self, storage: Tensor) -> None:
         """Make the parameters views into `storage` and copy their values there.
 
-        `storage` is 1-D, has `chunk.numel` elements and the chunk's dtype. Optimizers, hooks and the
-        user's own references keep working: the Parameter objects stay, only their memory changes.
+        `storage` is 1-D, has `chunk.numel` elements and the chunk's dtype. Optimizers, hooks and the user's
+        own references keep working: the Parameter objects stay, only their memory changes.
         """
         buffer = Buffer(self.chunk, self.parameters, storage)
         with torch.no_grad():

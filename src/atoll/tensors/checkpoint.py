@@ -5,9 +5,9 @@
     state.json              everything that is not a tensor
     manifest.json           each file's size and checksum; written last
 
-A checkpoint is written beside its place, as `.NAME.writing`, brought to the disk, and renamed. An older
-one at that place is first renamed to `.NAME.old`, and removed when the new one stands. Whenever the
-writer dies, one of the three folders is whole, and reading finds it.
+A checkpoint is written beside its place, as `.NAME.writing`, brought to the disk, and renamed. An older one
+at that place is first renamed to `.NAME.old`, and removed when the new one stands. Whenever the writer
+dies, one of the three folders is whole, and reading finds it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _STATE, _MANIFEST = "state.json", "manifest.json"
 class Checkpoint:
     """What a checkpoint holds; all tensors are on the CPU.
 
-    `path` is the folder that was read: the one asked for, unless a writer died in the moment
-    between the two renames.
+    `path` is the folder that was read: the one asked for, unless a writer died in the moment between the
+    two renames.
     """
 
     model: dict[str, Any]
@@ -61,9 +61,9 @@ def write_checkpoint(
     """Write a checkpoint to the folder `path`, in place of an older one there, at once or not at all.
 
     `model` is a state_dict. A tied parameter is stored under each of its names, so that plain torch's
-    `model.load_state_dict(safetensors.torch.load_file(...))` finds them all.
-    `trees` are nested dicts (keys text or int), lists and tuples of numbers, text, bytes, None, tensors
-    and NumPy arrays. Files that others put into the folder stay in it.
+    `model.load_state_dict(safetensors.torch.load_file(...))` finds them all. `trees` are nested dicts (keys
+    text or int), lists and tuples of numbers, text, bytes, None, tensors and NumPy arrays. Files that
+    others put into the folder stay in it.
 
     Raises CheckpointError, naming the place in the tree, for anything else; and where the disk says no:
     then an older checkpoint is as it was.

@@ -1,9 +1,9 @@
 """Whether an optimizer is element-wise, found by trying it.
 
-Chunks may be stepped whole, in parts, or on different machines only if the update of one element
-depends on no other (S4, "Data-parallel training"). A list of names would miss subclasses and other
-libraries' optimizers; so a probe is stepped twice, once as a matrix and once as two flat halves, and
-must come out the same.
+Chunks may be stepped whole, in parts, or on different machines only if the update of one element depends on
+no other (S4, "Data-parallel training"). A list of names would miss subclasses and other libraries'
+optimizers; so a probe is stepped twice, once as a matrix and once as two flat halves, and must come out the
+same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def elementwise_state_keys(
 ) -> set[str]:
     """The state that `optimizer` keeps for each element (`exp_avg`), as against for each parameter (`step`).
 
-    `group` is one of its param groups, whose hyperparameters are used. Raises NotElementwiseError when
-    the optimizer cannot be shown to be element-wise.
+    `group` is one of its param groups, whose hyperparameters are used. Raises NotElementwiseError when the
+    optimizer cannot be shown to be element-wise.
     """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_ROWS, _COLUMNS, generator=generator, dtype=torch.float64)

@@ -6,9 +6,8 @@ back. So its own code computes the update, by the implementation that it would c
 loop), on few large tensors in place of many small ones, and every optimizer whose update is
 element-wise works.
 
-A segment never spans parameters that differ in what their update depends on: the param group, whether
-there is
-a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
+A segment never spans parameters that differ in what their update depends on: the param group, whether there
+is a gradient, and the step count. So a parameter whose gradient is None is skipped, as torch skips it.
 """
 
 from __future__ import annotations
@@ -89,11 +88,9 @@ class ChunkState:
     def _ends_run(self, slot: int, fused: bool) -> bool:
         """Whether what follows `slot` must not step in one run with it, to the bit as plain torch steps both.
 
-        On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar
-        loop that
-        finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
-        that fills
-        its last one may be followed; in half precision nothing may.
+        On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar loop
+        that finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
+        that fills its last one may be followed; in half precision nothing may.
         """
         if self.chunk.flat.device.type != "cpu":
             return False
@@ -191,10 +188,8 @@ class ChunkOptimizer:
     """Makes `optimizer` step the segments of `chunks`.
 
     In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's
-    gradients
-    and, for each slot, whether there is one (zeros where not); `accept(those of all chunks)` says whether
-    to apply them; and
-    `after_step()` runs last. `elementwise` is what `elementwise_keys` found.
+    gradients and, for each slot, whether there is one (zeros where not); `accept(those of all chunks)` says
+    whether to apply them; and `after_step()` runs last. `elementwise` is what `elementwise_keys` found.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors format, written one tensor at a time.
 
-The format (https://github.com/huggingface/safetensors) is eight bytes of length, that many of JSON, and
-the tensors' bytes. The library's own `save_file` first copies every tensor into host memory;
-this writer never holds more than one.
+The format (https://github.com/huggingface/safetensors) is eight bytes of length, that many of JSON, and the
+tensors' bytes. The library's own `save_file` first copies every tensor into host memory; this writer never
+holds more than one.
 """
 
 from __future__ import annotations

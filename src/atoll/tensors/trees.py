@@ -1,7 +1,7 @@
 """State as JSON: nested dicts, lists, tuples and numbers come back exactly as they were, and tensors by name.
 
-What JSON lacks is an object with the key "$": {"$": "tuple", "items": [...]}. Nothing here can run
-code when it is read, as a pickle could.
+What JSON lacks is an object with the key "$": {"$": "tuple", "items": [...]}. Nothing here can run code
+when it is read, as a pickle could.
 """
 
 from __future__ import annotations

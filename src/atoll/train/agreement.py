@@ -49,8 +49,8 @@ def describe(
 
 
 def check_same(workers: Workers, own: Description) -> None:
-    """Raise PrepareError on every worker, naming the first difference and who has which, unless all
-    are equal."""
+    """Raise PrepareError on every worker, naming the first difference and who has which, unless all are
+    equal."""
     encoded = msgspec.json.encode(own)
     digests = workers.gather_bytes(hashlib.sha256(encoded).digest(), "the other workers' models")
     if len(set(digests)) == 1:

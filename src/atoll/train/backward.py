@@ -12,9 +12,8 @@ class BackwardEnd:
     """Runs the reducers when a backward ends.
 
     One model's chunks may leave while backward goes on. With several, a gradient that one worker lacks
-    would change
-    the order in which their chunks leave; so they leave at the end, model by model, those for which any
-    worker has new gradients.
+    would change the order in which their chunks leave; so they leave at the end, model by model, those for
+    which any worker has new gradients.
     """
 
     def __init__(self, ring: Ring | None) -> None:

@@ -70,8 +70,8 @@ class Channel:
     def wait(self, work: Work, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
 
-        Raises DeadlineError with the workers that did not come, or PeerLostError when one is gone.
-        `what` ends the sentence "waited for ...".
+        Raises DeadlineError with the workers that did not come, or PeerLostError when one is gone. `what`
+        ends the sentence "waited for ...".
         """
         start = time.perf_counter()
         with self._explained(what):

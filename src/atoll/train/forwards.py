@@ -12,13 +12,12 @@ from atoll.train.samples import leading_dimension, tensors_in
 
 
 class ForwardHooks:
-    """Watches the forwards of `model` that autograd records; recomputations inside a backward are
-    passed over.
+    """Watches the forwards of `model` that autograd records; recomputations inside a backward are passed
+    over.
 
     `before()` runs before each. When backward reaches what a forward gave, and will leave gradients in the
-    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(samples)` is called,
-    once for each
-    forward, with the leading dimension of its first tensor argument, or None.
+    model's parameters (`accumulates()`; torch.autograd.grad does not), `reached(samples)` is called, once
+    for each forward, with the leading dimension of its first tensor argument, or None.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class _Once:
 
 
 class _Hook:
-    """A module hook that runs in Python beside a compiled forward, and that a copied or saved module
-    leaves behind."""
+    """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
+    behind."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

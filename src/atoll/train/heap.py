@@ -1,9 +1,8 @@
 """How the C library gives freed memory back, on workers that train on a CPU.
 
-A step allocates and frees its activations and gradients again and again. By default glibc returns
-freed memory at
-the top of its heap to the system, and the next layer faults it in again: measured as up to 7,000 page
-faults, a tenth of the time, in a step of a small GPT (docs/notes/gradients.md).
+A step allocates and frees its activations and gradients again and again. By default glibc returns freed
+memory at the top of its heap to the system, and the next layer faults it in again: measured as up to 7,000
+page faults, a tenth of the time, in a step of a small GPT (docs/notes/gradients.md).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
     `backward` is the session's. `counted(self, samples)` is called when backward reaches a batch,
-    `stepped(self)`
-    after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities left one out.
+    `stepped(self)` after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities
+    left one out.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class Prepared:
         for owner, attribute, name in self._homes:
             if owner._parameters.get(attribute) is not self.parameters[name]:
                 raise BindingError(
-                    f"parameter {name!r} was replaced by another Parameter after session.prepare; "
-                    "copy new values "
-                    "into it instead (with torch.no_grad(): parameter.copy_(...)), or replace it before"
+                    f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
+                    "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
+                    "it before"
                 )
         self._backward.before_forward()
 
@@ -127,8 +127,8 @@ class Prepared:
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
-        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all
-        decide alike."""
+        """Apply the policy `sync.nonfinite`; the reduced gradients are the same everywhere, so all decide
+        alike."""
         if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
             return True
         if _all_finite(gradients):
@@ -179,9 +179,8 @@ def _settings(
             if parameter not in known:
                 raise PrepareError(
                     f"parameter {position} of the optimizer's param group {index}, of shape "
-                    f"{tuple(parameter.shape)}, "
-                    "is not in the model; put every module that it steps into one nn.ModuleList and "
-                    "prepare that"
+                    f"{tuple(parameter.shape)}, is not in the model; put every module that it steps into "
+                    "one nn.ModuleList and prepare that"
                 )
             settings[parameter] = str(index)
     return settings

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`.
-    JSON can hold it."""
+    """This worker's random-number generators: Python's, NumPy's, torch's on the CPU and on `device`. JSON
+    can hold it."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": _listed(random.getstate()),

@@ -1,11 +1,11 @@
 """The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
 
 As autograd hands over a gradient, it is scaled into its chunk's **published** buffer. A chunk whose last
-gradient has come is reduced there, while backward goes on. When backward ends, the workers agree that
-every chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. A worker's
-own gradients, in the tensors that autograd made, are kept until the step, so that an iteration can be
-reduced again (a chunk whose gradient changed after it had left; later, a ring that lost a member).
-Source: design.md, "The way of a gradient".
+gradient has come is reduced there, while backward goes on. When backward ends, the workers agree that every
+chunk of the iteration is whole; then, and only then, `p.grad` shows the published mean. A worker's own
+gradients, in the tensors that autograd made, are kept until the step, so that an iteration can be reduced
+again (a chunk whose gradient changed after it had left; later, a ring that lost a member). Source:
+design.md, "The way of a gradient".
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Ring:
 class ChunkGradients:
     """The gradients of one chunk, and how far this backward has come with them.
 
-    In a ring, `p.grad` is this worker's own gradient, as autograd made it, until `publish`; after that `kept`
-    holds it until the step. Alone, it is a view into the published buffer from the start.
+    In a ring, `p.grad` is this worker's own gradient, as autograd made it, until `publish`; after that
+    `kept` holds it until the step. Alone, it is a view into the published buffer from the start.
     """
 
     def __init__(self, bound: BoundChunk) -> None:
@@ -108,9 +108,8 @@ class Reducer:
     """Reduces one model's trainable chunks over a ring; with `ring` None it only gathers them into chunks.
 
     `arm()` is called as gradients come, so that `reduce` is called when their backward ends.
-    `contribution(has_gradient)` is asked once for each reduction, and `committed(own, samples)` told
-    this worker's
-    contribution and the group's samples when it is whole.
+    `contribution(has_gradient)` is asked once for each reduction, and `committed(own, samples)` told this
+    worker's contribution and the group's samples when it is whole.
     """
 
     def __init__(
@@ -169,8 +168,8 @@ class Reducer:
             chunk.bound.check()
 
     def accumulates(self) -> bool:
-        """Within a backward: whether it will leave gradients in these parameters, as
-        torch.autograd.grad does not."""
+        """Within a backward: whether it will leave gradients in these parameters, as torch.autograd.grad
+        does not."""
         try:
             return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
         except RuntimeError:  # raised for a parameter that torch.autograd.grad was asked about
@@ -186,9 +185,8 @@ class Reducer:
         if self._next:
             raise RunError(
                 f"iteration {self.steps}: a backward raised after {self._next} of {len(self._order)} "
-                "chunks had "
-                "left for the other workers, so the iteration cannot be completed; let its error end "
-                "the script"
+                "chunks had left for the other workers, so the iteration cannot be completed; let its "
+                "error end the script"
             )
         self.begin()
 
@@ -324,14 +322,12 @@ class Reducer:
         if agreement.steps != self.steps * ring.world:
             raise RunError(
                 f"the workers are at different iterations (this one at {self.steps}, on average "
-                f"{agreement.steps / ring.world:g}); "
-                "every worker must call optimizer.step() equally often"
+                f"{agreement.steps / ring.world:g}); every worker must call optimizer.step() equally often"
             )
         return agreement
 
     def _measure_order(self, ring: Ring) -> None:
-        """Once worker 0 has seen chunks arrive: take its order of arrival as the order in which they
-        leave."""
+        """Once worker 0 has seen chunks arrive: take its order of arrival as that in which they leave."""
         if self._order_is_measured or not self._order:
             return
         ids = [chunk.bound.chunk.id for chunk in self._order]

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a session, and how it is put back: all of it, or, when something does not
-fit, nothing."""
+"""What a checkpoint holds of a session, and how it is put back: all of it, or, when something does not fit,
+nothing."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TrainingState:
         self._raise_together(failure, "session.save (worker 0 to write)")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one
-        cannot go on from it."""
+        """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
+        on from it."""
         failure, checkpoint = "", None
         try:
             checkpoint = read_checkpoint(path)
@@ -190,9 +190,8 @@ def _by_class(schedulers: list[Any]) -> dict[str, Any]:
         name = type(scheduler).__name__
         if name in named:
             raise CheckpointError(
-                f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell "
-                "them apart; "
-                "join them in torch.optim.lr_scheduler.ChainedScheduler"
+                f"two schedulers of class {name} drive the optimizer, so a checkpoint cannot tell them "
+                "apart; join them in torch.optim.lr_scheduler.ChainedScheduler"
             )
         named[name] = scheduler
     return named

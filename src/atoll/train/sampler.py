@@ -14,13 +14,13 @@ from atoll.core.errors import CheckpointError, UserError
 class ShardedSampler(Sampler[int]):
     """One worker's indices of a dataset, in an order drawn anew each epoch from the seed.
 
-    Order and dealing are those of torch's DistributedSampler: worker r takes every `world`-th index of
-    the epoch's permutation. So the workers' k-th batches together are a contiguous run of it, whatever
-    their number, and a place in the epoch is one number: how many samples all workers have consumed.
+    Order and dealing are those of torch's DistributedSampler: worker r takes every `world`-th index of the
+    epoch's permutation. So the workers' k-th batches together are a contiguous run of it, whatever their
+    number, and a place in the epoch is one number: how many samples all workers have consumed.
 
     The epoch goes on by itself: an iteration that follows a whole one is of the next epoch. Every worker
-    gets equally many indices: the permutation's beginning fills up the end, or, with `drop_last`, what
-    does not go round is left out.
+    gets equally many indices: the permutation's beginning fills up the end, or, with `drop_last`, what does
+    not go round is left out.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class ShardedSampler(Sampler[int]):
         return self._offset > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration one of `epoch`, from its beginning; an epoch just loaded keeps its
-        place."""
+        """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
         if epoch != self._epoch or self._whole:
             self._begin(int(epoch))
 
@@ -111,8 +110,8 @@ class ShardedSampler(Sampler[int]):
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the
-        next epoch.
+        """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the next
+        epoch.
 
         The seed is the saved one. Raises CheckpointError as `check_state` does.
         """

@@ -1,5 +1,5 @@
-"""How much a worker's batch weighs in an iteration: what `session.weight` says, else the samples that
-it holds."""
+"""How much a worker's batch weighs in an iteration: what `session.weight` says, else the samples that it
+holds."""
 
 from __future__ import annotations
 

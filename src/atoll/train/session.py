@@ -41,8 +41,8 @@ from atoll.train.workers import Reduction, Value, Workers
 
 @dataclass(frozen=True)
 class Group:
-    """The group that a worker belongs to: its index among `count`, and the worker's rank among the
-    group's `size`."""
+    """The group that a worker belongs to: its index among `count`, and the worker's rank among the group's
+    `size`."""
 
     index: int
     count: int
@@ -54,9 +54,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     """Take this process's place in the run: from torchrun's variables, or alone.
 
     `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
-    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or
-    environment, and
-    DeadlineError when the other workers do not come within `sync.timeout`.
+    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
+    and DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
     config = config if isinstance(config, Config) else load_config(config)
@@ -129,10 +128,9 @@ class Session:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
 
-        The model moves to `session.device`; its parameters become views into chunks and take worker
-        0's values, as do its
-        buffers. Every worker calls it, with the same model. May be called again for another pair.
-        Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
+        The model moves to `session.device`; its parameters become views into chunks and take worker 0's
+        values, as do its buffers. Every worker calls it, with the same model. May be called again for
+        another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
         """
         self._workers.check_open()
         self._check_new(model)
@@ -155,8 +153,8 @@ class Session:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it `backward()` only accumulates this worker's gradients; the next one outside it
-        sends the sum."""
+        """Within it `backward()` only accumulates this worker's gradients; the next one outside it sends
+        the sum."""
         before = [(prepared.reducer, prepared.reducer.synchronous) for prepared in self._state.prepared]
         for reducer, _ in before:
             reducer.synchronous = False
@@ -177,8 +175,7 @@ class Session:
         """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
 
         It is torch.nn.utils.clip_grad_norm_ on the global mean: per-parameter norms, combined in
-        registration order.
-        `model` says whose gradients where several models are prepared.
+        registration order. `model` says whose gradients where several models are prepared.
         """
         prepared = self._find(model)
         prepared.reducer.before_step()
@@ -187,11 +184,12 @@ class Session:
         )
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
-        """Say how much the batch of this iteration weighs in the global mean, in place of its number
-        of samples.
+        """Say how much the batch of this iteration weighs in the global mean, in place of its number of
+        samples.
 
-        Unless called, a batch weighs the leading dimension of the first tensor given to the model's forward.
-        Call it before the batch's backward. Under accumulation the weights of an iteration's batches add up.
+        Unless called, a batch weighs the leading dimension of the first tensor given to the model's
+        forward. Call it before the batch's backward. Under accumulation the weights of an iteration's
+        batches add up.
         """
         if not 0 <= samples < math.inf:
             raise UserError(f"session.weight({samples}): a weight is a number of at least 0")
@@ -219,8 +217,8 @@ class Session:
     # Telling
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values of this iteration (numbers or tensors of one element): their mean over
-        workers, weighted by samples.
+        """Record values of this iteration (numbers or tensors of one element): their mean over workers,
+        weighted by samples.
 
         Tensors are detached and copied at once but read later, so that a GPU is not waited for.
         """
@@ -239,8 +237,8 @@ class Session:
         self._workers.barrier()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
-        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every
-        worker calls it.
+        """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
+        calls it.
 
         With `mean`, each worker's value counts by `weight` (1 each unless given).
         """
@@ -264,11 +262,11 @@ class Session:
         self._state.registered.update(objects)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random
-        state, iteration.
+        """Write a checkpoint to the folder `path`: model, optimizer, schedulers, samplers, random state,
+        iteration.
 
-        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in
-        plain torch (safetensors). It replaces an older checkpoint there at once or not at all. Raises
+        Every worker calls it; worker 0 writes. It loads at any number of workers, and its model in plain
+        torch (safetensors). It replaces an older checkpoint there at once or not at all. Raises
         CheckpointError on every worker if it cannot be written.
         """
         self._require_prepared("session.save")
@@ -278,8 +276,8 @@ class Session:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
 
-        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the
-        checkpoint is missing, damaged or of another model; nothing of it has then been taken over.
+        Every worker calls it and reads `path`. Raises CheckpointError on every worker when the checkpoint
+        is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
         self._state.load(path)
@@ -413,8 +411,8 @@ class Session:
         self._logged.clear()
 
     def _open_journal(self) -> Journal | None:
-        """This worker's journal, where a directory for it is named; worker 0 first sees that it holds
-        no other run."""
+        """This worker's journal, where a directory for it is named; worker 0 first sees that it holds no
+        other run."""
         by_command = os.environ.get(DIRECTORY_VARIABLE)
         directory = by_command or self.config.run.directory
         run = RunDirectory(Path(directory)) if directory else None

@@ -1,8 +1,8 @@
-"""What the workers of a group tell one another outside the iterations: small values, and tensors to
-start from.
+"""What the workers of a group tell one another outside the iterations: small values, and tensors to start
+from.
 
-Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches
-no socket.
+Every call is a collective: each worker makes it, in the same order. Alone, each is trivial and touches no
+socket.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ class Workers:
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
     ) -> Value:
-        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape
-        and dtype.
+        """`value` combined over workers: a number gives a float, a tensor a new tensor of its shape and
+        dtype.
 
-        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an
-        unknown `op`,
-        for a weight with another op than `mean`, and for weights that sum to 0.
+        `mean` weighs each worker's value by `weight` (1 each unless given). Raises UserError for an unknown
+        `op`, for a weight with another op than `mean`, and for weights that sum to 0.
         """
         if op not in _OPS:
             raise UserError(f"reduce: no op {op!r}; it is one of {', '.join(_OPS)}")
@@ -107,8 +106,8 @@ class Workers:
         return result.to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
-        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON
-        can hold."""
+        """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can
+        hold."""
         if isinstance(value, Tensor):
             return [_unpack(part, value.device) for part in self.gather_bytes(_pack(value), what)]
         try:
