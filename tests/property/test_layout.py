@@ -148,7 +148,6 @@ def test_the_same_specs_give_the_same_map(specs: list[ParameterSpec], alignment:
     sizes: dict[str, Any] = {"smallest": 512, "largest": 2**16, "alignment": alignment}
     first, second = lay_out(specs, **sizes), lay_out(list(specs), **sizes)
     assert first == second
-    assert first.digest == second.digest
 
 
 @st.composite
