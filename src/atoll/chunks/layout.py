@@ -16,7 +16,7 @@ from atoll.chunks.specs import ParameterSpec, check_specs, itemsize
 from atoll.core.errors import ConfigError
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-SMALLEST = 2**20  # bytes
+SMALLEST = 2**22  # bytes; below it a collective costs more than its overlap hides (docs/notes/gradients.md)
 LARGEST = 2**30  # bytes
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them, in malloc.h
 _KEPT = 2**30  # bytes that may lie free at the top of the heap
-_LARGEST_ON_HEAP = 2**25  # bytes; the most that glibc takes for its threshold
+_LARGEST_ON_HEAP = 2**22  # bytes; larger tensors come from the system and go back to it, leaving no holes
 
 
 def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:

@@ -147,6 +147,10 @@ class Session:
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
         self._state.prepared.append(prepared)
+        if self.device.type == "cpu" and keep_freed_memory():
+            self._decided(
+                "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
+            )
         self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at = time.perf_counter()
         return model, optimizer
