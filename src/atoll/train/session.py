@@ -456,9 +456,9 @@ class Session:
 
 
 def _device(place: Place) -> torch.device:
-    """This worker's accelerator, or the CPU where there is none that rings can use."""
+    """This worker's CUDA (or ROCm) device, or the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or (place.world > 1 and accelerator.type != "cuda"):
+    if accelerator is None or accelerator.type != "cuda":  # others lack float64, DLPack or a c10d backend
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if place.local_rank >= count:
