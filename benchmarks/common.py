@@ -222,7 +222,7 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write_results(name: str, folder: Path, cases: Sequence[Mapping[str, Any]], **more: Any) -> Path:
+def write_results(name: str, folder: Path, cases: Sequence[Mapping[str, Any]], quick: bool) -> Path:
     """Write `folder`/`name`.json: the machine, the day, and the cases."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
@@ -230,7 +230,7 @@ def write_results(name: str, folder: Path, cases: Sequence[Mapping[str, Any]], *
         "benchmark": name,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine(),
-        **more,
+        "quick": quick,
         "cases": list(cases),
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -307,7 +307,7 @@ def main() -> int:
             cases.append(run_case(SHAPES[shape], OPTIMIZERS[kind], workers))
             print(cases[-1].line(), flush=True)
     folder = output_folder(args)
-    write_results("memory", folder, [case.to_json() for case in cases])
+    write_results("memory", folder, [case.to_json() for case in cases], quick=args.quick)
     draw(cases, folder / "memory.png")
     return 0
 

@@ -81,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    pairs, buildings = (20, 2) if args.quick else (240, 4)
+    pairs, buildings = (20, 2) if args.quick else (200, 4)
     cases: list[Case] = []
     for workload, target in CASES:
         own, other = measure(workload, pairs, buildings)
@@ -98,7 +98,7 @@ def main() -> int:
         cases.append(case)
         print(case.line(), flush=True)
     folder = output_folder(args)
-    write_results("overhead", folder, [case.to_json() for case in cases])
+    write_results("overhead", folder, [case.to_json() for case in cases], quick=args.quick)
     draw_ratios(cases, folder / "overhead.png", "One worker under Atoll against plain PyTorch")
     return 0
 

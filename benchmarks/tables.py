@@ -5,13 +5,15 @@ python benchmarks/tables.py [FOLDER]
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import MIB, RESULTS, milliseconds
+from common import MIB, RESULTS, ROOT, milliseconds
 
 Record = Mapping[str, Any]
 
@@ -25,8 +27,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def where(record: Record) -> str:
     """What ran it, in a sentence."""
     it = record["machine"]
+    quick = "A quick run, beside other work, only to show the form. " if record["quick"] else ""
     return (
-        f"{record['date']}: {it['processor']}, {it['cores']} cores, {it['memory_gib']} GiB, "
+        f"{quick}{record['date']}: {it['processor']}, {it['cores']} cores, {it['memory_gib']} GiB, "
         f"{it['system']} {it['kernel']}, Python {it['python']}, torch {it['torch']}."
     )
 
@@ -67,15 +70,40 @@ def _memory_row(case: Record) -> list[str]:
     return [*own, *peaks, rivals, "met" if case["met"] else "missed"]
 
 
-def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+def tables(folder: Path) -> dict[str, str]:
+    """Each benchmark's tables, with what ran it; those without results are left out."""
+    shown = {}
     for name, show in (("overhead", ratios), ("ring", ratios), ("memory", memory)):
         path = folder / f"{name}.json"
-        if not path.exists():
-            print(f"{path.name}: no results yet; run benchmarks/{name}.py\n")
-            continue
-        record = json.loads(path.read_text(encoding="utf-8"))
-        print(f"{where(record)}\n\n{show(record)}\n")
+        if path.exists():
+            record = json.loads(path.read_text(encoding="utf-8"))
+            shown[name] = f"{where(record)}\n\n{show(record)}"
+    return shown
+
+
+def write(shown: Mapping[str, str], document: Path) -> None:
+    """Put the tables between their marks; a mark that is missing is an error."""
+    text = document.read_text(encoding="utf-8")
+    for name, body in shown.items():
+        marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        text, count = marks.subn(lambda found, body=body: f"{found[1]}\n{body}\n\n{found[2]}", text)  # type: ignore[misc]
+        if count != 1:
+            raise SystemExit(f"{document}: holds {count} places marked <!-- {name} -->, in place of one")
+    document.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put them into docs/benchmarks.md")
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS, metavar="FOLDER")
+    args = parser.parse_args()
+    shown = tables(args.folder)
+    if args.write:
+        write(shown, ROOT / "docs" / "benchmarks.md")
+    else:
+        print("\n\n".join(shown.values()) or f"{args.folder}: no results; run make bench")
     return 0
 
 
