@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 
@@ -79,6 +81,17 @@ def recorded() -> Iterator[None]:
     """Within it a session keeps records, as a worker of `atoll run` does; they are removed afterwards."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: folder}):
         yield
+
+
+def leave_group() -> None:
+    """End torch's default process group in good order.
+
+    DistributedDataParallel's wrappers lie in reference cycles and hold the group; if it is torn down with the
+    interpreter, under threads that still run, the process aborts.
+    """
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # -- statistics --------------------------------------------------------------------------------------------

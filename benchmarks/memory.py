@@ -31,7 +31,7 @@ import atoll
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.tensors.binding import specs_of
-from common import MIB, options, output_folder, write_results
+from common import MIB, leave_group, options, output_folder, write_results
 
 WITHIN = 0.10  # of the formula
 STEPS = 4  # the peak is reached in the second: gradients, optimizer state and a new gradient at once
@@ -227,7 +227,7 @@ def work(output: Path, contestant: str, shape: Shape, kind: Optimizer) -> None:
     if workers == 1 or dist.get_rank() == 0:
         output.write_bytes(msgspec.json.encode(measured))
     if workers > 1:
-        dist.destroy_process_group()
+        leave_group()
 
 
 # -- the cases ---------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from common import (
     compare,
     draw_ratios,
     interleave,
+    leave_group,
     options,
     output_folder,
     recorded,
@@ -117,8 +118,7 @@ def work(output: Path, quick: bool) -> None:
         measured[workload.name] = totals
     if dist.get_rank() == 0:
         output.write_bytes(msgspec.json.encode(measured))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def launch(workers: int, quick: bool) -> dict[str, dict[str, Timings]]:
