@@ -1,4 +1,4 @@
-"""One worker, every element-wise optimizer of torch.optim by every implementation it has: bit-equal."""
+"""Every element-wise optimizer of torch.optim, in every implementation it has, steps chunks bit-equally."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import atoll
 from atoll.core.config import Chunks, Config
 from atoll.testing.models import MODELS
+from atoll.testing.pool import ring_of_one
 
 STEPS = 8
 
@@ -63,7 +64,7 @@ def test_bit_equal(name: str, settings: dict[str, Any], model_name: str, dtype: 
 
     model = MODELS[model_name].build(dtype)
     optimizer = make(model.parameters(), **settings)
-    with atoll.join(Config(chunks=Chunks(size="1KiB"))) as session:
+    with atoll.join(Config(chunks=Chunks(size="1KiB")), place=ring_of_one()) as session:
         session.prepare(model, optimizer)
         seen = train(model, optimizer, model_name, dtype)
 

@@ -1,9 +1,9 @@
-"""The user's optimizer, stepping chunk by chunk: alone, through the session, against its plain twin."""
+"""The user's optimizer under a session and its plain twin: in a ring it steps chunks, alone parameters."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,27 @@ from torch import nn
 import atoll
 from atoll.core.config import Chunks, Config
 from atoll.core.errors import PrepareError, UserError
+from atoll.tensors.optimizer import ChunkOptimizer
+from atoll.testing.pool import ring_of_one
 from atoll.train.place import Place
+
+_places: list[Callable[[], Place]] = []  # what the running test is run for
+_sessions: list[atoll.Session] = []
+
+
+@pytest.fixture(autouse=True, params=[ring_of_one, Place], ids=["ring", "alone"])
+def _place(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run each test twice."""
+    _places[:] = [request.param]
+    yield
+    for session in _sessions:
+        session.close()
+    _sessions.clear()
+
+
+def join(config: Config) -> atoll.Session:
+    _sessions.append(atoll.join(config, place=_places[0]()))
+    return _sessions[-1]
 
 
 class Blocks(nn.Module):
@@ -36,7 +56,7 @@ class Twins:
         self.plain = Blocks()
         self.chunked = copy.deepcopy(self.plain)
         self.plain_optimizer, self.optimizer = make(self.plain.parameters()), make(self.chunked.parameters())
-        self.session = atoll.join(Config(chunks=Chunks(size=chunk)), place=Place())
+        self.session = join(Config(chunks=Chunks(size=chunk)))
         self.session.prepare(self.chunked, self.optimizer)
 
     def step(self, number: int, skip: bool = False) -> None:
@@ -102,7 +122,7 @@ def test_preparing_an_optimizer_that_has_state_goes_on_from_it() -> None:
     twins = Twins(adamw)
     twins.step(0)
     twins.session.close()
-    twins.session = atoll.join(Config(), place=Place())
+    twins.session = join(Config())
     twins.session.prepare(twins.chunked, twins.optimizer)
     twins.step(1)
     twins.assert_equal()
@@ -164,7 +184,7 @@ def not_element_wise() -> list[Any]:
 def test_an_optimizer_that_is_not_element_wise_is_named(kind: Any) -> None:
     model = nn.Linear(4, 4, bias=False)
     with pytest.raises(PrepareError, match=f"optimizer {kind.__name__} is not element-wise") as caught:
-        atoll.join(Config(), place=Place()).prepare(model, kind(model.parameters()))
+        join(Config()).prepare(model, kind(model.parameters()))
     assert "AdamW" in str(caught.value)
 
 
@@ -181,7 +201,7 @@ def test_a_trust_ratio_is_found_not_element_wise_without_being_known() -> None:
 
     model = nn.Linear(4, 4)
     with pytest.raises(PrepareError, match="Lamb is not element-wise"):
-        atoll.join(Config(), place=Place()).prepare(model, Lamb(model.parameters(), {"lr": 0.1}))
+        join(Config()).prepare(model, Lamb(model.parameters(), {"lr": 0.1}))
 
 
 def test_an_unknown_element_wise_optimizer_works() -> None:
@@ -246,7 +266,7 @@ def test_an_optimizer_with_attributes_and_tensors_of_its_own_works() -> None:
 
 def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
     model = nn.Linear(4, 4)
-    session = atoll.join(Config(), place=Place())
+    session = join(Config())
     with pytest.raises(PrepareError):
         session.prepare(model, torch.optim.Adafactor(model.parameters()))
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -291,7 +311,7 @@ def test_fused_kernels_step_even_sizes_in_runs_and_odd_ones_apart(
     plain = nn.ParameterList(nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes)
     chunked = copy.deepcopy(plain)
     optimizers = [make(model.parameters(), lr=1e-2, fused=True) for model in (plain, chunked)]
-    session = atoll.join(Config(chunks=Chunks(size="16MiB")), place=Place())
+    session = join(Config(chunks=Chunks(size="16MiB")))
     session.prepare(chunked, optimizers[1])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -305,8 +325,9 @@ def test_fused_kernels_step_even_sizes_in_runs_and_odd_ones_apart(
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(plain, chunked, strict=True))
-    segments = session._state.prepared[0].chunk_optimizer.segments
-    assert 1 < len(segments) < len(sizes)
+    stepper = session._state.prepared[0].stepper
+    if isinstance(stepper, ChunkOptimizer):
+        assert 1 < len(stepper.segments) < len(sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -317,7 +338,7 @@ def test_half_precision_is_stepped_to_the_bit(dtype: torch.dtype, make: Any) -> 
     chunked = copy.deepcopy(plain)
     extra = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {"eps": 1e-3}}.get(make, {})
     optimizers = [make(model.parameters(), lr=1e-2, **extra) for model in (plain, chunked)]
-    atoll.join(Config(), place=Place()).prepare(chunked, optimizers[1])
+    join(Config()).prepare(chunked, optimizers[1])
     for number in range(10):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
         for model, optimizer in zip((plain, chunked), optimizers, strict=True):

@@ -42,11 +42,11 @@ class Journal:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._clock = clock
         self._flushed = clock()
-        self._buffer = bytearray()
+        self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
-        self._buffer += encode(event) + b"\n"
+        self._waiting.append(event)
         if isinstance(event, _AT_ONCE) or self._clock() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
@@ -55,9 +55,10 @@ class Journal:
         self._flushed = self._clock()
         if self._file < 0:
             return
-        waiting, self._buffer = bytes(self._buffer), bytearray()
-        while waiting:
-            waiting = waiting[os.write(self._file, waiting) :]
+        lines = b"".join(encode(event) + b"\n" for event in self._waiting)
+        self._waiting.clear()
+        while lines:
+            lines = lines[os.write(self._file, lines) :]
 
     def close(self) -> None:
         """Flush, and close the file; events that come later are lost, and closing twice does no harm."""

@@ -20,12 +20,12 @@ from atoll.core.errors import BindingError, PrepareError
 
 
 def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A tensor with the shape and strides of `like`, at element `offset` of `storage` (1-D).
+    """A tensor with the shape and strides of `like`, at element `offset` of `storage` (1-D, contiguous).
 
     The two share memory; the result's own storage spans its elements alone. The memory lives for as long as
     either does.
     """
-    view = torch.as_strided(storage.detach(), like.shape, like.stride(), offset)
+    view = torch.as_strided(storage.detach(), like.shape, like.stride(), storage.storage_offset() + offset)
     carved: Tensor = from_dlpack(to_dlpack(view))
     return carved
 
@@ -79,15 +79,18 @@ class BoundChunk:
         self.data = buffer
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 
-    def new_buffer(self) -> Buffer:
-        """A zeroed buffer for as many values as the chunk's parameters span, on its device, for gradients."""
-        return Buffer(self.chunk, self.parameters, self.flat.new_zeros(self.chunk.extent))
-
     def check(self) -> None:
         """Raise BindingError, naming the parameter, if one no longer lies where `bind` put it."""
+        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+            return
         for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise BindingError(_why_unbound(name, parameter, self.flat))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its first parameter has left; a quick look that finds what changes all of a model."""
+        return self.parameters[0].data_ptr() != self._addresses[0]
 
 
 def _why_unbound(name: str, parameter: Tensor, flat: Tensor) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -184,12 +185,63 @@ class ChunkState:
         self.slots[slot].update(view)
 
 
+@dataclass(frozen=True)
+class StepHooks:
+    """What happens around each step: `before()` runs first; `accept(gradients)` says whether to apply them;
+    `after()` runs last."""
+
+    before: Callable[[], None]
+    accept: Callable[[Sequence[Tensor]], bool]
+    after: Callable[[], None]
+
+
+class ParameterOptimizer:
+    """Lets `optimizer` step its own parameters, where nothing was reduced and nothing lies in chunks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
+        self.optimizer, self._hooks = optimizer, hooks
+        self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
+        self._left_out = False  # the param groups are empty, for a step that was not accepted
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Leave the optimizer to the user as a plain one."""
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+
+    def restore(self) -> None:
+        """Undo what a step that failed left behind."""
+        if self._left_out:
+            self._left_out = False
+            for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
+                group["params"] = list(parameters)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.restore()
+        args, kwargs = _call_closure_now(args, kwargs)
+        _check_groups(optimizer, self._group_parameters)
+        self._hooks.before()
+        parameters = (p for group in self._group_parameters for p in group)
+        if not self._hooks.accept([p.grad for p in parameters if p.grad is not None]):
+            self._left_out = True
+            for group in optimizer.param_groups:
+                group["params"] = []
+        return args, kwargs
+
+    def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.restore()
+        self._hooks.after()
+
+
 class ChunkOptimizer:
     """Makes `optimizer` step the segments of `chunks`.
 
-    In each step `before_step()` runs first; then `gradients(chunk)` gives the flat memory of a chunk's
-    gradients and, for each slot, whether there is one (zeros where not); `accept(those of all chunks)` says
-    whether to apply them; and `after_step()` runs last. `elementwise` is what `elementwise_keys` found.
+    `elementwise` is what `elementwise_keys` found. `gradients(chunk)`, asked after `hooks.before`, gives the
+    flat memory of a chunk's gradients and, for each slot, whether there is one (zeros where not).
     """
 
     def __init__(
@@ -197,19 +249,10 @@ class ChunkOptimizer:
         optimizer: torch.optim.Optimizer,
         chunks: Sequence[BoundChunk],
         elementwise: set[str],
-        *,
-        before_step: Callable[[], None],
+        hooks: StepHooks,
         gradients: Callable[[BoundChunk], tuple[Tensor, tuple[bool, ...]]],
-        accept: Callable[[Sequence[Tensor]], bool],
-        after_step: Callable[[], None],
     ) -> None:
-        self.optimizer = optimizer
-        self._before_step, self._gradients, self._accept, self._after_step = (
-            before_step,
-            gradients,
-            accept,
-            after_step,
-        )
+        self.optimizer, self._hooks, self._gradients = optimizer, hooks, gradients
         self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
         group_of = {p: index for index, params in enumerate(self._group_parameters) for p in params}
         self._states = [ChunkState(chunk) for chunk in chunks if chunk.parameters[0] in group_of]
@@ -267,10 +310,10 @@ class ChunkOptimizer:
         """The step's pre-hook: parameters and state out, segments in."""
         self.restore()
         args, kwargs = _call_closure_now(args, kwargs)
-        self._check_groups()
+        _check_groups(optimizer, self._group_parameters)
         if self._state_was_replaced():
             self._import()
-        self._before_step()
+        self._hooks.before()
         segments: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         flat_state: defaultdict[Any, Any] = defaultdict(dict)
         buffers = []
@@ -284,7 +327,7 @@ class ChunkOptimizer:
                 segments[group].append(segment.parameter)
                 if segment.state:
                     flat_state[segment.parameter] = dict(segment.state)
-        accepted = self._accept(buffers)
+        accepted = self._hooks.accept(buffers)
         self._user_state = optimizer.state
         optimizer.state = flat_state
         for group_dict, flats in zip(optimizer.param_groups, segments, strict=True):
@@ -308,7 +351,7 @@ class ChunkOptimizer:
         torch.autograd.graph.increment_version(stepped)
         if changed:
             self._publish()
-        self._after_step()
+        self._hooks.after()
 
     def _state_was_replaced(self) -> bool:
         """Whether the script has cleared the optimizer's state, or put other entries there."""
@@ -320,20 +363,20 @@ class ChunkOptimizer:
             if slot or parameter in state
         )
 
-    def _check_groups(self) -> None:
-        if len(self.optimizer.param_groups) < len(self._group_parameters):
+
+def _check_groups(optimizer: torch.optim.Optimizer, known: Sequence[Sequence[Tensor]]) -> None:
+    """Raise UserError if the param groups are no longer those that `known` lists."""
+    if len(optimizer.param_groups) < len(known):
+        raise UserError("a param group of the optimizer was removed after session.prepare; remove it before")
+    for index, group in enumerate(optimizer.param_groups):
+        expected = known[index] if index < len(known) else []
+        if len(expected) != len(group["params"]) or any(
+            a is not b for a, b in zip(expected, group["params"], strict=True)
+        ):
             raise UserError(
-                "a param group of the optimizer was removed after session.prepare; remove it before"
+                f"the optimizer's param group {index} was changed after session.prepare; "
+                "add parameters and groups before it"
             )
-        for index, group in enumerate(self.optimizer.param_groups):
-            known = self._group_parameters[index] if index < len(self._group_parameters) else []
-            if len(known) != len(group["params"]) or any(
-                a is not b for a, b in zip(known, group["params"], strict=True)
-            ):
-                raise UserError(
-                    f"the optimizer's param group {index} was changed after session.prepare; "
-                    "add parameters and groups before it"
-                )
 
 
 def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:

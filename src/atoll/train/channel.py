@@ -24,7 +24,7 @@ _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
 
 
 class Channel:
-    """One process group over the workers of `place`, which must hold more than one.
+    """One process group over the workers of `place`, which must have a store to meet in.
 
     `purpose` names it in the store and in errors; `timeout` is in seconds. Tensors given to its collectives
     are on `device`: the CPU (Gloo) or a CUDA device (NCCL).

@@ -77,10 +77,14 @@ class _Hook:
     behind."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = function
+        self._outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
-        self._function(*arguments)
+        if torch.compiler.is_compiling():
+            self._outside(*arguments)
+        else:
+            self._function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()

@@ -19,7 +19,7 @@ _joins = itertools.count()
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in its group. `store` is None exactly when `world` is 1."""
+    """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all."""
 
     rank: int = 0
     world: int = 1

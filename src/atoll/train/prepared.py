@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,16 @@ from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
-from atoll.tensors.optimizer import ChunkOptimizer, elementwise_keys
+from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.backward import BackwardEnd
+from atoll.train.clipping import GradientNorm
 from atoll.train.forwards import ForwardHooks
 from atoll.train.reducer import Reducer, Ring
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.workers import Workers
+
+_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
 
 
 class Prepared:
@@ -67,19 +71,19 @@ class Prepared:
         self.reducer = Reducer(
             trained,
             ring,
+            message_bytes=min(_MESSAGE_BYTES, self.chunk_map.chunk_bytes // 4),
             arm=backward.arm,
             contribution=self.samples.contribution,
             committed=self._committed,
         )
         backward.add(self.reducer)
-        self.chunk_optimizer = ChunkOptimizer(
-            optimizer,
-            trained,
-            elementwise,
-            before_step=self._before_step,
-            gradients=self.reducer.flat_gradients,
-            accept=self._accept,
-            after_step=self._after_step,
+        self.norm = GradientNorm(self.parameters)
+        hooks = StepHooks(self._before_step, self._accept, self._after_step)
+        # Alone, nothing is reduced, so no gradient is copied into a chunk either.
+        self.stepper: ChunkOptimizer | ParameterOptimizer = (
+            ParameterOptimizer(optimizer, hooks)
+            if ring is None
+            else ChunkOptimizer(optimizer, trained, elementwise, hooks, self.reducer.flat_gradients)
         )
         self._hooks = ForwardHooks(
             model,
@@ -92,13 +96,13 @@ class Prepared:
         """Take the hooks off the model; its parameters and gradients stay where they are."""
         self._hooks.close()
         self.reducer.close()
-        self.chunk_optimizer.close()
+        self.stepper.close()
 
     def _before_forward(self) -> None:
-        self.chunk_optimizer.restore()
-        self.reducer.check_bound()
-        for owner, attribute, name in self._homes:
-            if owner._parameters.get(attribute) is not self.parameters[name]:
+        self.stepper.restore()
+        self.reducer.check_bound(closely=False)
+        for held, attribute, parameter, name in self._homes:
+            if held.get(attribute) is not parameter:
                 raise BindingError(
                     f"parameter {name!r} was replaced by another Parameter after session.prepare; copy "
                     "new values into it instead (with torch.no_grad(): parameter.copy_(...)), or replace "
@@ -124,6 +128,7 @@ class Prepared:
                     f"parameter {name!r} was frozen when session.prepare saw it and is trainable now; "
                     "leave it trainable until after session.prepare, then freeze it until it is wanted"
                 )
+        self.reducer.check_bound()
         self.reducer.before_step()
 
     def _accept(self, gradients: Sequence[Tensor]) -> bool:
@@ -131,7 +136,7 @@ class Prepared:
         alike."""
         if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
             return True
-        if _all_finite(gradients):
+        if self.norm.says_finite() or _all_finite(gradients):
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
@@ -144,12 +149,15 @@ class Prepared:
 
     def _blame(self) -> str:
         own = self.reducer.own_nonfinite()
+        if self.norm.culprit and self._workers.channel is None:  # alone, clipping has changed its own
+            own = [self.norm.culprit]
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
         named = [f"{names[0]!r} on worker {rank}" for rank, names in enumerate(found) if names]
         where = named[0] if named else "a parameter, once it was summed"
         return f"the gradient of {where} holds NaN or infinity"
 
     def _after_step(self) -> None:
+        self.norm.forget()
         self.reducer.after_step()
         self._stepped(self)
         self.samples.reset()
@@ -157,13 +165,14 @@ class Prepared:
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:
-    """One pass and one number; only a sum that overflowed needs the closer look."""
+    """One pass and one number; only one that overflowed needs the closer look."""
     if not gradients:
         return True
-    # A sum in the gradient's own precision is five times as fast as a widening one; half precision
-    # would overflow.
-    sums = [g.sum(dtype=torch.float32 if g.element_size() < 4 else g.dtype).float() for g in gradients]
-    if math.isfinite(torch.stack(sums).sum()):
+    if all(gradient.element_size() >= 4 for gradient in gradients):
+        number = torch.nn.utils.get_total_norm(gradients)
+    else:  # half precision would overflow
+        number = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).sum()
+    if math.isfinite(number):
         return True
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
@@ -186,13 +195,16 @@ def _settings(
     return settings
 
 
-def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, str, str]]:
-    """Where each parameter hangs: its module, the attribute there, and its name in the model."""
+_Home: TypeAlias = tuple[Mapping[str, nn.Parameter | None], str, nn.Parameter, str]
+
+
+def _homes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[_Home]:
+    """Where each parameter hangs: in which module's parameters, under which attribute; and its full name."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for part in module.modules():
         for attribute, parameter in part._parameters.items():
             if parameter is not None:
-                yield part, attribute, names[id(parameter)]
+                yield part._parameters, attribute, parameter, names[id(parameter)]
 
 
 def _to_device(module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

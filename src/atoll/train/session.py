@@ -75,7 +75,7 @@ class Session:
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
-        channel = Channel(place, "session", timeout, torch.device("cpu")) if place.world > 1 else None
+        channel = Channel(place, "session", timeout, torch.device("cpu")) if place.store else None
         self._workers = Workers(place, channel)
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
@@ -183,9 +183,7 @@ class Session:
         """
         prepared = self._find(model)
         prepared.reducer.before_step()
-        return torch.nn.utils.clip_grad_norm_(
-            list(prepared.parameters.values()), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        return prepared.norm.clip(max_norm, norm_type, error_if_nonfinite)
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
         """Say how much the batch of this iteration weighs in the global mean, in place of its number of
@@ -224,7 +222,7 @@ class Session:
         """Record values of this iteration (numbers or tensors of one element): their mean over workers,
         weighted by samples.
 
-        Tensors are detached and copied at once but read later, so that a GPU is not waited for.
+        A GPU's tensors are copied at once but read later, so that it is not waited for.
         """
         kept = {name: _loggable(name, value) for name, value in values.items()}
         if self._journal is None:
@@ -333,7 +331,7 @@ class Session:
     # Inside
 
     def _make_ring(self, timeout: float) -> Ring | None:
-        if self.world == 1:
+        if self._place.store is None:
             return None
         data = Channel(self._place, "ring", timeout, self.device)
         if self.device.type == "cpu":
@@ -341,7 +339,7 @@ class Session:
         return Ring(data, Channel(self._place, "agreement", timeout, torch.device("cpu")))
 
     def _ring_kind(self) -> str:
-        if self.world == 1:
+        if self._place.store is None:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
@@ -482,7 +480,7 @@ def _loggable(name: str, value: Any) -> float | Tensor:
                 f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one number, "
                 "such as its mean"
             )
-        return value.detach().clone()
+        return value.item() if value.device.type == "cpu" else value.detach().clone()
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,0 +1,58 @@
+"""Clipping by the global norm, and what its norm tells of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientNorm:
+    """The global norm of `parameters`' gradients; per-parameter norms, combined in registration order.
+
+    A finite norm says that every gradient is finite. That is remembered for as long as nobody changes them,
+    so that the policy on NaN and infinities need not read them once more.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self.culprit = ""  # the first parameter whose gradient made the norm infinite or NaN
+        self._finite: list[tuple[Tensor, int]] = []  # gradients found finite, at these versions
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_, to the bit; returns the norm before."""
+        gradients = self._gradients()
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+        if norm.device.type == "cpu" and not math.isfinite(norm):
+            self.culprit = self._first_nonfinite()  # afterwards, every gradient is NaN
+        # Torch multiplies by 1 too, lest a GPU be waited for; on a CPU it is a pass over memory for nothing.
+        if norm.device.type != "cpu" or not float(max_norm) / (norm + 1e-6) >= 1.0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        # Those below 1 do not see every value: 0 counts, and negative ones take the least.
+        self._finite = []
+        if float(norm_type) >= 1 and norm.device.type == "cpu" and math.isfinite(norm):
+            self._finite = [(gradient, gradient._version) for gradient in gradients]
+        return norm
+
+    def says_finite(self) -> bool:
+        """Whether the latest norm was finite and is of the gradients as they now are."""
+        gradients = self._gradients()
+        return len(gradients) == len(self._finite) > 0 and all(
+            gradient is seen and gradient._version == version
+            for gradient, (seen, version) in zip(gradients, self._finite, strict=True)
+        )
+
+    def forget(self) -> None:
+        """Let go of the gradients."""
+        self._finite, self.culprit = [], ""
+
+    def _first_nonfinite(self) -> str:
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return ""
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
