@@ -1,4 +1,4 @@
-"""`atoll run`, `atoll check`, `atoll report`."""
+"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py`, all commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import atoll
+from atoll.cli import services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -34,6 +35,9 @@ _SetOption = Annotated[
 ]
 
 
+services.register(app)
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
@@ -50,6 +54,7 @@ def _run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
+    shards: Annotated[str | None, typer.Option(metavar="M", help="Shards, for strategy server.")] = None,
     config: _ConfigOption = None,
     settings: _SetOption = None,
     summary: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary here too.")] = None,
@@ -57,7 +62,7 @@ def _run(
     """Train SCRIPT on several workers of this machine."""
     from atoll.launch.run import run
 
-    chosen = _load(config, settings, workers, strategy)
+    chosen = _load(config, settings, workers, strategy, shards)
     raise typer.Exit(run(script, arguments or [], chosen, summary))
 
 
@@ -82,10 +87,18 @@ def _report(
 
 
 def _load(
-    config: str | None, settings: list[str] | None, workers: str | None, strategy: str | None
+    config: str | None,
+    settings: list[str] | None,
+    workers: str | None,
+    strategy: str | None,
+    shards: str | None,
 ) -> Config:
-    """The configuration; the two options of their own are settings by another name, with the same checks."""
-    options = {"--workers": ("run.workers", workers), "--strategy": ("run.strategy", strategy)}
+    """The configuration; options of their own are settings by another name, with the same checks."""
+    options = {
+        "--workers": ("run.workers", workers),
+        "--strategy": ("run.strategy", strategy),
+        "--shards": ("run.shards", shards),
+    }
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:
         return load_config(config, given)

@@ -25,8 +25,14 @@ else:
 
 CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
 DEFAULT_FILE = "atoll.toml"
+# How a worker of a parameter server finds its run (docs/several-machines.md):
+HUB_VARIABLE = "ATOLL_HUB"  # the hub's address, tcp://HOST:PORT
+KEYS_VARIABLE = "ATOLL_KEY_FILE"
+RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
+RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 
-Strategy = Literal["ring"]
+Strategy = Literal["ring", "server"]
+Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 
 
@@ -35,6 +41,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
 
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
     strategy: Strategy = "ring"
+    shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
 
@@ -49,6 +56,16 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
 
     timeout: str = "10min"  # the deadline of a wait for other workers
     nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
+    consistency: Consistency = "bsp"  # strategy server: how far workers may be apart
+    slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
+    lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
+
+
+class Server(msgspec.Struct, forbid_unknown_fields=True):
+    """`[server]`: the shards."""
+
+    optimizer: str = ""  # an optimizer beside torch.optim's that shards may run: "package.module:Class"
+    snapshot: str = "1min"  # how often a shard writes its state to disk
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +74,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     run: Run = msgspec.field(default_factory=Run)
     chunks: Chunks = msgspec.field(default_factory=Chunks)
     sync: Sync = msgspec.field(default_factory=Sync)
+    server: Server = msgspec.field(default_factory=Server)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -66,6 +84,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def timeout_seconds(self) -> float:
         return parse_seconds(self.sync.timeout)
+
+    @property
+    def snapshot_seconds(self) -> float:
+        return parse_seconds(self.server.snapshot)
 
 
 def load_config(
@@ -181,6 +203,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     for name, parse in (
         ("chunks.size", lambda: config.chunk_bytes),
         ("sync.timeout", lambda: config.timeout_seconds),
+        ("server.snapshot", lambda: config.snapshot_seconds),
     ):
         try:
             value = parse()
@@ -220,5 +243,10 @@ def _explain(message: str, table: dict[str, Any]) -> str:
 
 
 def _choices(section: str, key: str) -> list[str]:
-    kind: Any = {"run.strategy": Strategy, "sync.nonfinite": NonFinite}.get(f"{section}.{key}")
+    kinds = {
+        "run.strategy": Strategy,
+        "sync.nonfinite": NonFinite,
+        "sync.consistency": Consistency,
+    }
+    kind: Any = kinds.get(f"{section}.{key}")
     return list(kind.__args__) if kind is not None else []

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 from atoll.core.config import CONFIG_VARIABLE, Config, to_toml
 from atoll.core.errors import UserError
@@ -19,6 +20,7 @@ from atoll.core.events import Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
+from atoll.launch.served import ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -27,6 +29,8 @@ from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.observe.summary import Summary, write_summary
 from atoll.observe.tensorboard import MISSING, TensorBoard
+
+Launch: TypeAlias = subprocess.Popen[bytes] | ServedLaunch
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need be
@@ -132,13 +136,28 @@ class _Watch:
             failures = [failure for failure in recorder.failures if failure.time < self._stop.at]
             verdict = judge(failures, [], 0, self._directory)
             return verdict if verdict.line else stopped(self._stop.signum)
+        assert launcher.returncode is not None  # it has been waited for
         return judge(recorder.failures, read_ends(self._directory.ends), launcher.returncode, self._directory)
 
     @contextlib.contextmanager
-    def _launcher(
-        self, script: str, arguments: Sequence[str], spared: set[int]
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """torchrun's launcher while entered; afterwards neither it nor anything it started is left."""
+    def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
+        """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
+        if self._config.run.strategy == "server":
+            launcher: Launch = ServedLaunch(
+                self._directory, self._config, [script, *arguments], self._environment()
+            )
+        else:
+            launcher = self._torchrun(script, arguments)
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+            launcher.wait()
+            if stuck := kill_descendants(spared):
+                print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
+
+    def _torchrun(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """torchrun's launcher, started."""
         workers = self._config.run.workers
         command = [
             sys.executable,
@@ -150,7 +169,7 @@ class _Watch:
         # One machine needs no name service, and a laptop's own name often leads nowhere.
         command += ["--local-addr=127.0.0.1", "-m", "atoll.launch.worker", script, *arguments]
         with self._directory.launcher_log.open("wb") as log:
-            launcher = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
@@ -159,13 +178,6 @@ class _Watch:
                 # The terminal's Ctrl-C comes to this process alone, which decides what it means.
                 start_new_session=True,
             )
-        try:
-            yield launcher
-        finally:
-            launcher.kill()
-            launcher.wait()
-            if stuck := kill_descendants(spared):
-                print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
 
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
@@ -179,7 +191,7 @@ class _Watch:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // self._config.run.workers)))
         return environment
 
-    def _follow(self, launcher: subprocess.Popen[bytes], recorder: Recorder, progress: Progress) -> None:
+    def _follow(self, launcher: Launch, recorder: Recorder, progress: Progress) -> None:
         """Look until the launcher has ended, or must be ended."""
         stopping = until = None
         while launcher.poll() is None:
@@ -187,7 +199,7 @@ class _Watch:
             now = time.monotonic()
             if self._stop.count and stopping is None:
                 stopping, until = now, now + STOP_SECONDS
-                launcher.send_signal(signal.SIGINT)  # torchrun hands it on to every worker
+                launcher.send_signal(signal.SIGINT)  # which is handed on to every worker
             elif recorder.failures and until is None:
                 until = now + FAILED_SECONDS
             if self._stop.count > 1 or (until is not None and now > until):

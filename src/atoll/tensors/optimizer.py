@@ -227,14 +227,61 @@ class ParameterOptimizer:
         self._hooks.before()
         parameters = (p for group in self._group_parameters for p in group)
         if not self._hooks.accept([p.grad for p in parameters if p.grad is not None]):
-            self._left_out = True
-            for group in optimizer.param_groups:
-                group["params"] = []
+            self._leave_out()
         return args, kwargs
+
+    def _leave_out(self) -> None:
+        self._left_out = True
+        for group in self.optimizer.param_groups:
+            group["params"] = []
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.restore()
         self._hooks.after()
+
+
+class RemoteOptimizer(ParameterOptimizer):
+    """An optimizer whose steps are made elsewhere: its own code runs on no parameter.
+
+    `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` gives the state of
+    each parameter when the script asks for the optimizer's state_dict; `loaded()` is told of a
+    load_state_dict.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hooks: StepHooks,
+        *,
+        make: Callable[[bool], None],
+        fetch: Callable[[], dict[nn.Parameter, State]],
+        loaded: Callable[[], None],
+    ) -> None:
+        super().__init__(optimizer, hooks)
+        self._make, self._fetch, self._loaded = make, fetch, loaded
+        self._accepted = True
+        self._handles += [
+            optimizer.register_state_dict_pre_hook(lambda _: self._show()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+        ]
+
+    def _show(self) -> None:
+        self.restore()
+        self.optimizer.state.clear()
+        for parameter, state in self._fetch().items():
+            self.optimizer.state[parameter] = state
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = super()._before(optimizer, args, kwargs)
+        self._accepted = not self._left_out
+        self._leave_out()
+        return args, kwargs
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+        self.optimizer.state.clear()  # what state_dict may have fetched is of the step before
+        self._make(self._accepted)
+        super()._after(optimizer, args, kwargs)
 
 
 class ChunkOptimizer:

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import atoll
-from atoll.core.config import Chunks, Config, Sync
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.models import MODELS, TinyModel
+from atoll.testing.served import served_worker
 from atoll.train.place import Place
 
 STEPS = 20
@@ -93,26 +94,42 @@ def arrays(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Array]:
 def train_atoll(place: Place, case: Case) -> Trajectory:
     """The case as a user writes it, on one of its workers."""
     config = Config(chunks=Chunks(size=case.chunk_size), sync=Sync(timeout="30s"))
-    tiny, seen = case.tiny, Trajectory()
     with atoll.join(config, place=place) as session:
-        model = tiny.build(case.dtype)
-        optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
-        model, optimizer = session.prepare(model, optimizer)
-        for step in range(case.steps):
-            loss = 0.0
-            for micro in range(case.accumulation):
-                last = micro == case.accumulation - 1
-                with nullcontext() if last else session.no_sync():
-                    part = tiny.loss(model, tiny.batch(place.rank, step, micro, dtype=case.dtype))
-                    torch.autograd.backward(part / case.accumulation)
-                    loss += part.item()
-            if case.clip:
-                session.clip_grad_norm_(MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-            seen.add(loss, model)
+        return _train(session, place.rank, case)
+
+
+def train_served(place: Place, case: Case, address: str, lazy: bool = False) -> Trajectory:
+    """The same with a parameter server, whose hub is at `address`."""
+    config = Config(
+        run=Run(strategy="server"),
+        chunks=Chunks(size=case.chunk_size),
+        sync=Sync(timeout="30s", lazy=lazy),
+    )
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        return _train(session, place.rank, case)
+
+
+def _train(session: atoll.Session, rank: int, case: Case) -> Trajectory:
+    tiny, seen = case.tiny, Trajectory()
+    model = tiny.build(case.dtype)
+    optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
+    model, optimizer = session.prepare(model, optimizer)
+    for step in range(case.steps):
+        loss = 0.0
+        for micro in range(case.accumulation):
+            last = micro == case.accumulation - 1
+            with nullcontext() if last else session.no_sync():
+                part = tiny.loss(model, tiny.batch(rank, step, micro, dtype=case.dtype))
+                torch.autograd.backward(part / case.accumulation)
+                loss += part.item()
+        if case.clip:
+            session.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        model.state_dict()  # with sync.lazy, new parameters are there from the first use on
+        seen.add(loss, model)
     return seen
 
 

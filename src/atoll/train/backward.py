@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from atoll.train.reducer import Reducer, Ring
+from atoll.train.reducer import Reducer
+from atoll.train.ring import Ring
 
 
 class BackwardEnd:

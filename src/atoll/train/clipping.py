@@ -19,6 +19,7 @@ class GradientNorm:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self.culprit = ""  # the first parameter whose gradient made the norm infinite or NaN
+        self.coefficient = torch.ones(())  # of the latest clipping: what the gradients were multiplied by
         self._finite: list[tuple[Tensor, int]] = []  # gradients found finite, at these versions
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -28,7 +29,8 @@ class GradientNorm:
         if norm.device.type == "cpu" and not math.isfinite(norm):
             self.culprit = self._first_nonfinite()  # afterwards, every gradient is NaN
         # Torch multiplies by 1 too, lest a GPU be waited for; on a CPU it is a pass over memory for nothing.
-        if norm.device.type != "cpu" or not float(max_norm) / (norm + 1e-6) >= 1.0:
+        self.coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        if norm.device.type != "cpu" or float(self.coefficient) != 1.0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         # Those below 1 do not see every value: 0 counts, and negative ones take the least.
         self._finite = []

@@ -30,8 +30,8 @@ class ForwardHooks:
     ) -> None:
         self._model, self._before, self._accumulates, self._reached = model, before, accumulates, reached
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._on_forward), with_kwargs=True),
-            model.register_forward_hook(_Hook(self._on_output), with_kwargs=True),
+            model.register_forward_pre_hook(BesideCompiled(self._on_forward), with_kwargs=True),
+            model.register_forward_hook(BesideCompiled(self._on_output), with_kwargs=True),
         ]
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class _Once:
             then()
 
 
-class _Hook:
+class BesideCompiled:
     """A module hook that runs in Python beside a compiled forward, and that a copied or saved module leaves
     behind."""
 

@@ -98,6 +98,7 @@ class Message:
             for bound, start in zip(bounds, starts, strict=True)
         ]
         self.dirty = False  # a gradient came after it had left
+        self.sent = False
         self.work: Work | None = None
 
     @property
@@ -113,7 +114,8 @@ class Message:
     def begin(self) -> None:
         for chunk in self.chunks:
             chunk.begin()
-        self.dirty, self.work = False, None
+        self.dirty = self.sent = False
+        self.work = None
 
     def again(self) -> None:
         self.dirty = False

@@ -13,16 +13,16 @@ from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
-from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, StepHooks, elementwise_keys
+from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
-from atoll.train.forwards import ForwardHooks
-from atoll.train.reducer import Reducer, Ring
+from atoll.train.exchange import Exchange, MeanExchange
+from atoll.train.forwards import BesideCompiled, ForwardHooks
+from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
+from atoll.train.strategies import Strategy, Training
 from atoll.train.workers import Workers
-
-_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
 
 
 class Prepared:
@@ -41,7 +41,7 @@ class Prepared:
         config: Config,
         device: torch.device,
         workers: Workers,
-        ring: Ring | None,
+        strategy: Strategy,
         backward: BackwardEnd,
         counted: Callable[[Prepared, float], None],
         stepped: Callable[[Prepared], None],
@@ -65,26 +65,32 @@ class Prepared:
         self.chunks: list[BoundChunk] = bind_model(self.chunk_map, self.parameters)
         self._homes = list(_homes(self.module, self.parameters))
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
-        workers.take_from_first([chunk.flat for chunk in self.chunks], "worker 0's parameters")
-        workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
-        self.reducer = Reducer(
-            trained,
-            ring,
-            message_bytes=min(_MESSAGE_BYTES, self.chunk_map.chunk_bytes // 4),
-            arm=backward.arm,
-            contribution=self.samples.contribution,
-            committed=self._committed,
+        brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
+        others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
+        workers.take_from_first(others, "worker 0's parameters")
+        workers.take_from_first(self.module.buffers(), "worker 0's buffers")
+        self.norm = GradientNorm(self.parameters)
+        self._strategy = strategy
+        self.reducer, self.stepper = strategy.build(
+            Training(
+                optimizer=optimizer,
+                chunk_map=self.chunk_map,
+                chunks=trained,
+                elementwise=elementwise,
+                calls=Calls(backward.arm, self.samples.contribution, self._committed),
+                hooks=StepHooks(self._before_step, self._accept, self._after_step),
+                config=config,
+            )
         )
         backward.add(self.reducer)
-        self.norm = GradientNorm(self.parameters)
-        hooks = StepHooks(self._before_step, self._accept, self._after_step)
-        # Alone, nothing is reduced, so no gradient is copied into a chunk either.
-        self.stepper: ChunkOptimizer | ParameterOptimizer = (
-            ParameterOptimizer(optimizer, hooks)
-            if ring is None
-            else ChunkOptimizer(optimizer, trained, elementwise, hooks, self.reducer.flat_gradients)
-        )
+        self._lazy_hooks = []
+        if isinstance(self.reducer, Exchange) and config.sync.lazy:
+            touched = BesideCompiled(self.reducer.before_use)
+            self._lazy_hooks = [
+                model.register_forward_pre_hook(touched),
+                self.module.register_state_dict_pre_hook(touched),
+            ]
         self._hooks = ForwardHooks(
             model,
             before=self._before_forward,
@@ -95,8 +101,25 @@ class Prepared:
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are."""
         self._hooks.close()
+        for handle in self._lazy_hooks:
+            handle.remove()
         self.reducer.close()
         self.stepper.close()
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients by their global norm; returns the norm before."""
+        self.reducer.before_step()
+        norms: list[Tensor] = []
+
+        def clip() -> float:
+            norms.append(self.norm.clip(max_norm, norm_type, error_if_nonfinite))
+            return float(self.norm.coefficient)
+
+        if isinstance(self.reducer, MeanExchange):
+            self.reducer.clip(clip)
+        else:
+            clip()
+        return norms[0]
 
     def _before_forward(self) -> None:
         self.stepper.restore()
@@ -149,12 +172,12 @@ class Prepared:
 
     def _blame(self) -> str:
         own = self.reducer.own_nonfinite()
-        if self.norm.culprit and self._workers.channel is None:  # alone, clipping has changed its own
-            own = [self.norm.culprit]
+        everyone = self._strategy.collective and not self._workers.alone
+        if not everyone:
+            own = [self.norm.culprit] if self.norm.culprit else own  # clipping has changed them
+            return _blamed([f"{name!r} on worker {self._workers.place.rank}" for name in own[:1]])
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
-        named = [f"{names[0]!r} on worker {rank}" for rank, names in enumerate(found) if names]
-        where = named[0] if named else "a parameter, once it was summed"
-        return f"the gradient of {where} holds NaN or infinity"
+        return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in enumerate(found) if names])
 
     def _after_step(self) -> None:
         self.norm.forget()
@@ -162,6 +185,11 @@ class Prepared:
         self._stepped(self)
         self.samples.reset()
         self.own_samples = 0.0
+
+
+def _blamed(named: Sequence[str]) -> str:
+    where = named[0] if named else "a parameter, once it was summed"
+    return f"the gradient of {where} holds NaN or infinity"
 
 
 def _all_finite(gradients: Sequence[Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.prepared import Prepared
 from atoll.train.random_state import derive_random_state, random_state, set_random_state
 from atoll.train.sampler import ShardedSampler
@@ -36,7 +37,7 @@ class TrainingState:
     def __init__(self, workers: Workers, device: torch.device) -> None:
         self._workers, self._device = workers, device
         self.prepared: list[Prepared] = []
-        self.samplers: list[ShardedSampler] = []
+        self.samplers: list[ShardedSampler | LeasedSampler] = []
         self.registered: dict[str, Stateful] = {}
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
@@ -79,10 +80,10 @@ class TrainingState:
         self._load_random(state["random"])
 
     def _collect(self) -> dict[str, Any]:
-        consumed = self._workers.gather(
-            [min(s.consumed, s.given) for s in self.samplers], "session.save (the workers' samplers)"
+        places = self._workers.gather(
+            [_place_of(sampler) for sampler in self.samplers], "session.save (the workers' samplers)"
         )
-        by_sampler = zip(*consumed, strict=True)
+        by_sampler = zip(*places, strict=True)
         return {
             "iteration": self.iteration,
             "workers": self._workers.place.world,
@@ -92,7 +93,7 @@ class TrainingState:
                 {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
                 for prepared in self.prepared
             ],
-            "samplers": [s.state_dict(sum(c)) for s, c in zip(self.samplers, by_sampler, strict=True)],
+            "samplers": [_state_of(s, p) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
             "random": self._workers.gather(
                 random_state(self._device), "session.save (the workers' random state)"
@@ -163,6 +164,18 @@ class TrainingState:
         for rank, message in enumerate(self._workers.gather(failure, what)):
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
+
+
+def _place_of(sampler: ShardedSampler | LeasedSampler) -> Any:
+    """What this worker has to say of where the sampler is."""
+    return sampler.place() if isinstance(sampler, LeasedSampler) else min(sampler.consumed, sampler.given)
+
+
+def _state_of(sampler: ShardedSampler | LeasedSampler, places: Sequence[Any]) -> dict[str, Any]:
+    """A sampler's state, of all workers' places."""
+    if isinstance(sampler, LeasedSampler):
+        return sampler.state_dict(list(places))
+    return sampler.state_dict(sum(places))
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -30,11 +30,15 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.backward import BackwardEnd
 from atoll.train.channel import Channel
 from atoll.train.heap import keep_freed_memory
+from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
-from atoll.train.reducer import Ring
 from atoll.train.resume import Stateful, TrainingState
+from atoll.train.ring import Ring
 from atoll.train.sampler import ShardedSampler
+from atoll.train.served_workers import ServedWorkers
+from atoll.train.service import Service
+from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
@@ -59,26 +63,33 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     """
     show_errors_as_one_line()
     config = config if isinstance(config, Config) else load_config(config)
+    if place is None and config.run.strategy == "server":
+        service = Service(config)
+        return Session(config, service.place, service)
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
 
 
 class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
-    def __init__(self, config: Config, place: Place) -> None:
-        self.config, self._place = config, place
+    def __init__(self, config: Config, place: Place, service: Service | None = None) -> None:
+        self.config, self._place, self._service = config, place, service
         self.device = _device(place)
-        self._sampling: ShardedSampler | None = None  # the sampler that gave the latest index
+        self._sampling: ShardedSampler | LeasedSampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = self._stepped_at = time.perf_counter()
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
-        channel = Channel(place, "session", timeout, torch.device("cpu")) if place.store else None
-        self._workers = Workers(place, channel)
+        if service is not None:
+            self._workers: Workers = ServedWorkers(place, service.shards)
+        else:
+            channel = Channel(place, "session", timeout, torch.device("cpu")) if place.store else None
+            self._workers = Workers(place, channel)
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
+        self._strategy = self._make_strategy()
         self._backward = BackwardEnd(self._ring)
         self._journal = self._open_journal()
         self._emit(
@@ -92,7 +103,10 @@ class Session:
             self._decided(
                 "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
             )
-        self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+        if service is None:
+            self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+        else:
+            self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
 
     # Who and where
 
@@ -140,7 +154,7 @@ class Session:
             config=self.config,
             device=self.device,
             workers=self._workers,
-            ring=self._ring,
+            strategy=self._strategy,
             backward=self._backward,
             counted=self._count_samples,
             stepped=self._stepped,
@@ -182,8 +196,7 @@ class Session:
         registration order. `model` says whose gradients where several models are prepared.
         """
         prepared = self._find(model)
-        prepared.reducer.before_step()
-        return prepared.norm.clip(max_norm, norm_type, error_if_nonfinite)
+        return prepared.clip(max_norm, norm_type, error_if_nonfinite)
 
     def weight(self, samples: float, model: nn.Module | None = None) -> None:
         """Say how much the batch of this iteration weighs in the global mean, in place of its number of
@@ -199,11 +212,13 @@ class Session:
 
     def sampler(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
-    ) -> ShardedSampler:
+    ) -> ShardedSampler | LeasedSampler:
         """This worker's share of `dataset`'s indices, in an order drawn anew each epoch from `seed`.
 
         Give it to a DataLoader. Its place in the epoch is saved and loaded with the session's checkpoints.
         """
+        if self._service is not None and not self._strategy.collective:
+            return self._leased_sampler(dataset, seed, shuffle, drop_last)
         sampler = ShardedSampler(
             dataset,
             rank=self.rank,
@@ -214,6 +229,27 @@ class Session:
             on_index=self._sampler_gives,
         )
         self._state.samplers.append(sampler)
+        return sampler
+
+    def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
+        """Where workers go at their own pace, each takes its data from the hub as it needs it."""
+        assert self._service is not None
+        if drop_last:
+            raise UserError("session.sampler: with leased data every sample counts; leave drop_last out")
+        hub = self._service.hub
+        sampler = LeasedSampler(
+            dataset,
+            lease=hub.lease,
+            number=len(self._state.samplers),
+            workers=self.world,
+            seed=seed,
+            shuffle=shuffle,
+            # In ssp the others may be held up until this worker goes on.
+            wait=3 * self._service.welcome.patience if self.config.sync.consistency == "asp" else 0.0,
+            on_index=self._sampler_gives,
+        )
+        self._state.samplers.append(sampler)
+        self._service.samplers.append(sampler)
         return sampler
 
     # Telling
@@ -283,6 +319,7 @@ class Session:
         """
         self._require_prepared("session.load")
         self._state.load(path)
+        self._strategy.loaded()
 
     # The end
 
@@ -303,6 +340,9 @@ class Session:
             return
         self._read_logged()
         self._emit(events.Finished, iteration=self._state.iteration)
+        if not self._strategy.collective:  # workers end when they have no more data, one before the other
+            self._leave()
+            return
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             self._workers.barrier(
@@ -326,9 +366,16 @@ class Session:
             self._ring.close()
         self._ring = None
         self._workers.close()
+        if self._service is not None:
+            self._service.close()
         self._summarise()
 
     # Inside
+
+    def _make_strategy(self) -> Strategy:
+        if self._service is not None:
+            return Served(self._service, self.config)
+        return Alone() if self._ring is None else OverRing(self._ring)
 
     def _make_ring(self, timeout: float) -> Ring | None:
         if self._place.store is None:
@@ -376,7 +423,7 @@ class Session:
         if self._sampling is not None and prepared is self._state.prepared[0]:
             self._sampling.consumed += int(samples)
 
-    def _sampler_gives(self, sampler: ShardedSampler) -> None:
+    def _sampler_gives(self, sampler: ShardedSampler | LeasedSampler) -> None:
         """A sampler is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
         if sampler.resumed:
@@ -388,6 +435,8 @@ class Session:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
+        if self._service is not None:
+            self._service.stepped(self._state.iteration)
         if self._journal is None:
             return
         now = time.perf_counter()

@@ -39,6 +39,11 @@ class Workers:
         self._closed = False
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no group at all, and so nobody to talk to."""
+        return self._channel is None
+
+    @property
     def channel(self) -> Channel | None:
         """The channel to the other workers; None when alone. Raises UserError once closed."""
         self.check_open()
@@ -57,7 +62,7 @@ class Workers:
 
     def barrier(self, what: str = "the barrier") -> None:
         """Return when every worker has come."""
-        self._sum(torch.zeros(1), what)
+        self._combine(torch.zeros(1), "sum", what)
 
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
@@ -97,13 +102,11 @@ class Workers:
             )
         result = value.detach().to("cpu", copy=True).contiguous()
         if op == "mean":
-            total = float(self._sum(torch.tensor([weight], dtype=torch.float64), what)[0])
+            total = float(self._combine(torch.tensor([weight], dtype=torch.float64), "sum", what)[0])
             if total <= 0:
                 raise UserError(f"reduce: the workers' weights sum to {total:g}; they must be above 0")
             result = result.mul_(weight / total) if weight else result.zero_()  # zero times NaN is NaN
-        if self.channel is not None:
-            self.channel.wait(self.channel.reduce(result, _OPS[op]), what)
-        return result.to(value.device)
+        return self._combine(result, op, what).to(value.device)
 
     def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Each worker's `value`, in order of rank: tensors of any shape and dtype, or values that JSON can
@@ -142,9 +145,10 @@ class Workers:
             if host.data_ptr() != tensor.data_ptr() or host.device != tensor.device:
                 tensor.copy_(host)
 
-    def _sum(self, tensor: Tensor, what: str) -> Tensor:
+    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
+        """`tensor`, in place: the sum (for `mean` too), minimum or maximum over workers."""
         if self.channel is not None:
-            self.channel.wait(self.channel.sum(tensor), what)
+            self.channel.wait(self.channel.reduce(tensor, _OPS[op]), what)
         return tensor
 
 

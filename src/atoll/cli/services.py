@@ -1,0 +1,130 @@
+"""`atoll keys`, `atoll hub`, `atoll server`: the parts of a run over several machines."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.core.errors import UserError
+from atoll.core.units import parse_seconds
+from atoll.wire.messages import VERSION, Hello, Welcome
+
+HUB_VARIABLE = "ATOLL_HUB"  # the hub's address
+KEY_FILE_VARIABLE = "ATOLL_KEY_FILE"
+_DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
+_FRAME = 2**21  # bytes of a message of the hub's
+
+_KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        envvar=KEY_FILE_VARIABLE,
+        help="The run's keys; without them, only processes of this machine can take part.",
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Give `app` these commands."""
+    app.command("keys")(keys)
+    app.command("hub")(hub)
+    app.command("server")(server)
+
+
+def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write them.")]) -> None:
+    """Make new keys for a run: copy FILE to each of its machines, and keep it secret."""
+    from atoll.net.keys import make_keys, write_keys
+
+    write_keys(file, make_keys())
+    print(f"{file}: new keys, readable only for you; who has them can join the run")
+
+
+def hub(
+    workers: Annotated[int, typer.Option(metavar="N", help="Workers that the run begins with.")],
+    shards: Annotated[int, typer.Option(metavar="M", help="Its server shards.")] = 1,
+    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="tcp://HOST:PORT.")] = _DEFAULT_LISTEN,
+    key_file: _KeyFileOption = None,
+    run: Annotated[str, typer.Option(metavar="NAME", help="The run's name; else a new one.")] = "",
+    directory: Annotated[Path | None, typer.Option(metavar="D", help="Where decisions are kept.")] = None,
+    patience: Annotated[
+        str, typer.Option(metavar="SPAN", help="How long a worker may be silent before it counts as dead.")
+    ] = "10s",
+) -> None:
+    """Be the hub of a run: who takes part, where the shards are, which samples are whose.
+
+    It serves until it is stopped, and prints each decision with its reason.
+    """
+    from atoll.hub.main import serve
+
+    seconds = parse_seconds(patience)
+    if seconds <= 0:
+        raise UserError(f"--patience {patience}: must be more than 0")
+    serve(listen, key_file, run, workers, shards, directory, seconds, seconds / 10)
+
+
+def server(
+    shard: Annotated[int, typer.Option(metavar="I", help="Which shard, from 0.")],
+    hub: Annotated[str, typer.Option(metavar="ADDRESS", envvar=HUB_VARIABLE, help="The hub's address.")],
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="tcp://HOST:PORT, as workers reach it; port 0: any free.")
+    ] = "tcp://127.0.0.1:0",
+    key_file: _KeyFileOption = None,
+    directory: Annotated[
+        Path | None, typer.Option(metavar="D", help="This shard's own, for snapshots.")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
+    ] = "",
+    snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
+    timeout: Annotated[str, typer.Option(metavar="SPAN", help="How long to wait for the hub.")] = "10min",
+) -> None:
+    """Be one shard of a run's parameter server, until it is stopped."""
+    deadline = parse_seconds(timeout)
+    _check_shard(shard, listen, optimizer, snapshot_seconds)
+    run = _run_of(hub, key_file, deadline)
+    from atoll.server.main import serve
+
+    serve(
+        shard,
+        hub,
+        keys_file=key_file,
+        listen=listen,
+        run=run,
+        folder=directory,
+        optimizer=optimizer,
+        snapshot_seconds=snapshot_seconds,
+        timeout=deadline,
+        ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
+    )
+
+
+def _check_shard(shard: int, listen: str, optimizer: str, snapshot_seconds: float) -> None:
+    if shard < 0:
+        raise UserError(f"--shard {shard}: shards are numbered from 0")
+    if re.match(r"tcp://(\*|0\.0\.0\.0|\[::\]):", listen):
+        raise UserError(
+            f"--listen {listen}: workers connect to the address that the shard names; give this machine's "
+            "own, such as tcp://10.0.0.5:47701"
+        )
+    if optimizer and not re.fullmatch(r"[\w.]+:\w+", optimizer):
+        raise UserError(f"--optimizer {optimizer}: write it as module:Class, such as my.optim:Lion")
+    if not snapshot_seconds > 0:
+        raise UserError(f"--snapshot-seconds {snapshot_seconds:g}: must be more than 0")
+
+
+def _run_of(address: str, key_file: Path | None, deadline: float) -> str:
+    """The name of the run that the hub at `address` serves."""
+    from atoll.net.endpoint import Client
+    from atoll.net.keys import read_keys
+    from atoll.net.requests import ask
+
+    secret = read_keys(key_file) if key_file is not None else None
+    hello = Hello(version=VERSION, run="", role="guest", pid=os.getpid())
+    with Client(address, secret, limit=_FRAME, name="hub") as client:
+        welcome, _ = ask(client, hello, Welcome, deadline, "the run's name")
+    return welcome.run

@@ -1,0 +1,116 @@
+"""The hub's own connection to shard 0, which keeps the log: whom to fence, and what has been used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+
+from atoll.core.errors import UserError
+from atoll.net.endpoint import Client
+from atoll.net.keys import Keys
+from atoll.wire.messages import (
+    VERSION,
+    Fence,
+    Fenced,
+    Hello,
+    Refused,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+Key: TypeAlias = tuple[int, int]  # worker, incarnation
+LIMIT = 2**26  # bytes of a message: all that an incarnation has ever used
+
+_MESSAGES = 256  # taken in one go
+
+
+class LogLink:
+    """Tells the log whom to fence until it answers, over lost connections and before shard 0 is known.
+
+    `fenced(message, asked)` takes its word on what was used: asked for, or as news. `failed(line)` takes what
+    the log or the connection refuses.
+    """
+
+    def __init__(
+        self,
+        keys: Keys | None,
+        run: str,
+        fenced: Callable[[Fenced, bool], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._keys, self._run = keys, run
+        self._fenced, self._failed = fenced, failed
+        self._asked: set[Key] = set()  # not answered yet
+        self._losses = 0
+        self._said = ""  # the last failure told: each only once
+        self.client: Client | None = None
+
+    def connect(self, address: str) -> None:
+        """Shard 0 is there; a connection to another place is given up."""
+        if self.client is not None and self.client.address == address:
+            return
+        self.close()
+        self.client = Client(address, self._keys, limit=LIMIT, name="shard 0")
+        self._losses = 0
+        self._introduce()
+
+    def fence(self, worker: int, incarnation: int) -> None:
+        """Nothing of this incarnation counts from now on."""
+        self._asked.add((worker, incarnation))
+        if self.client is not None:
+            self._send_fence(worker, incarnation)
+
+    def take(self) -> None:
+        """Take what the log has sent, and see that it knows us after a lost connection."""
+        if self.client is None:
+            return
+        try:
+            self.client.check()
+        except UserError as error:
+            self._fail(str(error))
+        if self.client.losses != self._losses:
+            self._losses = self.client.losses
+            self._introduce()
+        for _ in range(_MESSAGES):
+            received = self.client.receive(0)
+            if received is None:
+                break
+            self._handle(received[0])
+
+    def close(self) -> None:
+        """Let the connection go; what is not answered is asked again by the next `connect`."""
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+
+    def _handle(self, header: bytes) -> None:
+        try:
+            message = decode_untrusted(header)
+        except WireError as error:
+            self._fail(f"shard 0 sent {error}")
+            return
+        if isinstance(message, Fenced):
+            key = (message.worker, message.incarnation)
+            asked = key in self._asked
+            self._asked.discard(key)
+            self._fenced(message, asked)
+        elif isinstance(message, Refused):
+            self._fail(f"shard 0 refused: {message.reason}")
+
+    def _introduce(self) -> None:
+        assert self.client is not None
+        hello = Hello(version=VERSION, run=self._run, role="hub", pid=os.getpid())
+        self.client.send(encode(hello))
+        for worker, incarnation in sorted(self._asked):
+            self._send_fence(worker, incarnation)
+
+    def _send_fence(self, worker: int, incarnation: int) -> None:
+        assert self.client is not None
+        self.client.send(encode(Fence(worker=worker, incarnation=incarnation)))
+
+    def _fail(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._failed(line)

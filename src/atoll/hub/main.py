@@ -1,0 +1,107 @@
+"""The hub's process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from atoll.core.errors import UserError
+from atoll.core.events import AnyEvent, Decided, EventBus
+from atoll.hub.decisions import Decisions
+from atoll.hub.service import LIMIT, Hub
+from atoll.net.endpoint import Server
+from atoll.net.keys import read_keys
+from atoll.store.members import RANKS, Membership
+
+ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
+DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
+HEARTBEAT = 1.0  # seconds
+PATIENCE = 10.0  # seconds
+SHARDS = 4096  # the most
+
+
+def serve(
+    listen: str = DEFAULT_LISTEN,
+    keys_file: str | os.PathLike[str] | None = None,
+    run: str = "",
+    workers: int = 1,
+    shards: int = 1,
+    folder: str | os.PathLike[str] | None = None,
+    patience: float = PATIENCE,
+    heartbeat: float = HEARTBEAT,
+    *,
+    until: Callable[[], bool] = lambda: False,
+    ready: Callable[[str], None] = lambda _address: None,
+) -> None:
+    """Be the hub of a run that begins with `workers` workers and has `shards` shards.
+
+    `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
+    `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
+    others may connect. `patience`: seconds of silence after which a worker counts as dead; `heartbeat`: how
+    often they are to be heard. It ends when `until` says so, or by a signal. Raises UserError for input that
+    is wrong, a port in use too.
+    """
+    _check(workers, shards, patience, heartbeat)
+    keys = read_keys(keys_file) if keys_file else None
+    run = run or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    with Server(listen, keys, limit=LIMIT, name="hub") as server:
+        where = None if not folder else Path(folder)
+        bus = EventBus()
+        bus.subscribe(_show)
+        decisions = Decisions(where, bus)
+        hub = Hub(
+            server,
+            Membership(workers, patience, shards),
+            decisions,
+            run=run,
+            heartbeat=heartbeat,
+            keys=keys,
+        )
+        try:
+            decisions.add(
+                "hub",
+                f"listens at {server.address}",
+                f"run {run!r} of {workers} workers and {shards} shards, "
+                + ("with keys" if keys else "without keys: only this machine can reach it"),
+            )
+            if where is not None:
+                _leave_address(where, server.address)
+            ready(server.address)
+            hub.serve(until)
+        finally:
+            hub.close()
+            decisions.close()
+
+
+def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None:
+    if not 1 <= workers <= RANKS:
+        raise UserError(f"a run of {workers} workers: from 1 to {RANKS}")
+    if not 1 <= shards <= SHARDS:
+        raise UserError(f"a run of {shards} shards: from 1 to {SHARDS}")
+    if not 0 < heartbeat < patience / 2:
+        raise UserError(
+            f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
+            "than two heartbeats"
+        )
+
+
+def _leave_address(folder: Path, address: str) -> None:
+    path, beside = folder / ADDRESS_FILE, folder / f"{ADDRESS_FILE}.new"
+    try:
+        beside.write_text(address + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the hub's address: {error.strerror}") from None
+
+
+def _show(event: AnyEvent) -> None:
+    if isinstance(event, Decided):
+        at = time.strftime("%H:%M:%S", time.localtime(event.time))
+        try:
+            print(f"{at} {event.what}: {event.choice} ({event.reason})", flush=True)
+        except BrokenPipeError:  # nobody reads it any more; the hub goes on
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115

@@ -1,0 +1,159 @@
+"""The processes of a run with a parameter server on this machine: hub, shards, and each worker on its own.
+
+Each worker is a launch of its own, so that one can die and the others go on; `torchrun` on several machines
+does the same (docs/several-machines.md). A launch of one process needs nothing of torchrun's agent, so none
+is started here: that saves seconds of every worker's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
+from atoll.core.errors import RunError
+from atoll.launch.launcher import WorkerEnd, write_ends
+from atoll.observe.rundir import RunDirectory
+
+START_SECONDS = 60.0  # for the hub to say where it listens
+_POLL_SECONDS = 0.05
+_SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
+
+
+class ServedLaunch:
+    """Looks, to its watcher, like a launcher's process: `poll`, `send_signal`, `kill`, `wait`, `returncode`.
+
+    It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
+    the script's; one that was killed is left out, and the others go on.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, config: Config, script: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self._directory, self._config = directory, config
+        self._environment = {**environment, RUN_VARIABLE: directory.path.name}
+        self.returncode: int | None = None
+        self._services: dict[str, subprocess.Popen[bytes]] = {}
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._ends: list[WorkerEnd] = []
+        self._start(script)
+
+    def _start(self, script: Sequence[str]) -> None:
+        count, shards = self._config.run.workers, self._config.run.shards
+        folder = self._directory.path / "service"
+        folder.mkdir(exist_ok=True)
+        where = folder / "hub.address"
+        where.unlink(missing_ok=True)
+        common = ["--run", self._directory.path.name, "--directory", str(folder)]
+        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *common])
+        # Shards and workers import torch, which takes longest: none waits for another to have done so.
+        address = self._address_in(where)
+        for shard in range(shards):
+            arguments = ["--hub", address, "--shard", str(shard), *common]
+            arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
+            if self._config.server.optimizer:
+                arguments += ["--optimizer", self._config.server.optimizer]
+            self._serve(f"server-{shard}", arguments)
+        for rank in range(count):
+            self._workers.append(self._worker(rank, script, address))
+
+    def _serve(self, name: str, arguments: Sequence[str]) -> None:
+        """Start the hub or a shard, with a log of its own."""
+        kind = name.partition("-")[0]
+        with (self._directory.logs / f"{name}.log").open("wb") as log:
+            self._services[name] = subprocess.Popen(
+                [sys.executable, "-m", "atoll.launch.service", kind, *arguments],
+                env={**self._environment, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _worker(self, rank: int, script: Sequence[str], address: str) -> subprocess.Popen[bytes]:
+        count = str(self._config.run.workers)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        with self._directory.launcher_log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "atoll.launch.worker", *script],
+                env={**self._environment, **place, HUB_VARIABLE: address, RANK_VARIABLE: str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _address_in(self, path: Path) -> str:
+        """The address that the hub has written to `path`, once it listens."""
+        until = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                if address := path.read_text(encoding="utf-8").strip():
+                    return address
+            ended = self._services["hub"].poll()
+            if ended is not None or time.monotonic() > until:
+                self.kill()
+                said = "ended" if ended is not None else f"did not listen within {START_SECONDS:g} s"
+                raise RunError(f"the hub {said}; its log is {self._directory.logs / 'hub.log'}")
+            time.sleep(_POLL_SECONDS)
+
+    # What a watcher asks of a launcher
+
+    def poll(self) -> int | None:
+        """The status, once all workers have ended; None before."""
+        if self.returncode is not None:
+            return self.returncode
+        for rank, worker in enumerate(self._workers):
+            ended = worker.poll()
+            if ended and rank not in {end.worker for end in self._ends}:
+                self._ends.append(WorkerEnd(rank, worker.pid, ended))
+                write_ends(self._ends, self._directory.ends)
+                if ended > 0:
+                    self._stop_workers()
+        if all(worker.returncode is not None for worker in self._workers):
+            self._finish(self._status())
+        elif any(service.poll() is not None for service in self._services.values()):
+            self._stop_workers()
+            self._finish(_SERVICE_ENDED)
+        return self.returncode
+
+    def _status(self) -> int:
+        codes = [worker.returncode for worker in self._workers]
+        if any(code > 0 for code in codes) or not any(code == 0 for code in codes):
+            return 1
+        return 0  # those that were killed were left out, and the others have finished
+
+    def _finish(self, status: int) -> None:
+        self.returncode = status
+        for service in self._services.values():
+            service.terminate()
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            if worker.poll() is None:
+                worker.terminate()
+
+    def send_signal(self, signum: int) -> None:
+        """Hand a signal on to every worker."""
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.send_signal(signum)
+
+    def kill(self) -> None:
+        """End what is left, by force."""
+        for process in (*self._workers, *self._services.values()):
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return when every process has ended."""
+        for process in (*self._workers, *self._services.values()):
+            process.wait()
+        if self.returncode is None:
+            self.returncode = self._status()
+        return self.returncode

@@ -1,0 +1,1 @@
+"""The only sockets: ZeroMQ endpoints with CURVE, keys, and requests with deadlines."""

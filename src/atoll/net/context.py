@@ -1,0 +1,135 @@
+"""The process's one ZeroMQ context, made when it is first needed, and the keeper of its doors.
+
+A forked child begins without one: its parent's sockets and threads are not its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+from zmq.utils import garbage
+
+_IO_THREADS = 1
+_FINISH_SECONDS = 2.0
+
+_lock = threading.Lock()
+_context: zmq.Context[zmq.Socket[bytes]] | None = None
+_allowed: dict[bytes, bytes] = {}  # ZAP domain -> the client's public key, 32 bytes
+_keeper: threading.Thread | None = None
+_open: set[Closable] = set()
+_generation = 0
+
+
+def context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The context of this process."""
+    global _context
+    with _lock:
+        if _context is None:
+            _context = zmq.Context(_IO_THREADS)
+        return _context
+
+
+def generation() -> int:
+    """How many forks lie between this process and the first one: a socket works in its own only."""
+    return _generation
+
+
+class Closable(Protocol):
+    """What an endpoint is to its context."""
+
+    user: int  # the thread that used it last
+
+    def abandon(self) -> None: ...
+
+
+def opened(endpoint: Closable) -> None:
+    """An endpoint was opened; its close calls `closed`."""
+    with _lock:
+        _open.add(endpoint)
+
+
+def closed(endpoint: Closable) -> None:
+    with _lock:
+        _open.discard(endpoint)
+
+
+def admit(domain: bytes, client: bytes) -> None:
+    """At the servers of this ZAP domain, let in whoever has this public key (32 bytes), and nobody else."""
+    global _keeper
+    door = context()
+    with _lock:
+        _allowed[domain] = client
+        if _keeper is None:
+            requests = door.socket(zmq.REP)
+            requests.linger = 0
+            requests.bind("inproc://zeromq.zap.01")  # by ZeroMQ RFC 27
+            _keeper = threading.Thread(target=_keep_doors, args=(requests,), name="atoll-keys", daemon=True)
+            _keeper.start()
+
+
+def dismiss(domain: bytes) -> None:
+    """The servers of this domain are closed."""
+    with _lock:
+        _allowed.pop(domain, None)
+
+
+def _keep_doors(requests: zmq.Socket[bytes]) -> None:
+    """Answer ZAP requests (RFC 27) until the context ends."""
+    with suppress(zmq.ContextTerminated):
+        while True:
+            requests.send_multipart(_answer(requests.recv_multipart()))
+    requests.close(linger=0)
+
+
+def _answer(request: list[bytes]) -> list[bytes]:
+    # version, request id, domain, address, identity, mechanism, credentials...
+    number = request[1] if len(request) > 1 else b""
+    good = (
+        len(request) == 7
+        and request[0] == b"1.0"
+        and request[5] == b"CURVE"
+        and _allowed.get(request[2]) == request[6]
+    )
+    status = [b"200", b"OK"] if good else [b"400", b"another key"]
+    return [b"1.0", number, *status, b"", b""]
+
+
+def _forget() -> None:
+    """In a forked child: the threads are gone, and the sockets are the parent's."""
+    global _lock, _context, _keeper, _generation
+    _lock = threading.Lock()
+    _context, _keeper = None, None
+    _allowed.clear()
+    _open.clear()
+    _generation += 1
+
+
+@atexit.register
+def _finish() -> None:
+    """Let closed endpoints send what they still hold (no longer than their linger), and drop what open ones
+    hold: what is sent without a copy must not be sent any more when its memory goes.
+
+    Runs before pyzmq's own end of what it holds for sends without a copy (`garbage`, imported above), as
+    handlers run last first; a message that is freed after that would crash the process.
+    """
+    if _context is None:
+        return
+    running = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    for endpoint in list(_open):
+        if endpoint.user not in running:
+            endpoint.abandon()
+    if not _open:
+        _context.term()
+    # With an endpoint open in a thread that goes on, term would wait for ever.
+    end = time.monotonic() + _FINISH_SECONDS
+    while garbage.gc.refs and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+os.register_at_fork(after_in_child=_forget)

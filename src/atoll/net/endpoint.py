@@ -1,0 +1,495 @@
+"""Servers and clients: ZeroMQ sockets that carry a header and perhaps a payload.
+
+An endpoint belongs to one thread at a time, and to the process that made it. Payloads are not copied on
+arrival: the memoryview keeps the message alive.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import itertools
+import math
+import re
+import socket as sockets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from atoll.core.errors import RunError, UserError
+from atoll.net import context as process
+from atoll.net.keys import Keys
+from atoll.wire.messages import HEADER_BYTES
+
+Buffer: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a numpy array
+Offered: TypeAlias = Literal["sent", "full", "gone"]
+
+SERVER_INCOMING = 32  # messages of one client that wait here; then its own queue fills
+SERVER_OUTGOING = 4096  # messages that wait for one client; beyond, they are dropped
+CLIENT_INCOMING = 64
+CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owner has them
+CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
+_HANDSHAKE_SECONDS = 10.0
+_RECONNECT_SECONDS = (0.1, 1.0)  # first and longest pause
+_PROBE_SECONDS = 0.5
+_PROBE_PAUSE_SECONDS = 2.0
+_HANGS_UP = "it takes connections and closes them at once"
+_NOT_YET = "not connected yet"
+_MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+_domains = itertools.count()
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a server got: `peer` is good for answers while that connection lasts."""
+
+    peer: bytes
+    header: bytes
+    payload: memoryview | None
+
+
+class Endpoint:
+    """What servers and clients share; `name` ("hub", "shard 1") and `address` stand in every error."""
+
+    def __init__(self, kind: int, address: str, name: str) -> None:
+        self.address, self.name = address, name
+        self.dropped = 0  # messages that were no header, or header and payload
+        self._generation = process.generation()
+        self._closed = False
+        self._socket: zmq.Socket[bytes] = process.context().socket(kind)
+        self._monitor: zmq.Socket[bytes] | None = None
+        self.user = threading.get_ident()
+        process.opened(self)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _take(self) -> list[zmq.Frame] | None:
+        """The frames of the next message, up to three: a third says that there were more than two.
+        None if there is no message."""
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+        most = 3 + (self._socket.type == zmq.ROUTER)  # who sent it stands before the rest
+        while frames[-1].more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) < most:
+                frames.append(frame)
+            else:
+                frames[-1] = frame  # read on to the message's end, and keep nothing
+        return frames
+
+    def _wait(self, until: float) -> bool:
+        """Whether something came before the monotonic time `until`."""
+        return bool(self._socket.poll(_milliseconds(until - time.monotonic())))
+
+    def _alive(self) -> zmq.Socket[bytes]:
+        if self._generation != process.generation():
+            raise RunError(
+                f"{self.name} at {self.address}: a forked process cannot use its parent's connection"
+            )
+        if self._closed:
+            raise RunError(f"{self.name} at {self.address}: the connection is closed")
+        self.user = threading.get_ident()
+        return self._socket
+
+    def abandon(self) -> None:
+        """Close at once, and drop what is unsent."""
+        if not self._closed:
+            self._end(0)
+
+    def _end(self, linger: float) -> None:
+        self._closed = True
+        if self._generation != process.generation():
+            return  # the parent's
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._socket.close(linger=_milliseconds(linger))
+        process.closed(self)
+
+
+_Self = TypeVar("_Self", bound=Endpoint)
+
+
+class Server(Endpoint):
+    """Listens at `address` ("tcp://127.0.0.1:5555"; port 0: any free one, see `.address`; "ipc:///path").
+
+    With `keys`, only clients with the same keys are let in. Without, the address must be this machine's own
+    alone. `limit` is the largest frame in bytes: a client that sends a larger one loses its connection.
+
+    What waits here of one client is bounded in whole messages. libzmq has no bound for a message whose frames
+    never end: whoever is let in (on this machine anyone, where there are no keys) could fill the memory.
+
+    Raises UserError for an address that is in use, not ours, or in need of keys.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, *, limit: int, name: str) -> None:
+        _check_address(address, name)
+        if keys is None and not _is_local(address):
+            raise UserError(
+                f"{name}: other machines can reach {address}, so a key file is needed: make one with "
+                "`atoll keys FILE`, or listen at tcp://127.0.0.1:PORT"
+            )
+        super().__init__(zmq.ROUTER, address, name)
+        self._limit = limit
+        self._domain = b"atoll-%d" % next(_domains)
+        try:
+            self._open(keys, limit)
+        except BaseException:
+            self._end(0)
+            raise
+
+    def _open(self, keys: Keys | None, limit: int) -> None:
+        door = self._socket
+        _tune(door, self.address, limit, SERVER_INCOMING, SERVER_OUTGOING)
+        door.linger = 0
+        door.router_mandatory = True
+        if keys is not None:
+            door.zap_domain = self._domain
+            door.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its keeper, nobody is let in
+            door.curve_server = True
+            door.curve_secretkey = keys.server_secret.encode("ascii")
+            door.curve_publickey = keys.server_public.encode("ascii")
+            process.admit(self._domain, z85.decode(keys.client_public))
+        self._monitor = door.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        try:
+            door.bind(self.address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
+        except zmq.ZMQError as error:
+            raise UserError(f"{self.name}: {_why_not_bound(self.address, error)}") from None
+        self.address = door.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
+
+    def receive(self, timeout: float) -> Received | None:
+        """The next message, waiting for up to `timeout` seconds."""
+        self._alive()
+        until = time.monotonic() + timeout
+        while True:
+            frames = self._take()
+            if frames is None:
+                if not self._wait(until):
+                    return None
+            elif 2 <= len(frames) <= 3 and len(frames[1]) <= HEADER_BYTES:
+                payload = frames[2].buffer if len(frames) == 3 else None
+                return Received(frames[0].bytes, frames[1].bytes, payload)
+            else:
+                self.dropped += 1
+                if time.monotonic() > until:
+                    return None  # endless nonsense does not keep the server from its other work
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None, *, copy: bool = True) -> bool:
+        """Send, never waiting; False where the peer is gone or too much waits for it: then nothing is sent.
+
+        With copy=False the payload must stay unchanged until the peer has answered to it.
+        """
+        return self.offer(peer, header, payload, copy=copy) == "sent"
+
+    def offer(
+        self, peer: bytes, header: bytes, payload: Buffer | None = None, *, copy: bool = True
+    ) -> Offered:
+        """As `send`, and tells why not: "full" (try again later) or "gone" (that connection is no more)."""
+        door = self._alive()
+        _check_size(self, header, payload, self._limit)
+        try:
+            # The first frame decides: a router takes all frames of a message or none.
+            door.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EHOSTUNREACH, errno.ENOTCONN, errno.EINVAL):
+                return "gone"
+            raise
+        _send_all(door, header, payload, copy)
+        return "sent"
+
+    def close(self) -> None:
+        """Stop listening, drop what is unsent; the port is free when this returns."""
+        if self._closed:
+            return
+        if self._generation == process.generation():
+            try:
+                self._socket.unbind(self.address)
+                assert self._monitor is not None
+                if self._monitor.poll(1000):
+                    recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.ZMQError:
+                pass  # not bound, after all
+            process.dismiss(self._domain)
+        self._end(0)
+
+
+class Client(Endpoint):
+    """Connects to a server, and again when the connection is lost; messages sent meanwhile wait.
+
+    It does not wait for the connection: `connected` tells, and `check` raises what will not get better.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, *, limit: int, name: str) -> None:
+        _check_address(address, name)
+        if keys is None and not _is_local(address):
+            raise UserError(f"{name} at {address} is on another machine, so the run's key file is needed")
+        super().__init__(zmq.DEALER, address, name)
+        self._losses = 0
+        self._keys = keys
+        self._limit = limit
+        self._linked = False
+        self._refusal = ""  # why it will never take us
+        self._trouble = _NOT_YET
+        self._unclear = False  # a handshake ended, and its event does not say why
+        self._handshake_began: float | None = None
+        self._next_probe = 0.0
+        try:
+            self._open(keys, limit)
+        except BaseException:
+            self._end(0)
+            raise
+
+    def _open(self, keys: Keys | None, limit: int) -> None:
+        link = self._socket
+        _tune(link, self.address, limit, CLIENT_INCOMING, CLIENT_OUTGOING)
+        link.linger = _milliseconds(CLOSING_SECONDS)
+        link.reconnect_ivl, link.reconnect_ivl_max = (_milliseconds(pause) for pause in _RECONNECT_SECONDS)
+        if keys is not None:
+            link.curve_serverkey = keys.server_public.encode("ascii")
+            link.curve_secretkey = keys.client_secret.encode("ascii")
+            link.curve_publickey = keys.client_public.encode("ascii")
+        self._monitor = link.get_monitor_socket()
+        try:
+            link.connect(self.address)
+        except zmq.ZMQError as error:
+            raise UserError(f"{self.name}: cannot connect to {self.address}: {error.strerror}") from None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection stands: the other side has let us in."""
+        self._watch()
+        return self._linked
+
+    @property
+    def losses(self) -> int:
+        """How many connections were made and lost: what was sent just before one may be lost too."""
+        self._watch()
+        return self._losses
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection, in words ("nothing listens there"); empty when there is one."""
+        self._watch()
+        return "" if self._linked else self._trouble
+
+    def check(self) -> None:
+        """Raises UserError when the other side refuses the key, or is no Atoll at all.
+
+        May take a second, now and then, where there is no connection and it is not clear why.
+        """
+        self._watch()
+        if self._refusal:
+            raise UserError(self._refusal)
+
+    def send(self, header: bytes, payload: Buffer | None = None) -> None:
+        """Send, never waiting. The payload is not copied: it must stay unchanged until the other side has
+        answered. Raises RunError when far too many messages wait already."""
+        link = self._alive()
+        _check_size(self, header, payload, self._limit)
+        try:
+            _send_all(link, header, payload, copy=False)
+        except zmq.Again:
+            self.check()  # who is refused has no queue
+            why = self.trouble or "it does not read them"
+            raise RunError(
+                f"{CLIENT_OUTGOING} messages wait for {self.name} at {self.address}: {why}"
+            ) from None
+
+    def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
+        """The next header and payload, waiting for up to `timeout` seconds."""
+        self._alive()
+        until = time.monotonic() + timeout
+        while True:
+            frames = self._take()
+            if frames is None:
+                if not self._wait(until):
+                    return None
+            elif len(frames) <= 2 and len(frames[0]) <= HEADER_BYTES:
+                return frames[0].bytes, frames[1].buffer if len(frames) == 2 else None
+            else:
+                self.dropped += 1
+
+    def close(self) -> None:
+        """Close; what is still unsent goes out in the background, for up to a second."""
+        if not self._closed:
+            self._end(CLOSING_SECONDS)
+
+    def _watch(self) -> None:
+        """Take in what happened to the connection since the last look."""
+        if self._closed or self._monitor is None or self._generation != process.generation():
+            return
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            self._note(int(event["event"]), int(event["value"]))
+        now = time.monotonic()
+        slow = self._handshake_began is not None and now > self._handshake_began + _PROBE_SECONDS
+        if (self._unclear or slow) and not self._linked and not self._refusal and now >= self._next_probe:
+            self._unclear = False
+            self._probe()
+            self._next_probe = time.monotonic() + _PROBE_PAUSE_SECONDS
+
+    def _note(self, event: int, value: int) -> None:
+        if event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED):
+            self._handshake_began = time.monotonic() if event == zmq.EVENT_CONNECTED else None
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._linked, self._unclear, self._refusal, self._trouble = True, False, "", ""
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._refuse("refuses this key")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
+            no_key = self._keys is None
+            self._refuse(
+                "wants a key: give the run's key file" if no_key else "takes no key: it was started without"
+            )
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._losses += self._linked
+            # Before the end of a handshake there are several causes: see _probe.
+            self._unclear = self._unclear or not self._linked
+            self._trouble = "the connection was lost" if self._linked else self._trouble
+            self._linked = False
+        elif self._refusal:
+            return
+        elif event == zmq.EVENT_CLOSED:
+            self._trouble = "nothing listens there"
+        elif event == zmq.EVENT_CONNECT_RETRIED and self._trouble == _NOT_YET:
+            self._trouble = "no such machine, or no way to it"  # a socket was never made
+        elif event == zmq.EVENT_CONNECTED and self._trouble != _HANGS_UP:
+            self._trouble = "it takes connections and answers nothing"
+
+    def _refuse(self, how: str) -> None:
+        self._linked, self._trouble = False, f"it {how}"
+        self._refusal = f"{self.name} at {self.address} {how}"
+
+    def _probe(self) -> None:
+        """Ask the port what it is. A server with another key hangs up without a word, and so does a tunnel
+        to a server that is not up yet: the first ten bytes tell, which every ZeroMQ sends at once (RFC 23).
+        """
+        greeting = _greeting_of(self.address)
+        if greeting is None:
+            return  # silence: perhaps it comes yet
+        if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
+            if self._keys is not None:
+                self._refuse("refuses this key")
+        elif greeting:
+            self._refuse("speaks no Atoll")
+        else:
+            self._trouble = _HANGS_UP
+
+
+def poll(endpoints: Sequence[_Self], timeout: float) -> list[_Self]:
+    """Those that have something to receive, waiting for up to `timeout` seconds for one."""
+    poller = zmq.Poller()
+    for endpoint in endpoints:
+        poller.register(endpoint._alive(), zmq.POLLIN)
+    ready = {socket for socket, _ in poller.poll(_milliseconds(timeout))}
+    return [endpoint for endpoint in endpoints if endpoint._socket in ready]
+
+
+def _tune(link: zmq.Socket[bytes], address: str, limit: int, incoming: int, outgoing: int) -> None:
+    link.maxmsgsize = limit
+    link.rcvhwm, link.sndhwm = incoming, outgoing
+    link.handshake_ivl = _milliseconds(_HANDSHAKE_SECONDS)
+    link.ipv6 = "[" in address
+    # A machine that vanishes without a word: its connection ends after two minutes of silence.
+    link.tcp_keepalive, link.tcp_keepalive_idle = 1, 60
+    link.tcp_keepalive_intvl, link.tcp_keepalive_cnt = 10, 6
+
+
+def _send_all(link: zmq.Socket[bytes], header: bytes, payload: Buffer | None, copy: bool) -> None:
+    if payload is None:
+        link.send(header, zmq.NOBLOCK)
+    else:
+        link.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        link.send(_flat(payload), zmq.NOBLOCK, copy=copy)
+
+
+def _check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
+    """The other side would cut the connection, and nobody would know why."""
+    size = max(len(header), 0 if payload is None else memoryview(payload).nbytes)
+    if size > limit:
+        raise RunError(
+            f"{endpoint.name} at {endpoint.address}: a message of {size} bytes, where {limit} is the most"
+        )
+
+
+def _flat(payload: Buffer) -> memoryview | bytes:
+    view = memoryview(payload)
+    return view.cast("B") if view.nbytes else b""
+
+
+def _milliseconds(seconds: float) -> int:
+    """For ZeroMQ, rounded up, since a wait of 0 would be a spin; -1 is for ever."""
+    return -1 if seconds == math.inf else max(0, min(math.ceil(seconds * 1000), 2**31 - 1))
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^\[\]/;:]+)):(\d{1,5}|\*)", address)
+    port = int(found[3].replace("*", "0")) if found else 0
+    return (found[1] or found[2], port) if found and port < 2**16 else None
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this machine's processes can reach the address."""
+    place = _host_and_port(address)
+    if place is None or place[0] == "localhost":
+        return True  # a path
+    try:
+        return ipaddress.ip_address(place[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_address(address: str, name: str) -> None:
+    if _host_and_port(address) is None and not address.startswith("ipc://"):
+        raise UserError(f"{name}: {address!r} is no address; write tcp://HOST:PORT or ipc://PATH")
+
+
+def _why_not_bound(address: str, error: zmq.ZMQError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"another process listens at {address} already; give another port, or stop that one"
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return f"cannot listen at {address}: no address of this machine"
+    return f"cannot listen at {address}: {error.strerror}"
+
+
+def _greeting_of(address: str) -> bytes | None:
+    """The first bytes that whoever listens at `address` says unasked; empty where it hangs up, None where it
+    is silent."""
+    place = _host_and_port(address)
+    try:
+        if place is not None:
+            link = sockets.create_connection(place, _PROBE_SECONDS)
+        else:
+            link = sockets.socket(sockets.AF_UNIX)
+            link.settimeout(_PROBE_SECONDS)
+            link.connect(address.removeprefix("ipc://"))
+        with link:
+            try:
+                return link.recv(10)
+            except TimeoutError:
+                link.sendall(b"\r\n\r\n")  # a web server waits to be asked
+                return link.recv(10)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""

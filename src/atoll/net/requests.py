@@ -1,0 +1,89 @@
+"""Ask and wait for the answer, with a deadline whose error says who was waited for, on what, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.net.endpoint import Buffer, Client
+from atoll.wire.messages import AnyMessage, Message, Refused, WireError, decode_untrusted, encode
+
+_LOOK_SECONDS = 0.1  # how often the connection's state is looked at while waiting
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class RefusedError(UserError):
+    """The other side said no; the line is its reason."""
+
+
+def ask(
+    client: Client,
+    message: AnyMessage,
+    expected: type[Answer] | tuple[type[Answer], ...],
+    deadline: float,
+    what: str,
+    payload: Buffer | None = None,
+    aside: Callable[[AnyMessage, memoryview | None], None] | None = None,
+) -> tuple[Answer, memoryview | None]:
+    """Send `message` and return the first answer of an `expected` type, and its payload.
+
+    `deadline` is in seconds from now; `what` ends "waited 3 s for NAME at ADDRESS on ...". Messages of other
+    types go to `aside`, or are dropped. Raises RefusedError when the other side refuses, UserError when it
+    does not let us in, DeadlineError, and PeerLostError when the connection is lost: the other side may then
+    have the message or not.
+    """
+    client.check()
+    losses = client.losses
+    client.send(encode(message), payload)
+    return wait_for(client, expected, deadline, what, losses, aside)
+
+
+def wait_for(
+    client: Client,
+    expected: type[Answer] | tuple[type[Answer], ...],
+    deadline: float,
+    what: str,
+    losses: int,
+    aside: Callable[[AnyMessage, memoryview | None], None] | None = None,
+) -> tuple[Answer, memoryview | None]:
+    """The waiting of `ask`, for what was asked before; `losses` is `client.losses` at the time of asking."""
+    start = time.monotonic()
+    while True:
+        left = start + deadline - time.monotonic()
+        received = client.receive(max(0.0, min(left, _LOOK_SECONDS)))
+        if received is None:
+            client.check()
+            if client.losses != losses and (received := client.receive(0)) is None:
+                raise PeerLostError(
+                    f"the connection to {client.name} at {client.address} was lost while waiting for {what}"
+                )
+        if received is not None:
+            answer = _decode(client, received[0])
+            if isinstance(answer, expected):
+                return answer, received[1]
+            if aside is not None:
+                aside(answer, received[1])
+        if left <= 0:
+            raise DeadlineError(late(client, deadline, what))
+
+
+def late(client: Client, deadline: float, what: str) -> str:
+    """The line of a DeadlineError."""
+    trouble = f"; {client.trouble}" if client.trouble else ""
+    return (
+        f"waited {deadline:.1f} s for {client.name} at {client.address} on {what} "
+        f"(deadline sync.timeout, {deadline:g} s{trouble})"
+    )
+
+
+def _decode(client: Client, header: bytes) -> Any:
+    try:
+        answer = decode_untrusted(header)
+    except WireError as error:
+        raise RunError(f"{client.name} at {client.address} sent {error}") from None
+    if isinstance(answer, Refused):
+        raise RefusedError(f"{client.name} at {client.address} refused: {answer.reason}")
+    return answer

@@ -1,0 +1,128 @@
+"""A shard's own connections: to the hub, and to the shard that keeps the log."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from atoll.core.errors import PeerLostError, RunError
+from atoll.net.endpoint import Client
+from atoll.net.keys import Keys
+from atoll.net.requests import RefusedError, ask
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Entry,
+    Follow,
+    Heartbeat,
+    Hello,
+    Refused,
+    Shards,
+    Staged,
+    Welcome,
+    WhereAreShards,
+    decode_untrusted,
+    encode,
+)
+
+_FRAME = 2**26  # bytes: no tensor comes this way
+_GRACE = 2.0  # seconds
+
+
+class HubLink:
+    """The connection to the hub. `timeout` is for how many seconds its welcome is waited for."""
+
+    def __init__(
+        self, address: str, keys: Keys | None, *, run: str, shard: int, own: str, timeout: float
+    ) -> None:
+        self.client = Client(address, keys, limit=_FRAME, name="hub")
+        self.addresses: list[str] = []  # the shards', once all are there
+        hello = Hello(version=VERSION, run=run, role="shard", shard=shard, address=own, pid=os.getpid())
+        try:
+            self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
+        except BaseException:
+            self.client.close()
+            raise
+        self.next_beat = 0.0  # by the monotonic clock
+        self.client.send(encode(WhereAreShards()))
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between heartbeats."""
+        return self.welcome.heartbeat or 1.0
+
+    def beat(self, now: float, steps: int) -> None:
+        """Tell the hub that this shard lives, if it is time."""
+        if now >= self.next_beat:
+            self.next_beat = now + self.heartbeat
+            if self.client.connected:  # a hub that is gone needs no queue of these
+                self.client.send(encode(Heartbeat(incarnation=self.welcome.incarnation, iteration=steps)))
+
+    def take(self) -> None:
+        """Take what the hub has sent. Raises RefusedError when it refuses."""
+        while (received := self.client.receive(0)) is not None:
+            message = decode_untrusted(received[0])
+            if isinstance(message, Shards):
+                self.addresses = list(message.addresses)
+            elif isinstance(message, Refused):
+                raise RefusedError(f"hub at {self.client.address} refused: {message.reason}")
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class LogLink:
+    """A following shard's connection to shard 0. `apply(sequence, entry)` takes each line."""
+
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None,
+        *,
+        run: str,
+        shard: int,
+        apply: Callable[[Entry], None],
+    ) -> None:
+        self.client = Client(address, keys, limit=_FRAME, name="shard 0")
+        self._shard, self._apply = shard, apply
+        self._lost_at = 0.0
+        self._send(Hello(version=VERSION, run=run, role="shard", shard=shard, pid=os.getpid()))
+
+    def follow(self, after: int) -> None:
+        """Ask for the log's lines from this sequence number on."""
+        self._send(Follow(shard=self._shard, after=after))
+
+    def staged(self, worker: int, incarnation: int, iteration: int) -> None:
+        """Tell the log that a contribution is whole here."""
+        self._send(Staged(shard=self._shard, worker=worker, incarnation=incarnation, iteration=iteration))
+
+    def take(self) -> None:
+        """Take what has come. Raises RunError when the log refuses, PeerLostError when it is gone."""
+        while (received := self.client.receive(0)) is not None:
+            message = decode_untrusted(received[0])
+            if isinstance(message, Entry):
+                self._apply(message)
+            elif isinstance(message, Refused):
+                raise RunError(f"shard 0 at {self.client.address} refused: {message.reason}")
+        self.client.check()
+        if not self.client.losses:
+            return
+        # At the end of a run all shards are told to stop, and the one that keeps the log may be the first.
+        self._lost_at = self._lost_at or time.monotonic()
+        if time.monotonic() - self._lost_at > _GRACE:
+            raise PeerLostError(
+                f"the connection to shard 0 at {self.client.address}, which keeps the log, was lost"
+            )
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _send(self, message: AnyMessage) -> None:
+        self.client.send(encode(message))
+
+
+def earliest(times: Sequence[float | None], most: float) -> float:
+    """How many seconds to wait until the first of these monotonic times: at least 0, at most `most`."""
+    now = time.monotonic()
+    return max(0.0, min([most, *(each - now for each in times if each is not None)]))

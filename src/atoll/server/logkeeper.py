@@ -1,0 +1,186 @@
+"""Shard 0's second part: it keeps the log, and the meetings of the workers.
+
+Each Setup begins a new generation of the log (`session.load` brings another state). Sequence numbers tell the
+generations apart, so that shards that are set up a moment sooner or later never mix their lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+import msgspec
+
+from atoll.server.peers import Peers
+from atoll.store.entries import Entry, encode_entry
+from atoll.store.log import CommitLog
+from atoll.store.outcomes import Meeting, Outcome
+from atoll.wire import messages
+from atoll.wire.messages import Setup
+
+Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
+IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
+_GENERATION = 2**32  # sequence numbers of one generation
+_KEPT = 10_000  # lines that a follower who lost its connection may still ask for
+
+
+def sequence_of(generation: int, index: int) -> int:
+    return generation * _GENERATION + index
+
+
+class LogKeeper:
+    """`apply(sequence, entry)` takes each new line for this shard; the run begins with `workers` workers."""
+
+    def __init__(self, workers: int, peers: Peers, apply: Outgoing) -> None:
+        self._peers, self._apply = peers, apply
+        # Workers meet before they say what they train. Asynchronous: who comes takes part at once.
+        self._meetings = CommitLog("asp", 0, workers, 1)
+        self._log: CommitLog | None = None
+        self._generation = 0
+        self._joined: dict[int, int] = {}  # worker -> its latest incarnation
+        self._fenced: dict[int, int] = {}
+        self._used_before: dict[tuple[int, int], list[messages.Used]] = {}  # by earlier generations' commits
+        self._parts: dict[int, memoryview | None] = {}  # what was brought to meetings, by handle
+        self._handles = 0
+        self._follows: dict[int, int] = {}  # shard -> the generation that it follows
+        self._ahead: list[tuple[int, messages.AnyMessage]] = []  # by shards that are set up before this one
+
+    def set_up(self, setup: Setup, holders: Collection[int]) -> None:
+        """Begin the log anew; `holders` are the shards that hold trainable chunks."""
+        if self._log is not None:
+            for worker, incarnation in {**self._joined, **self._fenced}.items():
+                self._used_before[worker, incarnation] = self._log.fenced(worker, incarnation).used + (
+                    self._used_before.get((worker, incarnation), [])
+                )
+        self._generation += 1
+        self._log = CommitLog(
+            setup.consistency, setup.slack, setup.workers, setup.shards, setup.steps, holders, IN_FLIGHT
+        )
+        for worker, incarnation in sorted(self._fenced.items()):
+            self._act(self._log.handle_fence(worker, incarnation))
+        for worker, incarnation in sorted(self._joined.items()):
+            if not self._log.refusal(worker, incarnation):
+                self._act(self._log.handle_join(worker, incarnation))
+        ahead, self._ahead = self._ahead, []
+        for shard, message in ahead:
+            self.handle_shard(shard, message)
+
+    def handle_join(self, worker: int, incarnation: int) -> str:
+        """A worker has said Hello; returns why it may not take part."""
+        outcome = self._meetings.handle_join(worker, incarnation)
+        if outcome.refused:
+            return outcome.refused
+        self._joined[worker] = incarnation
+        self._act(outcome, entries=False)
+        return self._act(self._log.handle_join(worker, incarnation)) if self._log is not None else ""
+
+    def handle_fence(self, fence: messages.Fence) -> None:
+        """The hub gives a worker up, or it has left."""
+        worker, incarnation = fence.worker, fence.incarnation
+        self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
+        self._act(self._meetings.handle_fence(worker, incarnation), entries=False)
+        answer = messages.Fenced(worker=worker, incarnation=incarnation, iteration=0, used=[])
+        if self._log is not None:
+            self._act(self._log.handle_fence(worker, incarnation))
+            answer = self._log.fenced(worker, incarnation)
+        before = self._used_before.get((worker, incarnation), [])
+        self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
+
+    def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
+        """A worker's word on its contribution; returns why it is refused."""
+        if self._log is None:
+            return "this shard is not set up yet"
+        if isinstance(message, messages.Commit):
+            return self._act(self._log.handle_commit(worker, message))
+        return self._act(self._log.handle_step(worker, message))
+
+    def handle_meet(self, worker: int, meet: messages.Meet, payload: memoryview | None) -> str:
+        """A worker comes to a meeting; returns why it is refused."""
+        self._handles += 1
+        self._parts[self._handles] = payload
+        return self._act(
+            self._meetings.handle_meet(worker, meet.incarnation, meet.number, meet.what, self._handles),
+            entries=False,
+        )
+
+    def handle_shard(self, shard: int, message: messages.AnyMessage) -> str:
+        """Another shard follows the log, or has staged a contribution."""
+        if isinstance(message, messages.Follow):
+            generation, after = divmod(message.after, _GENERATION)
+            if generation > self._generation:
+                self._hold(shard, message)
+                return ""
+            self._follows[shard] = generation
+            return self._send_from(shard, after) if generation == self._generation else ""
+        assert isinstance(message, messages.Staged)
+        if any(held == shard for held, _ in self._ahead):
+            self._hold(shard, message)
+            return ""
+        if self._follows.get(shard) != self._generation:
+            return ""  # of what was there before the latest Setup
+        return self.handle_staged(shard, message.worker, message.incarnation, message.iteration)
+
+    def _hold(self, shard: int, message: messages.AnyMessage) -> None:
+        if len(self._ahead) < _KEPT:
+            self._ahead.append((shard, message))
+
+    def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> str:
+        """A shard, this one too, has a whole contribution."""
+        assert self._log is not None
+        return self._act(self._log.handle_staged(shard, worker, incarnation, iteration))
+
+    def poll(self) -> None:
+        """Tell the hub what has been used; drop lines that nobody will ask for."""
+        if self._log is None:
+            return
+        if self._peers.hub is not None:
+            for news in self._log.poll_used():
+                self._peers.send(self._peers.hub, news)
+        if len(self._log.entries) >= 2 * _KEPT:
+            self._log.forget(self._log.next_sequence - _KEPT)
+
+    def waiting_for(self) -> list[str]:
+        """Who is waited for and on what, in words."""
+        return self._meetings.waiting_for() or (self._log.waiting_for() if self._log is not None else [])
+
+    def _send_from(self, shard: int, after: int) -> str:
+        assert self._log is not None
+        try:
+            lines = self._log.entries_from(after)
+        except ValueError as error:
+            return str(error)
+        for index, entry in lines:
+            self._send_line(shard, index, entry)
+        return ""
+
+    def _send_line(self, shard: int, index: int, entry: Entry) -> None:
+        line = messages.Entry(
+            sequence=sequence_of(self._generation, index), entry=msgspec.Raw(encode_entry(entry))
+        )
+        self._peers.send(self._peers.shard(shard), line)
+
+    def _act(self, outcome: Outcome, *, entries: bool = True) -> str:
+        """Do what the log's answer says; returns why it refused."""
+        for reply in outcome.replies:
+            self._peers.send(self._peers.worker(reply.worker, reply.incarnation), reply.message)
+        if entries and outcome.entries:
+            assert self._log is not None
+            first = self._log.next_sequence - len(outcome.entries)
+            for index, entry in enumerate(outcome.entries, start=first):
+                for shard, generation in self._follows.items():
+                    if generation == self._generation:
+                        self._send_line(shard, index, entry)
+                self._apply(sequence_of(self._generation, index), entry)
+        for meeting in outcome.met:
+            self._end_meeting(meeting)
+        for handle in outcome.released:
+            del self._parts[handle]
+        return outcome.refused
+
+    def _end_meeting(self, meeting: Meeting) -> None:
+        parts = [self._parts.pop(handle) for handle in meeting.handles]
+        sizes = [0 if part is None else part.nbytes for part in parts]
+        whole = b"".join(part for part in parts if part is not None)
+        met = messages.Met(number=meeting.number, workers=meeting.workers, sizes=sizes)
+        for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
+            self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)

@@ -1,0 +1,132 @@
+"""A shard's process: its keys, its door, its place at the hub, its folder; then it serves until it is told to
+stop."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from atoll.core.events import AnyEvent, Decided, Warned
+from atoll.net.endpoint import Server
+from atoll.net.keys import read_keys
+from atoll.observe.journal import Journal
+from atoll.server.links import HubLink
+from atoll.server.shard import Shard
+from atoll.server.snapshot import Snapshots
+
+LARGEST_FRAME = 2**31 - 1  # bytes
+_JOURNAL = "journal.jsonl"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them, in malloc.h
+
+
+def serve(
+    index: int,
+    hub_address: str,
+    *,
+    keys_file: str | os.PathLike[str] | None = None,
+    listen: str = "tcp://127.0.0.1:0",
+    address: str = "",
+    run: str = "atoll",
+    folder: str | os.PathLike[str] | None = None,
+    optimizer: str = "",
+    fused: bool = False,
+    snapshot_seconds: float = 60.0,
+    timeout: float = 600.0,
+    ready: Callable[[str], None] = lambda _address: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Be shard `index` of `run`, until SIGTERM or SIGINT.
+
+    It listens at `listen`, and tells the hub that workers reach it at `address` (by itself: where it listens;
+    for an address of all interfaces, this machine's name). `folder` is this shard's own: snapshots every
+    `snapshot_seconds`, and a journal of what it decided; None keeps neither. `optimizer` is the operator's
+    own ("package.module:Class"). The hub's welcome is waited for for `timeout` seconds. `ready(address)` is
+    called once workers can reach it; `stop` ends it too.
+
+    Raises UserError for what was given wrong, RunError when the run cannot go on.
+    """
+    torch.set_num_threads(1)  # chunks are stepped one by one, and a machine holds several shards
+    kept = _keep_freed_memory()
+    keys = read_keys(keys_file) if keys_file is not None else None
+    with ExitStack() as stack:
+        stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
+        emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
+        snapshots = None
+        warn: Callable[[str], None] = lambda line: emit(Warned(time=time.time(), worker=-1, message=line))  # noqa: E731
+        if folder is not None:
+            snapshots = Snapshots(Path(folder), run=run, shard=index, seconds=snapshot_seconds, failed=warn)
+            emit = stack.enter_context(Journal(Path(folder) / _JOURNAL))
+        name = f"shard {index}"
+        server = stack.enter_context(Server(listen, keys, limit=LARGEST_FRAME, name=name))
+        own = address or _reachable(server.address)
+        hub = HubLink(hub_address, keys, run=run, shard=index, own=own, timeout=timeout)
+        stack.callback(hub.close)
+        shard = Shard(
+            index,
+            server,
+            run=run,
+            workers=hub.welcome.workers,
+            keys=keys,
+            hub=hub,
+            configured=optimizer,
+            fused=fused,
+            snapshots=snapshots,
+            emit=emit,
+        )
+        stack.callback(shard.close)
+        if kept:
+            reason = "chunks come and go; giving their memory back costs page faults"
+            emit(
+                Decided(time=time.time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason)
+            )
+        ready(own)
+        shard.run(stopped.is_set)
+
+
+def _reachable(address: str) -> str:
+    """Where others find what listens at `address`."""
+    for everywhere in ("tcp://0.0.0.0:", "tcp://[::]:"):
+        if address.startswith(everywhere):
+            return f"tcp://{platform.node()}:{address.removeprefix(everywhere)}"
+    return address
+
+
+@contextmanager
+def _told_to_stop(stop: threading.Event) -> Iterator[threading.Event]:
+    """Have SIGTERM and SIGINT set `stop`; a thread other than the main one gets no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(_signum: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the next message; returns whether it was told so.
+
+    Without this, each chunk that comes is memory that the system first has to fill with zeros.
+    """
+    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in chosen):
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    largest = 2**25  # bytes: glibc takes no higher bound
+    return bool(mallopt(_MMAP_THRESHOLD, largest)) and bool(mallopt(_TRIM_THRESHOLD, 2**30))

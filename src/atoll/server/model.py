@@ -1,0 +1,285 @@
+"""What a shard trains, from one Setup to the next: its chunks, their optimizer, and what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.chunks import ChunkMap
+from atoll.core.errors import RunError, UserError
+from atoll.server.logkeeper import IN_FLIGHT
+from atoll.server.optimizer import ShardOptimizer
+from atoll.server.payloads import tensor_of, weighted_mean
+from atoll.server.snapshot import Heading
+from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
+from atoll.store.balance import balance
+from atoll.store.log import CONSISTENCIES
+from atoll.store.shard import ShardState
+from atoll.wire.messages import Push, Replace, SetChunk, Setup
+
+Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
+_MOST_SHARDS = 4096
+
+_layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
+
+
+@dataclass(frozen=True)
+class MeanOf:
+    """A mean that is there: each chunk's values and presence, and the sums of weights and samples."""
+
+    iteration: int
+    chunks: dict[int, tuple[Tensor, bytes]]
+    weight: float
+    samples: float
+
+
+class Model:
+    """A Setup put into effect. Raises UserError where it makes no sense or cannot be run here."""
+
+    def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
+        self.setup = setup
+        layout = _layout_untrusted(setup)
+        placed = _check(setup, layout, shard)
+        self.holders = sorted(set(placed))
+        self.optimizer = ShardOptimizer(
+            layout,
+            setup.chunks,
+            setup.optimizer,
+            setup.hyperparameters,
+            configured=configured,
+            fused=fused,
+        )
+        self.state = ShardState(setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps)
+        self.mean: MeanOf | None = None
+        self.complete = False
+        self._valued: set[int] = set()  # chunks whose values have come
+        self._given: dict[int, dict[str, Tensor]] = {}  # state that has come: chunk -> key -> values
+        self._numbers: dict[int, list[dict[str, Any]]] = {}
+        self._payloads: dict[int, memoryview] = {}  # what is in flight, by handle
+        self._handles = 0
+        self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
+        self.iterations = setup.steps
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return self.optimizer.chunks
+
+    def heading(self, run: str, shard: int, sequence: int) -> Heading:
+        """What a snapshot taken now is of."""
+        return Heading(
+            run=run,
+            shard=shard,
+            digest=self.setup.digest,
+            optimizer=self.setup.optimizer,
+            hyperparameters=self.optimizer.hyperparameters,
+            sequence=sequence,
+            steps=self.iterations,
+        )
+
+    # -- filling it ---------------------------------------------------------------------------------------
+
+    def set_chunk(self, message: SetChunk, payload: memoryview | None) -> str:
+        """Take a chunk's values or a state of its optimizer; returns why not."""
+        chunk = message.chunk
+        if chunk not in self.chunks:
+            return f"this shard does not hold chunk {chunk}"
+        if self.complete:
+            return f"chunk {chunk} comes after the worker said that all had come"
+        if message.values and len(message.values) != self.optimizer.slots(chunk):
+            return f"chunk {chunk} has {self.optimizer.slots(chunk)} parameters, not {len(message.values)}"
+        dtype = self.optimizer.dtype(chunk)
+        if message.key:
+            try:
+                dtype = self.optimizer.state_dtype(chunk, message.key)
+            except UserError as error:
+                return str(error)
+        expected = self.optimizer.values(chunk).numel() * dtype.itemsize
+        if payload is None or payload.nbytes != expected:
+            return _wrong_size(chunk, payload, expected)
+        if message.key:
+            self._given.setdefault(chunk, {})[message.key] = tensor_of(payload, dtype)
+        else:
+            self.optimizer.set_values(chunk, tensor_of(payload, dtype))
+            self._valued.add(chunk)
+        if message.values:
+            self._numbers[chunk] = message.values
+        return ""
+
+    def finish(self) -> str:
+        """All SetChunk messages have come; returns what is missing or wrong."""
+        missing = sorted(set(self.chunks) - self._valued)
+        if missing:
+            return f"the values of chunks {', '.join(map(str, missing[:8]))} have not come"
+        try:
+            for chunk in self.chunks:
+                if chunk in self._given or any(self._numbers.get(chunk, ())):
+                    self.optimizer.set_state(chunk, self._given.get(chunk, {}), self._numbers.get(chunk, []))
+        except Exception as error:  # numbers that torch cannot hold, say
+            return f"the optimizer's state cannot be taken: {error}".splitlines()[0]
+        self._given.clear()
+        self._numbers.clear()
+        self.complete = True
+        return ""
+
+    # -- contributions ------------------------------------------------------------------------------------
+
+    def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
+        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
+        refusal = self._check_gradient(push, payload)
+        if not refusal and push.chunks_in_all != len(self.chunks):
+            refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
+        if refusal:
+            return refusal, False
+        outcome = self.state.handle_push(worker, push, self._handles + 1)
+        if outcome.keep:
+            self._keep(payload)
+        return outcome.refused, outcome.staged
+
+    def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
+        """Take what a worker made of a chunk's mean; returns why not."""
+        refusal = self._check_gradient(replace, payload)
+        if refusal:
+            return refusal
+        outcome = self.state.handle_replace(worker, replace, self._handles + 1)
+        if outcome.keep:
+            self._keep(payload)
+            self._replaced.add((worker, replace.iteration, replace.chunk))
+        return outcome.refused
+
+    def lacks(self, worker: int, iteration: int, edited: Iterable[int]) -> bool:
+        """Whether some of the chunks that a worker has edited, of those held here, are still on their way."""
+        return any(
+            chunk in self.state.versions and (worker, iteration, chunk) not in self._replaced
+            for chunk in edited
+        )
+
+    def _check_gradient(self, message: Push | Replace, payload: memoryview | None) -> str:
+        chunk = message.chunk
+        if not self.complete:
+            return "this shard is not set up yet"
+        if chunk not in self.chunks:
+            return f"this shard does not hold chunk {chunk}"
+        if len(message.present) != self.optimizer.slots(chunk):
+            return f"chunk {chunk} has {self.optimizer.slots(chunk)} parameters, not {len(message.present)}"
+        expected = self.optimizer.nbytes(chunk)
+        return (
+            ""
+            if payload is not None and payload.nbytes == expected
+            else _wrong_size(chunk, payload, expected)
+        )
+
+    def _keep(self, payload: memoryview | None) -> None:
+        assert payload is not None
+        self._handles += 1
+        self._payloads[self._handles] = payload
+
+    def _gradients(self, chunk: int, handle: int) -> Tensor:
+        return tensor_of(self._payloads[handle], self.optimizer.dtype(chunk))
+
+    # -- doing what the log says --------------------------------------------------------------------------
+
+    def act(self, action: Action, before: Done, done: Done) -> None:
+        """Do one action, chunk by chunk: `before(chunk)` is called before a chunk's values change, and
+        `done(chunk)` when its new values, or its mean, are there."""
+        if isinstance(action, CombineChunks):
+            self._combine(action, done)
+        elif isinstance(action, StepChunks):
+            self._step(action, before, done)
+        elif isinstance(action, ApplyChunks):
+            self._apply(action, before, done)
+        elif isinstance(action, Release):
+            for handle in action.handles:
+                self._payloads.pop(handle, None)
+
+    def _combine(self, action: CombineChunks, done: Done) -> None:
+        self.mean = MeanOf(action.iteration, {}, action.weight, action.samples)
+        for chunk in self.chunks:
+            parts = [
+                (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
+                for weight, contribution in action.contributions
+            ]
+            self.mean.chunks[chunk] = weighted_mean(parts)
+            done(chunk)
+
+    def _step(self, action: StepChunks, before: Done, done: Done) -> None:
+        assert self.mean is not None
+        mean, self.mean = self.mean, None
+        self._replaced.clear()
+        self.iterations = action.iteration + 1
+        if not action.accepted:
+            return
+        self.optimizer.set_hyperparameters(action.hyperparameters)
+        for chunk in self.chunks:
+            gradients, present = mean.chunks.pop(chunk)
+            if chunk in action.edited:
+                handle, present = action.edited[chunk]
+                gradients = self._gradients(chunk, handle)
+            elif action.scale != 1:
+                gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
+            self._step_one(chunk, gradients, present, 1.0, before)
+            done(chunk)
+
+    def _apply(self, action: ApplyChunks, before: Done, done: Done) -> None:
+        self.iterations = max(self.iterations, action.iteration + 1)
+        self.optimizer.set_hyperparameters(action.hyperparameters)
+        for chunk, (handle, present) in _in_order(action.chunks):
+            self._step_one(chunk, self._gradients(chunk, handle), present, action.lr_scale, before)
+            done(chunk)
+
+    def _step_one(self, chunk: int, gradients: Tensor, present: bytes, scale: float, before: Done) -> None:
+        if not self.optimizer.trains(chunk) or not any(present):
+            return
+        before(chunk)
+        try:
+            self.optimizer.step(chunk, gradients, present, lr_scale=scale)
+        except Exception as error:  # an optimizer of the operator's may raise anything
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RunError(f"the optimizer failed on chunk {chunk}: {reason}") from error
+
+
+def _in_order(parts: Parts) -> list[tuple[int, tuple[int, bytes]]]:
+    return sorted(parts.items())
+
+
+def _layout_untrusted(setup: Setup) -> ChunkMap:
+    """The layout in a Setup; raises UserError for what is none."""
+    try:
+        layout = _layouts.decode(setup.layout)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"the layout cannot be read: {str(error)[:200]}") from None
+    for index, chunk in enumerate(layout.chunks):
+        where = f"the layout's chunk {index}"
+        if chunk.id != index or not 0 <= chunk.group < len(layout.groups) or not chunk.slots:
+            raise UserError(f"{where} is out of place")
+        if not isinstance(getattr(torch, chunk.dtype, None), torch.dtype):
+            raise UserError(f"{where} has a dtype that torch lacks: {chunk.dtype[:40]!r}")
+        end = 0
+        for slot in sorted(chunk.slots, key=lambda slot: slot.offset):
+            if slot.numel < 0 or slot.offset < end or slot.offset + slot.numel > chunk.numel:
+                raise UserError(f"{where} has slots outside of it, or over one another")
+            end = slot.offset + slot.numel
+    return layout
+
+
+def _check(setup: Setup, layout: ChunkMap, shard: int) -> Sequence[int]:
+    """Raise UserError for a Setup that contradicts itself; returns each trainable chunk's shard."""
+    if setup.consistency not in CONSISTENCIES:
+        raise UserError(f"no such consistency: {setup.consistency!r} ({', '.join(CONSISTENCIES)})")
+    if not shard < setup.shards <= _MOST_SHARDS or setup.workers < 1:
+        raise UserError(f"shard {shard} of a run of {setup.shards} shards and {setup.workers} workers")
+    placed = balance([chunk.nbytes for chunk in layout.trainable], setup.shards)
+    own = [chunk.id for chunk, home in zip(layout.trainable, placed, strict=True) if home == shard]
+    if sorted(setup.chunks) != own:
+        raise UserError(
+            f"shard {shard} is to hold chunks {setup.chunks[:8]}, and balancing gives it {own[:8]}"
+        )
+    return placed
+
+
+def _wrong_size(chunk: int, payload: memoryview | None, expected: int) -> str:
+    return f"chunk {chunk} takes {expected} bytes, and {0 if payload is None else payload.nbytes} came"

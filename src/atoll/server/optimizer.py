@@ -1,0 +1,400 @@
+"""The user's optimizer at a shard: one torch optimizer a chunk, each stepping through `ChunkOptimizer`.
+
+Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled: an
+optimizer is known by its class's name, from torch.optim's element-wise classes, or from the one path that
+the operator of the shard has configured; what it is set to comes as plain numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import Chunk, ChunkMap
+from atoll.core.errors import PrepareError, UserError
+from atoll.tensors.binding import BoundChunk
+from atoll.tensors.optimizer import ChunkOptimizer, StepHooks, elementwise_keys
+
+Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
+SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
+
+_ALLOWED = (
+    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
+)  # fmt: skip
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with a fused implementation on CPUs
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def full_name(class_: type) -> str:
+    """How a class is called in a Setup: "torch.optim.adamw.AdamW"."""
+    return f"{class_.__module__}.{class_.__qualname__}"
+
+
+def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimizer]:
+    """The class called `name` (see `full_name`).
+
+    `configured` is the operator's "package.module:Class", which alone may be imported. Raises UserError
+    for any class that is neither torch.optim's own nor that one.
+    """
+    for allowed in _ALLOWED:
+        class_: type[torch.optim.Optimizer] = getattr(torch.optim, allowed)
+        if name in (full_name(class_), f"torch.optim.{allowed}"):
+            return class_
+    if configured:
+        own = _import(configured)
+        if name in (full_name(own), configured.replace(":", ".")):
+            return own
+    but = f", and server.optimizer names {configured!r}" if configured else ""
+    raise UserError(
+        f"a shard cannot run the optimizer {name!r}: it is none of torch.optim's element-wise ones "
+        f"({', '.join(_ALLOWED)}){but}; set server.optimizer to its 'package.module:Class' on every shard"
+    )
+
+
+def _import(path: str) -> type[torch.optim.Optimizer]:
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"server.optimizer {path!r} cannot be imported here: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f"server.optimizer {path!r} is no subclass of torch.optim.Optimizer")
+    return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a param group's optimizer keeps, learnt by stepping one of its own on two elements."""
+
+    elementwise: set[str]
+    dtypes: Mapping[str, torch.dtype]  # of every state that is a tensor
+
+    def tensor(self, key: str, value: Any) -> Any:
+        """A slot's number as the optimizer keeps it; raises UserError for what is none."""
+        if not isinstance(value, (int, float)):
+            raise UserError(f"state {key!r} is a {type(value).__name__}, and not a number")
+        return torch.tensor(value, dtype=self.dtypes[key]) if key in self.dtypes else value
+
+
+class _HeldChunk:
+    """One chunk at a shard, its optimizer, and what steps it; `settings` is None where nothing trains it."""
+
+    def __init__(self, chunk: Chunk, class_: type[torch.optim.Optimizer], settings: Settings | None) -> None:
+        dtype = getattr(torch, chunk.dtype)
+        self.chunk = chunk
+        # Flat parameters: the update is element-wise, so shapes and strides are the workers' own affair.
+        self.parameters = [
+            nn.Parameter(torch.zeros(slot.numel, dtype=dtype), requires_grad=dtype.is_floating_point)
+            for slot in chunk.slots
+        ]
+        self.bound = BoundChunk(chunk, [str(slot.parameter) for slot in chunk.slots], self.parameters)
+        self.bound.bind(torch.zeros(chunk.numel, dtype=dtype))
+        self.flat = self.bound.flat[: chunk.extent]
+        self.kind: _Kind | None = None
+        if settings is not None:
+            self._gradients: tuple[Tensor, tuple[bool, ...]] | None = None
+            self.optimizer = _make(class_, self.parameters, settings)
+            self.settings = settings
+
+    def begin(self, kind: _Kind) -> None:
+        """Let the chunk be stepped; `kind` is what its param group's optimizer keeps."""
+        self.kind = kind
+        hooks = StepHooks(before=_nothing, accept=lambda _: True, after=_nothing)
+        self.stepper = ChunkOptimizer(
+            self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
+        )
+
+    def step(self, gradients: Tensor, present: tuple[bool, ...]) -> None:
+        self._gradients = gradients, present
+        try:
+            self.optimizer.step()
+        finally:
+            self._gradients = None
+            self.stepper.restore()
+
+    def _given(self) -> tuple[Tensor, tuple[bool, ...]]:
+        assert self._gradients is not None
+        return self._gradients
+
+    def apply(self, settings: Settings, lr_scale: float) -> None:
+        """Have the next step use `settings`, its learning rate times `lr_scale`."""
+        group = self.optimizer.param_groups[0]
+        if settings is not self.settings:
+            group.update(settings)
+            self.settings = settings
+        if "lr" in settings:
+            group["lr"] = settings["lr"] if lr_scale == 1 else settings["lr"] * lr_scale
+
+
+class ShardOptimizer:
+    """The chunks `held` (ids) of a layout, at one shard, and their optimizers.
+
+    `hyperparameters` are the param groups, in order, as wire.messages.plain_hyperparameters makes them. All
+    tensors given and taken are flat, of a chunk's extent and on the CPU. `fused`: where a param group leaves
+    the implementation to torch (fused=None) and torch has a fused one, use it; it is faster, and in single
+    precision it rounds otherwise than the loop that torch would choose. Raises UserError for an optimizer
+    that a shard cannot run.
+    """
+
+    def __init__(
+        self,
+        layout: ChunkMap,
+        held: Sequence[int],
+        optimizer: str,
+        hyperparameters: Sequence[Mapping[str, Any]],
+        *,
+        configured: str = "",
+        fused: bool = False,
+    ) -> None:
+        self.layout, self._fused = layout, fused
+        self._class = optimizer_class(optimizer, configured)
+        self._groups = [self._settings(group) for group in hyperparameters]
+        self._given = [dict(group) for group in hyperparameters]
+        self._group_of: dict[int, int] = {}
+        self._chunks: dict[int, _HeldChunk] = {}
+        kinds: dict[tuple[int, str], _Kind] = {}
+        for id_ in held:
+            chunk = layout.chunks[id_]
+            group = self._group_index(chunk)
+            settings = None if group is None else self._groups[group]
+            made = self._chunks[id_] = _HeldChunk(chunk, self._class, settings)
+            if group is None:
+                continue
+            self._group_of[id_] = group
+            if (group, chunk.dtype) not in kinds:
+                kinds[group, chunk.dtype] = _probe(
+                    self._class, made.optimizer, self._groups[group], chunk.dtype
+                )
+            made.begin(kinds[group, chunk.dtype])
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The ids of the chunks held."""
+        return tuple(self._chunks)
+
+    def slots(self, chunk: int) -> int:
+        """How many parameters lie in a chunk."""
+        return len(self._chunks[chunk].chunk.slots)
+
+    def nbytes(self, chunk: int) -> int:
+        """Bytes of a chunk's values, and so of its gradients."""
+        flat = self._chunks[chunk].flat
+        return flat.numel() * flat.element_size()
+
+    def dtype(self, chunk: int) -> torch.dtype:
+        return self._chunks[chunk].flat.dtype
+
+    def trains(self, chunk: int) -> bool:
+        """Whether an optimizer steps the chunk."""
+        return chunk in self._group_of
+
+    def step(
+        self,
+        chunk: int,
+        gradients: Tensor,
+        present: Iterable[bool | int],
+        hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+        lr_scale: float = 1.0,
+    ) -> None:
+        """Step one chunk with `gradients`, those of the slots where `present` says so.
+
+        `hyperparameters` are all param groups'; None keeps those of the step before. Learning rates are
+        multiplied by `lr_scale` for this step.
+        """
+        if hyperparameters is not None:
+            self.set_hyperparameters(hyperparameters)
+        held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
+        if not any(here):  # no parameter would change, nor any step count
+            return
+        held.apply(self._groups[self._group_of[chunk]], lr_scale)
+        held.step(gradients, here)
+
+    def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Have later steps use these param groups; raises UserError for what is no form of those before."""
+        self.check_hyperparameters(hyperparameters)
+        for index, group in enumerate(hyperparameters):
+            if group != self._given[index]:
+                self._groups[index] = self._settings(group)
+                self._given[index] = dict(group)
+
+    def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """Raise UserError for what `step` would not take."""
+        if len(hyperparameters) != len(self._groups):
+            raise UserError(
+                f"hyperparameters of {len(hyperparameters)} param groups, where the run has "
+                f"{len(self._groups)}"
+            )
+        for index, group in enumerate(hyperparameters):
+            if group != self._given[index]:
+                _check_alike(self._settings(group), self._groups[index])
+
+    @property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The param groups, as they were given last."""
+        return [dict(group) for group in self._given]
+
+    def values(self, chunk: int) -> Tensor:
+        """A chunk's parameters where they lie: the next step changes them."""
+        return self._chunks[chunk].flat
+
+    def set_values(self, chunk: int, values: Tensor) -> None:
+        self._chunks[chunk].flat.copy_(values)
+
+    def state_dtype(self, chunk: int, key: str) -> torch.dtype:
+        """The dtype of an element-wise state; raises UserError if the optimizer keeps none called `key`."""
+        kind = self._chunks[chunk].kind
+        if kind is None or key not in kind.elementwise:
+            raise UserError(f"{self._class.__name__} keeps no state called {key!r} for each element")
+        return kind.dtypes[key]
+
+    def state(self, chunk: int) -> tuple[dict[str, Tensor], SlotValues]:
+        """Copies of a chunk's optimizer state: its element-wise ones flat, and the numbers of each slot.
+
+        A slot that lacks one of the former has zeros there, and None under its key among its numbers.
+        """
+        held = self._chunks[chunk]
+        elements: dict[str, Tensor] = {}
+        slots: SlotValues = []
+        if held.kind is None:
+            return elements, [{} for _ in held.chunk.slots]
+        for slot, parameter in zip(held.chunk.slots, held.parameters, strict=True):
+            values: dict[str, Any] = {}
+            for key, value in held.optimizer.state.get(parameter, {}).items():
+                if key in held.kind.elementwise and isinstance(value, Tensor):
+                    if key not in elements:
+                        elements[key] = torch.zeros(held.chunk.extent, dtype=value.dtype)
+                    elements[key][slot.offset : slot.offset + slot.numel] = value.reshape(-1)
+                elif key not in held.kind.elementwise:
+                    values[key] = value.item() if isinstance(value, Tensor) else value
+            slots.append(values)
+        for values, parameter in zip(slots, held.parameters, strict=True):
+            has = held.optimizer.state.get(parameter, {})
+            values.update({key: None for key in elements if not isinstance(has.get(key), Tensor)})
+        return elements, slots
+
+    def set_state(
+        self, chunk: int, elements: Mapping[str, Tensor], slots: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Put what `state` gave in the place of a chunk's optimizer state.
+
+        A slot without a number, where others have some, has no state at all.
+        """
+        held = self._chunks[chunk]
+        if held.kind is None:
+            return
+        slots = slots or [{}] * len(held.parameters)
+        if len(slots) != len(held.parameters):
+            raise UserError(f"chunk {chunk}: states of {len(slots)} parameters for {len(held.parameters)}")
+        counted = any(value is not None for values in slots for value in values.values())
+        held.optimizer.state.clear()
+        for slot, parameter, values in zip(held.chunk.slots, held.parameters, slots, strict=True):
+            if counted and all(value is None for value in values.values()):
+                continue
+            state = {
+                key: flat[slot.offset : slot.offset + slot.numel].clone()
+                for key, flat in elements.items()
+                if not (key in values and values[key] is None)
+            }
+            state.update(
+                {
+                    key: held.kind.tensor(key, value)
+                    for key, value in values.items()
+                    if key not in elements and value is not None
+                }
+            )
+            if state:
+                held.optimizer.state[parameter] = state
+
+    def _group_index(self, chunk: Chunk) -> int | None:
+        group = self.layout.groups[chunk.group]
+        if not group.trainable or not group.settings:
+            return None
+        if not (group.settings.isdigit() and int(group.settings) < len(self._groups)):
+            raise UserError(
+                f"chunk {chunk.id} is of param group {group.settings!r}; there are {len(self._groups)}"
+            )
+        return int(group.settings)
+
+    def _settings(self, group: Mapping[str, Any]) -> Settings:
+        """A param group as it was sent, in the form that torch has it, for a CPU."""
+        settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
+        for key in ("capturable", "differentiable"):  # of graphs on the worker's device: nothing to a shard
+            if settings.get(key):
+                settings[key] = False
+        if "fused" in settings:
+            has = self._class.__name__ in _FUSED
+            left_to_torch = settings["fused"] is None and not settings.get("foreach")
+            if settings["fused"] and not has:
+                settings["fused"] = None
+            elif self._fused and left_to_torch and has:
+                settings["fused"] = True
+        return settings
+
+
+def _torch_value(key: str, value: Any) -> Any:
+    """A hyperparameter that came as MessagePack; raises UserError for what is no number or a few of them."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_torch_value(key, part) for part in value)
+    if not isinstance(value, _PLAIN):
+        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}; shards take plain numbers")
+    return value
+
+
+def _check_alike(settings: Settings, before: Settings) -> None:
+    """Raise UserError where a hyperparameter is gone, or has become something of another kind."""
+    for key, value in before.items():
+        if key not in settings or not _is_alike(settings[key], value):
+            raise UserError(f"hyperparameter {key!r} was {value!r} and is now {settings.get(key)!r}")
+
+
+def _is_alike(now: Any, before: Any) -> bool:
+    if isinstance(before, tuple):
+        return isinstance(now, tuple) and len(now) == len(before) and all(map(_is_alike, now, before))
+    if before is None or isinstance(before, str):
+        return not isinstance(now, tuple)
+    return isinstance(now, (int, float)) or (now is None and isinstance(before, bool))
+
+
+def _make(
+    class_: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], settings: Settings
+) -> torch.optim.Optimizer:
+    """An optimizer of `parameters` in one param group, which holds exactly `settings`."""
+    try:
+        taken = inspect.signature(class_).parameters
+        # A group also holds what is no argument, such as what a scheduler puts there.
+        made = class_(list(parameters), **{key: value for key, value in settings.items() if key in taken})
+    except Exception as error:  # whatever an optimizer raises on settings that are not its own
+        raise UserError(
+            f"{class_.__name__} cannot be made with the hyperparameters given: "
+            f"{type(error).__name__}: {error}".splitlines()[0]
+        ) from None
+    made.param_groups[0].update(settings)
+    return made
+
+
+def _probe(
+    class_: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer, settings: Settings, dtype: str
+) -> _Kind:
+    """Find what the optimizer keeps; raises UserError if it is not element-wise."""
+    try:
+        elementwise = elementwise_keys(optimizer)
+        parameter = nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))
+        trial = _make(class_, [parameter], settings)
+        parameter.grad = torch.ones_like(parameter)
+        trial.step()
+    except PrepareError as error:
+        raise UserError(f"a shard cannot run it: {error}") from None
+    dtypes = {key: value.dtype for key, value in trial.state[parameter].items() if isinstance(value, Tensor)}
+    return _Kind(elementwise, {**dict.fromkeys(elementwise, parameter.dtype), **dtypes})
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,264 @@
+"""Snapshots of a shard to disk, taken while it serves.
+
+A snapshot shows the shard as it was between two entries of the log. It is taken a chunk at a time, each
+between two messages: one chunk is copied, and a thread of its own writes the copy. A chunk that is about to
+change before its turn is copied first. So no message waits for longer than one chunk's copy, and never for
+the disk.
+
+    FOLDER/snapshot-000000000042/          42: the log's sequence; written beside, renamed when whole
+        snapshot.json                      what it is of, each chunk's version, checksums, per-slot states
+        chunk-7.safetensors                "values" and each element-wise state of the optimizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError, UserError
+from atoll.server.optimizer import ShardOptimizer, SlotValues
+from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
+
+_VALUES = "values"
+_FILE = "snapshot.json"
+_PARTIAL = ".partial"
+
+
+class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chunk in a snapshot: `size` in bytes and CRC-32 of its file, and its slots' states."""
+
+    chunk: int
+    version: int
+    size: int
+    checksum: int
+    slots: list[dict[str, Any]]
+
+
+class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a snapshot is of; `sequence` is how many entries of the log had been applied."""
+
+    run: str
+    shard: int
+    digest: str
+    optimizer: str
+    hyperparameters: list[dict[str, Any]]
+    sequence: int
+    steps: int
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """snapshot.json."""
+
+    format: int = 1
+    heading: Heading
+    chunks: list[ChunkRecord]
+
+
+class Snapshots:
+    """Takes a snapshot of a shard every `seconds`, in `folder`, and keeps the latest.
+
+    Raises UserError if the folder holds one of another run or of another shard. `failed(line)` is told, on
+    the shard's thread, when one could not be written; the shard serves on.
+    """
+
+    def __init__(
+        self, folder: Path, *, run: str, shard: int, seconds: float, failed: Callable[[str], None]
+    ) -> None:
+        self.folder, self._run, self._shard = folder, run, shard
+        self._seconds, self._failed = seconds, failed
+        self._due: float | None = None  # by the loop's clock
+        self._taking: _Taking | None = None
+        _refuse_others(folder, run, shard)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f"snapshot-*{_PARTIAL}"):  # by a shard that was killed
+                shutil.rmtree(left)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot keep snapshots there: {error.strerror}") from None
+
+    def poll(
+        self,
+        now: float,
+        optimizer: ShardOptimizer,
+        versions: Mapping[int, int],
+        heading: Callable[[], Heading],
+    ) -> None:
+        """Do the next bit of work, if any is due; between two messages, at the monotonic time `now`."""
+        if self._taking is not None:
+            self._taking.copy_one()
+            self._finish(now)
+        elif self._due is None:
+            self._due = now + self._seconds
+        elif now >= self._due:
+            self.take(optimizer, versions, heading())
+
+    def take(self, optimizer: ShardOptimizer, versions: Mapping[int, int], heading: Heading) -> None:
+        """Begin one now, of the shard as it stands; `poll` goes on with it."""
+        if self._taking is None:
+            self._taking = _Taking(self.folder, optimizer, dict(versions), heading)
+
+    def before_change(self, chunk: int) -> None:
+        """A chunk is about to be stepped."""
+        if self._taking is not None:
+            self._taking.copy_now(chunk)
+
+    def abandon(self) -> None:
+        """The shard gets other contents: drop what is under way."""
+        if self._taking is not None:
+            self._taking.abandon()
+            self._taking = None
+        self._due = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has something to do at once: a chunk to copy."""
+        return self._taking is not None and self._taking.wants_to_copy
+
+    def next_deadline(self) -> float | None:
+        """When `poll` is next due, while nothing is under way."""
+        return self._due if self._taking is None else None
+
+    def close(self) -> None:
+        """Give up what is under way; the latest whole snapshot stays."""
+        self.abandon()
+
+    def _finish(self, now: float) -> None:
+        taking = self._taking
+        if taking is None or not taking.over.is_set():
+            return
+        if taking.error:
+            self._failed(f"no snapshot of shard {self._shard} could be written: {taking.error}")
+        self._taking, self._due = None, now + self._seconds
+
+
+class _Taking:
+    """One snapshot under way, and the thread that writes it."""
+
+    def __init__(
+        self, folder: Path, optimizer: ShardOptimizer, versions: dict[int, int], heading: Heading
+    ) -> None:
+        self._optimizer, self._versions, self._heading = optimizer, versions, heading
+        self._left = dict.fromkeys(optimizer.chunks)  # in order, not copied yet
+        self._copies: queue.SimpleQueue[tuple[int, dict[str, Tensor], SlotValues] | None] = (
+            queue.SimpleQueue()
+        )
+        self._folder, self._final = folder, folder / f"snapshot-{heading.sequence:012d}"
+        self._stop = False
+        self.over = threading.Event()
+        self.error = ""
+        self._ended = False
+        threading.Thread(target=self._write, name="atoll-snapshot", daemon=True).start()
+
+    @property
+    def wants_to_copy(self) -> bool:
+        # One copy waits for the writer at most, but for those of chunks that were about to change.
+        return bool(self._left) and self._copies.empty()
+
+    def copy_one(self) -> None:
+        if self.wants_to_copy:
+            self.copy_now(next(iter(self._left)))
+        if not self._left and not self._ended:
+            self._ended = True
+            self._copies.put(None)
+
+    def copy_now(self, chunk: int) -> None:
+        if chunk in self._left:
+            del self._left[chunk]
+            elements, slots = self._optimizer.state(chunk)
+            self._copies.put((chunk, {_VALUES: self._optimizer.values(chunk).clone(), **elements}, slots))
+
+    def abandon(self) -> None:
+        self._stop = True
+        self._copies.put(None)
+        self.over.wait(60.0)
+
+    def _write(self) -> None:
+        """On the thread: every copy to its file, then the heading, then the new name."""
+        partial = self._final.with_name(self._final.name + _PARTIAL)
+        try:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            records = []
+            while (copied := self._copies.get()) is not None and not self._stop:
+                chunk, tensors, slots = copied
+                size, checksum = write_tensors(partial / f"chunk-{chunk}.safetensors", tensors)
+                records.append(
+                    ChunkRecord(
+                        chunk=chunk, version=self._versions[chunk], size=size, checksum=checksum, slots=slots
+                    )
+                )
+            if self._stop:
+                shutil.rmtree(partial)
+                return
+            with (partial / _FILE).open("xb") as file:
+                file.write(msgspec.json.encode(Contents(heading=self._heading, chunks=records)))
+                flush(file)
+            if self._final.exists():  # of an earlier life of this shard
+                shutil.rmtree(self._final)
+            partial.rename(self._final)
+            for older in _wholes(self._folder):
+                if older != self._final:
+                    shutil.rmtree(older)
+        except Exception as error:  # a full disk, say: told by the shard, which serves on
+            self.error = str(error) or type(error).__name__
+            with contextlib.suppress(OSError):
+                shutil.rmtree(partial)
+        finally:
+            self.over.set()
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole snapshot in a shard's folder."""
+    return max(_wholes(folder), key=lambda path: (path.stat().st_mtime, path.name), default=None)
+
+
+def read_contents(snapshot: Path) -> Contents:
+    """What a snapshot is of; raises CheckpointError if that cannot be read."""
+    try:
+        return msgspec.json.decode((snapshot / _FILE).read_bytes(), type=Contents)
+    except OSError as error:
+        raise CheckpointError(f"{snapshot / _FILE}: cannot read the snapshot: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{snapshot / _FILE}: not a shard's snapshot: {error}") from None
+
+
+def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
+    """Put a snapshot's chunks into `optimizer`; raises CheckpointError if it is damaged or of others."""
+    contents = read_contents(snapshot)
+    if sorted(record.chunk for record in contents.chunks) != sorted(optimizer.chunks):
+        raise CheckpointError(f"{snapshot}: a snapshot of other chunks than this shard's")
+    for record in contents.chunks:
+        file = snapshot / f"chunk-{record.chunk}.safetensors"
+        if not file.is_file() or file.stat().st_size != record.size or checksum_of(file) != record.checksum:
+            raise CheckpointError(f"{file}: damaged or missing; the snapshot cannot be used")
+        tensors = read_tensors(file)
+        values = tensors.pop(_VALUES, None)
+        held = optimizer.values(record.chunk)
+        if values is None or values.shape != held.shape or values.dtype != held.dtype:
+            raise CheckpointError(f"{file}: of another model than this shard's")
+        optimizer.set_values(record.chunk, values)
+        optimizer.set_state(record.chunk, tensors, record.slots)
+    return contents
+
+
+def _wholes(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("snapshot-*") if path.suffix != _PARTIAL and path.is_dir()]
+
+
+def _refuse_others(folder: Path, run: str, shard: int) -> None:
+    for snapshot in _wholes(folder):
+        found = read_contents(snapshot).heading
+        if found.run != run or found.shard != shard:
+            raise UserError(
+                f"{folder}: holds a snapshot of run {found.run!r}, shard {found.shard}; this is run {run!r}, "
+                f"shard {shard}: give it another --directory, or remove that one"
+            )

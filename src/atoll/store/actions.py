@@ -1,0 +1,65 @@
+"""What a shard's state hands to its runtime: what to do with the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias, Union
+
+from atoll.wire.messages import Hyperparameters
+
+Part: TypeAlias = tuple[int, bytes]  # the handle of a chunk's gradient, and which slots have one
+Parts: TypeAlias = dict[int, Part]  # by chunk
+
+
+@dataclass(frozen=True)
+class PushOutcome:
+    """`keep`: the payload is now held under its handle; else free it. `staged`: tell the log Staged. An empty
+    `refused` with `keep` False is a duplicate, which is no error."""
+
+    keep: bool = False
+    staged: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class CombineChunks:
+    """BSP: make the weighted mean of each chunk. A chunk that a contribution lacks counts as zeros."""
+
+    iteration: int
+    contributions: list[tuple[float, Parts]]  # in order of worker
+    weight: float  # sums, for wire's Mean
+    samples: float
+
+
+@dataclass(frozen=True)
+class StepChunks:
+    """BSP: step the optimizer with the mean times `scale`; with `edited` in the place of the mean's chunks,
+    unscaled. Not `accepted`: only drop the mean."""
+
+    iteration: int
+    scale: float
+    hyperparameters: Hyperparameters
+    edited: Parts
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class ApplyChunks:
+    """SSP, ASP: step the optimizer on these chunks, learning rates times `lr_scale`."""
+
+    worker: int
+    iteration: int
+    chunks: Parts
+    lr_scale: float
+    hyperparameters: Hyperparameters
+    staleness: float
+
+
+@dataclass(frozen=True)
+class Release:
+    """Free what is held under these handles."""
+
+    handles: list[int]
+
+
+Action: TypeAlias = Union[CombineChunks, StepChunks, ApplyChunks, Release]

@@ -1,0 +1,97 @@
+"""The lines of the log: what all shards do, in the same order."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.store.outcomes import StoreError
+from atoll.wire.messages import Hyperparameters
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class LogEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="e", tag=str.lower
+):
+    """What every line of the log is."""
+
+
+class Joined(LogEntry, frozen=True):
+    """A worker takes part from iteration `clock` on."""
+
+    worker: Count
+    incarnation: Count
+    clock: Count
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose contribution is in a mean, and with what weight."""
+
+    worker: Count
+    incarnation: Count
+    weight: float
+    samples: float
+
+
+class Combine(LogEntry, frozen=True):
+    """BSP: the mean of these contributions, in order of worker, is the gradient of `iteration`."""
+
+    iteration: Count
+    members: list[Member]
+
+
+class Step(LogEntry, frozen=True):
+    """BSP: step the optimizer with `iteration`'s mean times `scale`; for the chunks in `edited`, with what
+    worker `editor` has put in the mean's place (-1 where none is edited). Not `accepted`: no step."""
+
+    iteration: Count
+    scale: float
+    hyperparameters: Hyperparameters
+    edited: list[Count]
+    editor: int
+    accepted: bool
+
+
+class Apply(LogEntry, frozen=True):
+    """SSP, ASP: step the optimizer with one worker's contribution, learning rates times `lr_scale`.
+
+    `staleness` is in global iterations.
+    """
+
+    worker: Count
+    incarnation: Count
+    iteration: Count
+    weight: float
+    samples: float
+    lr_scale: float
+    staleness: float
+    hyperparameters: Hyperparameters
+
+
+class Fenced(LogEntry, frozen=True):
+    """Nothing of this worker's incarnation, or of an earlier one, is taken any more."""
+
+    worker: Count
+    incarnation: Count
+
+
+Entry: TypeAlias = Union[Joined, Combine, Step, Apply, Fenced]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """The entry as MessagePack, for wire's Entry."""
+    return _encoder.encode(entry)
+
+
+def decode_entry_untrusted(raw: bytes | memoryview | msgspec.Raw) -> Entry:
+    """The entry in `raw`; raises StoreError, with one line, for anything that is none."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(f"no line of a log: {str(error)[:200]}") from None

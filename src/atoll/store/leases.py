@@ -1,0 +1,111 @@
+"""Leases of samples: every position of an epoch is used exactly once, whoever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from atoll.core.errors import UserError
+from atoll.store.ranges import Ranges
+from atoll.wire.messages import Lease, Leased, Used
+
+Key: TypeAlias = tuple[int, int]  # worker, incarnation
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many positions of an epoch are used, leased and not used, and free."""
+
+    used: int
+    leased: int
+    free: int
+
+
+@dataclass
+class _Epoch:
+    length: int
+    free: Ranges
+    used: Ranges = field(default_factory=Ranges)
+    leased: dict[Key, Ranges] = field(default_factory=dict)
+    waiting: set[Key] = field(default_factory=set)  # those who asked last in vain
+
+
+class Leases:
+    """Positions of the epochs' orders, by sampler and epoch.
+
+    A position is free, leased to one incarnation of a worker, or used. A lease ends with the commit that used
+    it; a fenced worker's unused ones are free again, and go first, for the lowest free positions always do.
+    """
+
+    def __init__(self) -> None:
+        self._epochs: dict[tuple[int, int], _Epoch] = {}
+        self._fenced: dict[int, int] = {}
+
+    def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
+        """Up to `lease.count` free positions in one run, or none.
+
+        None and `over`: all are used, or leased to this worker itself. None and not `over`: others hold some
+        and may fail; ask again. But where every other holder waits too, this one does not: each may keep a
+        part of a batch back until it knows whether more comes. Not `patient`: never wait for others; what
+        comes back later stays free, for those who still ask. Raises UserError for another length than an
+        earlier worker's, and for a fenced worker.
+        """
+        if incarnation <= self._fenced.get(worker, 0):
+            raise UserError(f"worker {worker} of incarnation {incarnation} is fenced, and gets no samples")
+        epoch = self._epochs.get((lease.sampler, lease.epoch))
+        if epoch is None:
+            epoch = _Epoch(lease.length, Ranges((0, lease.length)))
+            self._epochs[lease.sampler, lease.epoch] = epoch
+        if epoch.length != lease.length:
+            raise UserError(
+                f"worker {worker} has {lease.length} samples in epoch {lease.epoch}, others have "
+                f"{epoch.length}: all workers need the same data set"
+            )
+        key = (worker, incarnation)
+        epoch.waiting.discard(key)
+        if epoch.free:
+            start, stop = epoch.free.take_first(lease.count)
+            epoch.leased.setdefault(key, Ranges()).add(start, stop)
+            return Leased(sampler=lease.sampler, epoch=lease.epoch, start=start, stop=stop)
+        others = {holder for holder, held in epoch.leased.items() if held and holder != key}
+        deadlocked = bool(epoch.leased.get(key)) and others <= epoch.waiting
+        over = not others or not patient or deadlocked
+        if not over:
+            epoch.waiting.add(key)
+        return Leased(sampler=lease.sampler, epoch=lease.epoch, start=0, stop=0, over=over)
+
+    def handle_used(self, worker: int, incarnation: int, used: Iterable[Used]) -> None:
+        """The log counts commits that used these. May be said again, in parts or in all."""
+        for part in used:
+            epoch = self._epochs.get((part.sampler, part.epoch))
+            held = epoch.leased.get((worker, incarnation)) if epoch is not None else None
+            if epoch is None or held is None:
+                continue
+            for start, stop in held.overlap(part.start, part.stop):
+                held.remove(start, stop)
+                epoch.used.add(start, stop)
+
+    def handle_fenced(self, worker: int, incarnation: int, used: Iterable[Used]) -> int:
+        """The incarnation commits nothing any more, and `used` is all that it ever used: the rest of its
+        leases is free again. Gives how many positions came back. May be said again."""
+        self.handle_used(worker, incarnation, used)
+        self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
+        returned = 0
+        for epoch in self._epochs.values():
+            epoch.waiting.discard((worker, incarnation))
+            held = epoch.leased.pop((worker, incarnation), Ranges())
+            returned += len(held)
+            for start, stop in held:
+                epoch.free.add(start, stop)
+        return returned
+
+    handle_goodbye = handle_fenced  # one who leaves in good order is fenced as well
+
+    def progress(self, sampler: int, epoch: int) -> Progress:
+        """Where an epoch stands; all zero where nobody has asked for it."""
+        state = self._epochs.get((sampler, epoch))
+        if state is None:
+            return Progress(0, 0, 0)
+        leased = sum(len(held) for held in state.leased.values())
+        return Progress(len(state.used), leased, len(state.free))

@@ -1,0 +1,219 @@
+"""The commit log: the one place where it is decided what counts, and in which order. Shard 0 keeps it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from atoll.store.entries import Entry, Fenced
+from atoll.store.meetings import Meetings
+from atoll.store.outcomes import Draft, Outcome
+from atoll.store.ranges import Ranges
+from atoll.store.roster import Roster
+from atoll.store.rounds import Rounds
+from atoll.store.stages import Stages
+from atoll.store.streams import Streams
+from atoll.wire import messages
+
+CONSISTENCIES = ("bsp", "ssp", "asp")
+
+
+class CommitLog:
+    """`entries` are the log's lines, and `reasons` one plain line for each; a sequence number is an index
+    into both, less `first`, which `forget` has moved.
+
+    A contribution counts once its Combine (BSP) or Apply (SSP, ASP) is written: that takes its Commit, and a
+    Staged from each of `holders`, the shards that hold trainable chunks (all, unless given). Whatever is
+    refused has changed nothing.
+    """
+
+    def __init__(
+        self,
+        consistency: str,
+        slack: int,
+        workers: int,
+        shards: int,
+        steps: int = 0,
+        holders: Collection[int] | None = None,
+        limit: int = 2,
+    ) -> None:
+        if consistency not in CONSISTENCIES:
+            raise ValueError(f"consistency {consistency!r} is none of {', '.join(CONSISTENCIES)}")
+        self.consistency = consistency
+        self.slack = slack
+        self.entries: list[Entry] = []
+        self.reasons: list[str] = []
+        self.first = 0
+        self._roster = Roster(workers)
+        self._stages = Stages(range(shards) if holders is None else holders)
+        self._rule: Rounds | Streams = (
+            Rounds(self._roster, self._stages, steps)
+            if consistency == "bsp"
+            else Streams(self._roster, self._stages, steps, limit)
+        )
+        self._meetings = Meetings(self._roster)
+        # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
+        self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
+        self._committed: dict[tuple[int, int], int] = {}
+        self._news: dict[tuple[int, int], list[messages.Used]] = {}
+
+    # -- workers come and go ------------------------------------------------------------------------------
+
+    def handle_join(self, worker: int, incarnation: int) -> Outcome:
+        """A worker has come. It takes part when a Joined for it is written: at once, with the first
+        iteration when all have come, or (BSP) with the next that begins. Said again: changes nothing."""
+        refusal = self._roster.refusal(worker, incarnation)
+        present = self._roster.incarnation(worker)
+        if refusal or present > incarnation:
+            return Outcome(refused=refusal or f"worker {worker} lives in a later incarnation, {present}")
+        draft = Draft()
+        if present == incarnation:
+            return draft.outcome()
+        if present:
+            self._fence(worker, present, f"worker {worker} has come anew, as {incarnation}", draft)
+        self._roster.wait(worker, incarnation)
+        return self._advance(draft)
+
+    def handle_fence(self, worker: int, incarnation: int) -> Outcome:
+        """The hub gives a worker up, or it has left: nothing of it is taken any more. Said again: changes
+        nothing. `fenced` makes the answer to the hub."""
+        draft = Draft()
+        if not self._roster.refusal(worker, incarnation):
+            self._fence(worker, incarnation, f"the hub fences worker {worker}", draft)
+        return self._advance(draft)
+
+    def _fence(self, worker: int, incarnation: int, reason: str, draft: Draft) -> None:
+        self._roster.fence(worker, incarnation)
+        draft.write(Fenced(worker=worker, incarnation=incarnation), reason)
+        self._stages.forget_worker(worker, incarnation)
+        self._rule.leave(worker, incarnation)
+        self._meetings.leave(worker, incarnation, draft)
+
+    def fenced(self, worker: int, incarnation: int) -> messages.Fenced:
+        """For the hub: how many iterations of this incarnation count, and all positions that they used."""
+        used = [
+            messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
+            for (sampler, epoch), ranges in sorted(self._used.get((worker, incarnation), {}).items())
+            for start, stop in ranges
+        ]
+        return messages.Fenced(
+            worker=worker,
+            incarnation=incarnation,
+            iteration=self._committed.get((worker, incarnation), 0),
+            used=used,
+        )
+
+    def poll_used(self) -> list[messages.Fenced]:
+        """For the hub's leases, of workers that live: what has been used since this was asked last, in the
+        form of the answer to a Fence. The hub has not asked to fence them, so it knows it for news."""
+        news = [
+            messages.Fenced(
+                worker=worker,
+                incarnation=incarnation,
+                iteration=self._committed.get((worker, incarnation), 0),
+                used=used,
+            )
+            for (worker, incarnation), used in sorted(self._news.items())
+        ]
+        self._news.clear()
+        return news
+
+    # -- contributions ------------------------------------------------------------------------------------
+
+    def handle_staged(self, shard: int, worker: int, incarnation: int, iteration: int) -> Outcome:
+        """A shard has all chunks of a contribution. From a fenced worker, or said again: changes nothing."""
+        live = self._roster.live.get(worker) == incarnation
+        if shard not in self._stages.holders:
+            return Outcome(refused=f"shard {shard} holds no trainable chunk, yet has staged some")
+        if self._roster.refusal(worker, incarnation) or (live and iteration < self._rule.committed(worker)):
+            return Outcome()
+        self._stages.add(shard, worker, incarnation, iteration)
+        return self._advance(Draft())
+
+    def handle_commit(self, worker: int, commit: messages.Commit) -> Outcome:
+        """A worker commits a contribution; Committed is its answer, once it counts."""
+        refusal = self._roster.unknown(worker, commit.incarnation)
+        if refusal:
+            return Outcome(refused=refusal)
+        if not (math.isfinite(commit.weight) and math.isfinite(commit.samples)):
+            return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
+        draft = Draft()
+        self._rule.commit(worker, commit, draft)
+        return self._advance(draft)
+
+    def handle_step(self, worker: int, step: messages.Step) -> Outcome:
+        """BSP: a worker says how to step. Where it lists edited chunks, its own Replace for each must have
+        reached its shard before (a Ready answered after them shows it): any member may become the editor."""
+        refusal = self._roster.unknown(worker, step.incarnation)
+        if refusal:
+            return Outcome(refused=refusal)
+        draft = Draft()
+        self._rule.step(worker, step, draft)
+        return self._advance(draft)
+
+    def handle_meet(self, worker: int, incarnation: int, number: int, what: str, payload: int) -> Outcome:
+        """A worker comes to a meeting, with a payload that the runtime keeps under a handle. Refused: the
+        handle is in `released`, as are handles of what came twice and of what a fenced worker had brought."""
+        refusal = self._roster.refusal(worker, incarnation)
+        if not refusal and self._roster.incarnation(worker) != incarnation:
+            refusal = f"worker {worker} of incarnation {incarnation} has not joined"
+        if refusal:
+            return Outcome(refused=refusal, released=[payload])
+        draft = Draft()
+        self._meetings.meet(worker, incarnation, number, what, payload, draft)
+        return self._advance(draft)
+
+    def _advance(self, draft: Draft) -> Outcome:
+        if draft.refused:
+            return draft.outcome()
+        beginning = not self._roster.begun
+        self._rule.advance(draft)
+        if beginning:
+            for worker, incarnation in self._roster.live.items():
+                self._meetings.bind(worker, incarnation)
+        self._meetings.advance(draft)
+        for worker, commit in draft.counted:
+            self._count(worker, commit)
+        self.entries += draft.entries
+        self.reasons += draft.reasons
+        return draft.outcome()
+
+    def _count(self, worker: int, commit: messages.Commit) -> None:
+        key = (worker, commit.incarnation)
+        self._committed[key] = commit.iteration + 1
+        ranges = self._used.setdefault(key, {})
+        for used in commit.used:
+            ranges.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
+        if commit.used:
+            self._news.setdefault(key, []).extend(commit.used)
+
+    # -- what others ask ----------------------------------------------------------------------------------
+
+    @property
+    def next_sequence(self) -> int:
+        """The number that the next entry will have."""
+        return self.first + len(self.entries)
+
+    def entries_from(self, after: int) -> list[tuple[int, Entry]]:
+        """The entries from number `after` on; raises ValueError where they are forgotten."""
+        if after < self.first:
+            raise ValueError(f"the log has forgotten its lines before {self.first}, {after} among them")
+        return list(enumerate(self.entries[after - self.first :], start=after))
+
+    def forget(self, before: int) -> None:
+        """Drop the entries below number `before`, which every shard has: the log stays small."""
+        count = min(max(before - self.first, 0), len(self.entries))
+        del self.entries[:count], self.reasons[:count]
+        self.first += count
+
+    def live(self) -> dict[int, int]:
+        """The workers that take part: worker -> incarnation."""
+        return dict(self._roster.live)
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        """Why nothing is taken from this incarnation; empty where it may speak."""
+        return self._roster.refusal(worker, incarnation)
+
+    def waiting_for(self) -> list[str]:
+        """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""
+        return self._meetings.waiting_for() or self._rule.waiting_for()

@@ -1,0 +1,88 @@
+"""Gatherings of all live workers: everyone brings a part, everyone gets all parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atoll.store.outcomes import Draft, Meeting
+from atoll.store.roster import Roster
+
+
+@dataclass(frozen=True)
+class _Part:
+    incarnation: int
+    what: str
+    handle: int
+
+
+class Meetings:
+    """Numbered by the workers; they take place in order.
+
+    A worker that joins later is not waited for before its own first Meet, for it cannot know the number.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._next = 0  # all numbers below are over
+        self._parts: dict[int, dict[int, _Part]] = {}  # number -> worker -> part
+        self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
+
+    def bind(self, worker: int, incarnation: int) -> None:
+        """This worker is here from the beginning, so that every meeting waits for it."""
+        self._bound[worker] = incarnation
+
+    def meet(self, worker: int, incarnation: int, number: int, what: str, handle: int, draft: Draft) -> None:
+        """A live worker's part. Refused, or come twice: its handle is released."""
+        taken = self._parts.get(number, {}).get(worker)
+        others = [part for part in self._parts.get(number, {}).values() if part.what != what]
+        if number < self._next and self._bound.get(worker) != incarnation:
+            draft.refused = f"meeting {number} is over; worker {worker} comes late: the next is {self._next}"
+        elif number > self._next + 1:
+            draft.refused = f"worker {worker} comes to meeting {number}, while {self._next} is the next"
+        elif others and taken is None:
+            draft.refused = (
+                f"worker {worker} comes to meeting {number} for {what!r}, others for {others[0].what!r}: "
+                "all workers must make the same calls in the same order"
+            )
+        if draft.refused or taken is not None or number < self._next:
+            draft.released.append(handle)
+            return
+        self._bound[worker] = incarnation
+        self._parts.setdefault(number, {})[worker] = _Part(incarnation, what, handle)
+
+    def leave(self, worker: int, incarnation: int, draft: Draft) -> None:
+        """A worker is fenced: it is not waited for, and its parts are released."""
+        if self._bound.get(worker, incarnation + 1) <= incarnation:
+            del self._bound[worker]
+        for parts in self._parts.values():
+            part = parts.get(worker)
+            if part is not None and part.incarnation <= incarnation:
+                draft.released.append(parts.pop(worker).handle)
+
+    def advance(self, draft: Draft) -> None:
+        """Let the meetings take place that are complete."""
+        while self._parts.get(self._next) and self._is_complete():
+            parts = sorted(self._parts.pop(self._next).items())
+            draft.met.append(
+                Meeting(
+                    number=self._next,
+                    what=parts[0][1].what,
+                    workers=[worker for worker, _ in parts],
+                    incarnations=[part.incarnation for _, part in parts],
+                    handles=[part.handle for _, part in parts],
+                )
+            )
+            self._next += 1
+
+    def _is_complete(self) -> bool:
+        return self._roster.is_quorate() and not self._missing()
+
+    def _missing(self) -> list[int]:
+        return sorted(set(self._bound) - set(self._parts[self._next]))
+
+    def waiting_for(self) -> list[str]:
+        """Who is waited for, in words."""
+        if not self._parts.get(self._next):
+            return []
+        what = next(iter(self._parts[self._next].values())).what
+        return [f"worker {worker}, to come to {what!r}" for worker in self._missing()]

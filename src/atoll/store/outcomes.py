@@ -1,0 +1,80 @@
+"""What the log answers to an input: data for its runtime to act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from atoll.core.errors import RunError
+from atoll.wire.messages import AnyMessage, Commit
+
+if TYPE_CHECKING:
+    from atoll.store.entries import Entry
+
+
+class StoreError(RunError):
+    """The store's state contradicts its log: the run cannot go on."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A message for a worker, if this incarnation of it is still there."""
+
+    worker: int
+    incarnation: int
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All parts of a gathering are there: each of `workers` gets them all, as wire's Met.
+
+    `handles[i]` is the handle of the payload that `workers[i]` sent; the runtime frees them afterwards.
+    """
+
+    number: int
+    what: str
+    workers: list[int]
+    incarnations: list[int]
+    handles: list[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an input to the log has led to.
+
+    `entries` are new, and already in the log. `refused`: the input has changed nothing, and this one line
+    says why. `released` are handles of payloads that nobody will get: free them.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    refused: str = ""
+    met: list[Meeting] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Draft:
+    """An outcome while it is put together: entries with their reasons, and the commits that now count."""
+
+    entries: list[Entry] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    counted: list[tuple[int, Commit]] = field(default_factory=list)
+    refused: str = ""
+    met: list[Meeting] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    def write(self, entry: Entry, reason: str) -> None:
+        """Put a line into the log; `reason` is one plain sentence."""
+        self.entries.append(entry)
+        self.reasons.append(reason)
+
+    def reply(self, worker: int, incarnation: int, message: AnyMessage) -> None:
+        """Answer a worker."""
+        self.replies.append(Reply(worker, incarnation, message))
+
+    def outcome(self) -> Outcome:
+        """The finished outcome."""
+        return Outcome(self.entries, self.replies, self.refused, self.met, self.released)

@@ -1,0 +1,70 @@
+"""Which workers the log counts with: waiting to enter, live, or fenced."""
+
+from __future__ import annotations
+
+
+class Roster:
+    """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most.
+
+    The run begins when `workers` have come; one that was fenced before has come too, and is not waited for.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.begun = False
+        self.live: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
+        self._fenced: dict[int, int] = {}  # worker -> the highest incarnation that is fenced
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        """Why nothing is taken from this incarnation; empty where it may speak."""
+        if incarnation <= self._fenced.get(worker, 0):
+            return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
+        return ""
+
+    def incarnation(self, worker: int) -> int:
+        """The incarnation that is live or waiting; 0 where there is none."""
+        return self.live.get(worker, 0) or self.waiting.get(worker, 0)
+
+    def unknown(self, worker: int, incarnation: int) -> str:
+        """Why this incarnation may not commit now; empty where it is live."""
+        refusal = self.refusal(worker, incarnation)
+        if refusal or self.live.get(worker) == incarnation:
+            return refusal
+        if self.waiting.get(worker) == incarnation:
+            return f"worker {worker} waits to enter, and has no iteration yet"
+        return f"worker {worker} of incarnation {incarnation} has not joined"
+
+    def wait(self, worker: int, incarnation: int) -> None:
+        """It has come, and enters when the consistency lets it."""
+        self.waiting[worker] = incarnation
+
+    def is_quorate(self) -> bool:
+        """Whether as many have come as the run begins with; always so once it has begun."""
+        come = set(self.live) | set(self.waiting) | set(self._fenced)
+        return self.begun or len(come) >= self.workers
+
+    def enter(self) -> list[tuple[int, int]]:
+        """All who wait become live; (worker, incarnation) in order of worker."""
+        entering = sorted(self.waiting.items())
+        self.live.update(entering)
+        self.waiting.clear()
+        self.begun = self.begun or bool(entering)
+        return entering
+
+    def fence(self, worker: int, incarnation: int) -> bool:
+        """Take nothing from it any more; False where that was so before."""
+        if self.refusal(worker, incarnation):
+            return False
+        self._fenced[worker] = incarnation
+        for group in (self.live, self.waiting):
+            if group.get(worker, incarnation + 1) <= incarnation:
+                del group[worker]
+        return True
+
+    def missing(self) -> str:
+        """In words, who has yet to come before the run begins; empty once nobody has."""
+        if self.is_quorate():
+            return ""
+        come = set(self.live) | set(self.waiting) | set(self._fenced)
+        return f"{self.workers - len(come)} of {self.workers} workers, to join"

@@ -1,0 +1,190 @@
+"""BSP: iterations with a membership that is fixed when they begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atoll.store.entries import Combine, Joined, Member, Step
+from atoll.store.outcomes import Draft
+from atoll.store.roster import Roster
+from atoll.store.stages import Stages
+from atoll.wire import messages
+
+
+class Rounds:
+    """One iteration at a time: it begins, is combined, is stepped.
+
+    It begins with all who are live then, those who waited included. It is combined when every member has
+    committed and is staged on all shards; a member fenced before is left out. It is stepped when every live
+    member has said the same Step.
+    """
+
+    def __init__(self, roster: Roster, stages: Stages, steps: int) -> None:
+        self._roster = roster
+        self._stages = stages
+        self._iteration = steps
+        self._members: dict[int, int] = {}  # live members: worker -> incarnation
+        self._commits: dict[int, messages.Commit] = {}
+        self._combined: list[int] = []  # the mean's workers, fenced ones included; empty before
+        self._said: dict[int, messages.Step] = {}  # a fenced member's word counts too
+
+    def committed(self, _worker: int) -> int:
+        """How many iterations are in the log, for a live worker."""
+        return self._iteration + bool(self._combined)
+
+    def commit(self, worker: int, commit: messages.Commit, draft: Draft) -> None:
+        """A live worker commits its contribution to the iteration; `draft.refused` says if it may not."""
+        if commit.iteration < self.committed(worker):
+            draft.reply(worker, commit.incarnation, messages.Committed(iteration=commit.iteration))
+        elif commit.iteration != self._iteration or worker not in self._members:
+            draft.refused = (
+                f"worker {worker} commits iteration {commit.iteration}, while {self._iteration} is under way"
+            )
+        else:
+            self._commits.setdefault(worker, commit)
+
+    def step(self, worker: int, step: messages.Step, draft: Draft) -> None:
+        """A member says how to step; `draft.refused` says if that cannot be."""
+        if step.iteration < self._iteration or (step.iteration == self._iteration and worker in self._said):
+            self._check_same(worker, step, draft)
+        elif step.iteration != self._iteration or not self._combined:
+            draft.refused = f"worker {worker} steps iteration {step.iteration}, which has no mean yet"
+        else:
+            self._check_same(worker, step, draft)
+            if not draft.refused:
+                self._said[worker] = step
+
+    def _check_same(self, worker: int, step: messages.Step, draft: Draft) -> None:
+        if step.iteration != self._iteration or not self._said:
+            return  # a late duplicate, or the first to speak
+        first = next(iter(self._said))
+        difference = _difference(self._said[first], step)
+        if difference:
+            draft.refused = (
+                f"worker {worker} and worker {first} would step iteration {step.iteration} differently: "
+                f"{difference}; in synchronous training all workers must say the same"
+            )
+
+    def leave(self, worker: int, incarnation: int) -> None:
+        """A worker is fenced."""
+        if self._members.get(worker, incarnation + 1) <= incarnation:
+            del self._members[worker]
+            self._commits.pop(worker, None)
+
+    def advance(self, draft: Draft) -> None:
+        """Write all that can be written now."""
+        while (
+            self._try_step(draft)
+            if self._combined
+            else self._try_combine(draft)
+            if self._members
+            else self._try_begin(draft)
+        ):
+            pass
+
+    def _try_begin(self, draft: Draft) -> bool:
+        if not self._roster.is_quorate():
+            return False
+        for worker, incarnation in self._roster.enter():
+            draft.write(
+                Joined(worker=worker, incarnation=incarnation, clock=self._iteration),
+                f"worker {worker} joins at iteration {self._iteration}, which begins now",
+            )
+        self._members = dict(sorted(self._roster.live.items()))
+        self._commits.clear()
+        return bool(self._members)
+
+    def _try_combine(self, draft: Draft) -> bool:
+        if any(
+            worker not in self._commits or self._stages.missing(worker, incarnation, self._iteration)
+            for worker, incarnation in self._members.items()
+        ):
+            return False
+        members = []
+        for worker, incarnation in self._members.items():
+            commit = self._commits[worker]
+            members.append(
+                Member(worker=worker, incarnation=incarnation, weight=commit.weight, samples=commit.samples)
+            )
+            draft.counted.append((worker, commit))
+            draft.reply(worker, incarnation, messages.Committed(iteration=self._iteration))
+            self._stages.forget_through(worker, incarnation, self._iteration)
+        draft.write(
+            Combine(iteration=self._iteration, members=members),
+            f"iteration {self._iteration} is whole: {_workers(self._members)} committed, staged everywhere",
+        )
+        self._combined = list(self._members)
+        return True
+
+    def _try_step(self, draft: Draft) -> bool:
+        if any(worker not in self._said for worker in self._members):
+            return False
+        speakers = sorted(self._said)
+        if speakers:
+            said = self._said[speakers[0]]
+            reason = f"{_workers(speakers)} said the same step for iteration {self._iteration}"
+        else:
+            said = messages.Step(
+                incarnation=0, iteration=self._iteration, scale=1.0, hyperparameters=[], accepted=False
+            )
+            reason = f"all who had the mean of iteration {self._iteration} are gone: it is left out"
+        draft.write(
+            Step(
+                iteration=self._iteration,
+                scale=said.scale,
+                hyperparameters=said.hyperparameters,
+                edited=said.edited,
+                editor=speakers[0] if said.edited else -1,
+                accepted=said.accepted,
+            ),
+            reason,
+        )
+        self._iteration += 1
+        self._combined, self._said, self._members = [], {}, {}
+        return True
+
+    def waiting_for(self) -> list[str]:
+        """Who is waited for and on what, in words."""
+        if not self._members and not self._combined:
+            missing = self._roster.missing()
+            return [missing] if missing else []
+        if self._combined:
+            silent = [worker for worker in self._members if worker not in self._said]
+            return [f"worker {worker}, to step iteration {self._iteration}" for worker in silent]
+        lines = []
+        for worker, incarnation in self._members.items():
+            shards = self._stages.missing(worker, incarnation, self._iteration)
+            if worker not in self._commits:
+                lines.append(f"worker {worker}, to commit iteration {self._iteration}")
+            elif shards:
+                on = ", ".join(map(str, shards))
+                lines.append(f"worker {worker}'s chunks of iteration {self._iteration}, on shard {on}")
+        return lines
+
+
+def _workers(workers: Any) -> str:
+    return ("worker " if len(workers) == 1 else "workers ") + ", ".join(map(str, workers))
+
+
+def _difference(first: messages.Step, second: messages.Step) -> str:
+    """What differs, in words; empty where the steps are the same."""
+    for name in ("accepted", "scale"):
+        one, other = getattr(first, name), getattr(second, name)
+        if not _same(one, other):
+            return f"{name} is {other} and {one}"
+    if sorted(first.edited) != sorted(second.edited):
+        return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"
+    if len(first.hyperparameters) != len(second.hyperparameters):
+        return f"{len(second.hyperparameters)} and {len(first.hyperparameters)} param groups"
+    for index, (one, other) in enumerate(zip(first.hyperparameters, second.hyperparameters, strict=True)):
+        for key in sorted({*one, *other}):
+            if not _same(one.get(key), other.get(key)):
+                return f"{key} of param group {index} is {other.get(key)} and {one.get(key)}"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal; NaN equals itself here."""
+    return bool(one == other) or msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)

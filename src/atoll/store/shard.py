@@ -1,0 +1,316 @@
+"""A shard's part: it stages contributions, does what the log says, and knows when a pull may be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, Union
+
+from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
+from atoll.store.entries import Apply, Combine, Entry, Fenced, Joined, Step
+from atoll.store.outcomes import StoreError
+from atoll.wire import messages
+
+__all__ = [
+    "Action",
+    "AnyPull",
+    "ApplyChunks",
+    "CombineChunks",
+    "PushOutcome",
+    "Release",
+    "ShardState",
+    "StepChunks",
+]
+
+Key: TypeAlias = tuple[int, int]  # worker, incarnation
+AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
+
+
+@dataclass
+class _Contribution:
+    expected: int
+    parts: Parts = field(default_factory=dict)
+
+    def is_whole(self) -> bool:
+        return len(self.parts) == self.expected
+
+    def handles(self) -> list[int]:
+        return [handle for handle, _ in self.parts.values()]
+
+
+@dataclass
+class _Member:
+    incarnation: int
+    clock: int  # iterations applied here
+    staleness: float = 0.0
+
+
+class ShardState:
+    """`chunks` are the trainable ones that the shard holds; it may hold none, and then follows the log only.
+
+    `limit` is how many iterations a worker may have staged and not applied. `steps` as in wire's Setup.
+    """
+
+    def __init__(
+        self, chunks: Sequence[int], consistency: str, slack: int, limit: int = 2, steps: int = 0
+    ) -> None:
+        self.versions = dict.fromkeys(chunks, 0)
+        self.consistency = consistency
+        self.slack = slack
+        self.limit = limit
+        self.steps = steps  # BSP: iterations stepped here
+        self.applied = 0  # entries of the log
+        self._members: dict[int, _Member] = {}
+        self._fenced: dict[int, int] = {}
+        self._staged: dict[Key, dict[int, _Contribution]] = {}
+        self._combined = -1  # the iteration whose mean is there, not yet stepped
+        self._mean_of: frozenset[int] = frozenset()
+        self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
+        self._pulls: dict[Key, messages.Pull] = {}
+        self._mean_pulls: dict[Key, messages.PullMean] = {}
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        """Why nothing is taken from this incarnation; empty where it may speak."""
+        if incarnation <= self._fenced.get(worker, 0):
+            return f"worker {worker} of incarnation {incarnation} is fenced: it was given up, or it has left"
+        return ""
+
+    # -- what workers send --------------------------------------------------------------------------------
+
+    def handle_push(self, worker: int, push: messages.Push, handle: int) -> PushOutcome:
+        """A chunk of a contribution. Its worker's Joined may still be on its way."""
+        if push.chunk not in self.versions:
+            return PushOutcome(refused=f"this shard does not hold chunk {push.chunk}")
+        refusal = self.refusal(worker, push.incarnation)
+        if refusal:
+            return PushOutcome(refused=refusal)
+        clock = self._next_iteration(worker, push.incarnation)
+        if clock is not None and push.iteration < clock:
+            return PushOutcome()
+        staged = self._staged.get((worker, push.incarnation), {})
+        contribution = staged.get(push.iteration)
+        if contribution is None:
+            too_far = clock is not None and push.iteration >= clock + self.limit
+            if too_far or len(staged) >= self.limit:
+                return PushOutcome(refused=f"worker {worker} has more than {self.limit} iterations in flight")
+            if not 0 < push.chunks_in_all <= len(self.versions):
+                return PushOutcome(
+                    refused=f"{push.chunks_in_all} chunks announced, of {len(self.versions)} that are here"
+                )
+            contribution = _Contribution(push.chunks_in_all)
+        if push.chunk in contribution.parts:
+            return PushOutcome()
+        if push.chunks_in_all != contribution.expected or contribution.is_whole():
+            return PushOutcome(
+                refused=f"worker {worker} announced {contribution.expected} chunks of iteration "
+                f"{push.iteration}, and now {push.chunks_in_all}, or sends more"
+            )
+        contribution.parts[push.chunk] = (handle, push.present)
+        self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
+        return PushOutcome(keep=True, staged=contribution.is_whole())
+
+    def _next_iteration(self, worker: int, incarnation: int) -> int | None:
+        """The first iteration that is not in the log here; None while its Joined is on its way."""
+        member = self._members.get(worker)
+        return member.clock if member is not None and member.incarnation == incarnation else None
+
+    def handle_replace(self, worker: int, replace: messages.Replace, handle: int) -> PushOutcome:
+        """BSP: what a member of the mean puts in the place of a chunk of it. Sent again: the first counts."""
+        refusal = self.refusal(worker, replace.incarnation)
+        if refusal:
+            return PushOutcome(refused=refusal)
+        if replace.chunk not in self.versions:
+            return PushOutcome(refused=f"this shard does not hold chunk {replace.chunk}")
+        if replace.iteration < self.steps:
+            return PushOutcome()
+        if replace.iteration != self._combined or worker not in self._mean_of:
+            return PushOutcome(refused=f"worker {worker} has no mean of iteration {replace.iteration} here")
+        parts = self._replaced.setdefault(worker, {})
+        if replace.chunk in parts:
+            return PushOutcome()
+        parts[replace.chunk] = (handle, replace.present)
+        return PushOutcome(keep=True)
+
+    def handle_pull_mean(self, worker: int, pull: messages.PullMean) -> bool:
+        """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will."""
+        key = (worker, pull.incarnation)
+        if self._has_mean(worker, pull):
+            self._mean_pulls.pop(key, None)
+            return True
+        if not self.refusal(*key) and pull.iteration >= self.steps and pull.iteration > self._combined:
+            self._mean_pulls[key] = pull
+        return False
+
+    def _has_mean(self, worker: int, pull: messages.PullMean) -> bool:
+        member = self._members.get(worker)
+        return (
+            member is not None
+            and member.incarnation == pull.incarnation
+            and worker in self._mean_of
+            and pull.iteration == self._combined
+        )
+
+    def handle_pull(self, worker: int, pull: messages.Pull) -> bool:
+        """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will.
+
+        One who has just joined asks with clock 0, and is answered when it takes part; `clock_of` is then the
+        iteration that it begins with.
+        """
+        key = (worker, pull.incarnation)
+        waiting = self._pulls.get(key)
+        newest = (
+            waiting is None or waiting.clock <= pull.clock
+        )  # else a late duplicate, which displaces nothing
+        if self._may_begin(worker, pull):
+            if newest:
+                self._pulls.pop(key, None)
+            return True
+        if newest and not self.refusal(*key):
+            self._pulls[key] = pull
+        return False
+
+    def _may_begin(self, worker: int, pull: messages.Pull) -> bool:
+        member = self._members.get(worker)
+        if member is None or member.incarnation != pull.incarnation:
+            return False
+        if self.consistency == "bsp":
+            return self.steps >= pull.clock
+        if member.clock < pull.clock:
+            return False
+        # Judged by the clock that the answer tells, which is past that of a late duplicate.
+        return self.consistency == "asp" or all(
+            each.clock >= member.clock - self.slack for each in self._members.values()
+        )
+
+    def poll_pulls(self) -> list[tuple[int, AnyPull]]:
+        """The pulls that waited and may be answered now: ask after each entry."""
+        ready: list[tuple[int, AnyPull]] = []
+        for (worker, _), mean in list(self._mean_pulls.items()):
+            if self.handle_pull_mean(worker, mean):
+                ready.append((worker, mean))
+        for (worker, _), pull in list(self._pulls.items()):
+            if self.handle_pull(worker, pull):
+                ready.append((worker, pull))
+        return ready
+
+    # -- what the log says --------------------------------------------------------------------------------
+
+    def handle_entry(self, entry: Entry) -> list[Action]:
+        """What to do, in this order. Raises StoreError where the log counts what is not here."""
+        self.applied += 1
+        if isinstance(entry, Joined):
+            self._members[entry.worker] = _Member(entry.incarnation, entry.clock)
+            if self.consistency == "bsp":
+                self.steps = entry.clock
+            return []
+        if isinstance(entry, Combine):
+            return self._combine(entry)
+        if isinstance(entry, Step):
+            return self._step(entry)
+        if isinstance(entry, Apply):
+            return self._apply(entry)
+        return self._fence(entry)
+
+    def _take(self, worker: int, incarnation: int, iteration: int) -> Parts:
+        """A contribution that the log counts. Its parts are the action's, then to be released."""
+        member = self._members.get(worker)
+        if member is None or member.incarnation != incarnation or member.clock != iteration:
+            raise StoreError(
+                f"the log counts iteration {iteration} of worker {worker}, which is not its next"
+            )
+        member.clock = iteration + 1
+        if not self.versions:
+            return {}
+        contribution = self._staged.get((worker, incarnation), {}).pop(iteration, None)
+        if contribution is None or not contribution.is_whole():
+            raise StoreError(
+                f"the log counts iteration {iteration} of worker {worker}, whose chunks are not staged here"
+            )
+        return contribution.parts
+
+    def _combine(self, entry: Combine) -> list[Action]:
+        taken = [
+            (member.weight, self._take(member.worker, member.incarnation, entry.iteration))
+            for member in entry.members
+        ]
+        self._combined = entry.iteration
+        self._mean_of = frozenset(member.worker for member in entry.members)
+        weight = sum(member.weight for member in entry.members)
+        samples = sum(member.samples for member in entry.members)
+        return [CombineChunks(entry.iteration, taken, weight, samples), *_release(*(p for _, p in taken))]
+
+    def _step(self, entry: Step) -> list[Action]:
+        if entry.iteration != self._combined:
+            raise StoreError(f"the log steps iteration {entry.iteration}, of which no mean is here")
+        replaced = self._replaced.get(entry.editor, {})
+        edited: Parts = {}
+        for chunk in entry.edited:
+            if chunk not in self.versions or not entry.accepted:
+                continue
+            if chunk not in replaced:
+                raise StoreError(f"worker {entry.editor} has not sent what it made of chunk {chunk}")
+            edited[chunk] = replaced[chunk]
+        if entry.accepted:
+            for chunk in self.versions:
+                self.versions[chunk] += 1
+        actions: list[Action] = [
+            StepChunks(entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted)
+        ]
+        actions += _release(*self._replaced.values())
+        self.steps, self._combined, self._mean_of = entry.iteration + 1, -1, frozenset()
+        self._replaced = {}
+        return actions
+
+    def _apply(self, entry: Apply) -> list[Action]:
+        parts = self._take(entry.worker, entry.incarnation, entry.iteration)
+        self._members[entry.worker].staleness = entry.staleness
+        for chunk in parts:
+            self.versions[chunk] += 1
+        apply = ApplyChunks(
+            entry.worker, entry.iteration, parts, entry.lr_scale, entry.hyperparameters, entry.staleness
+        )
+        return [apply, *_release(parts)]
+
+    def _fence(self, entry: Fenced) -> list[Action]:
+        """What it had staged goes; what it made of the mean stays, for its word may be the step's."""
+        self._fenced[entry.worker] = max(entry.incarnation, self._fenced.get(entry.worker, 0))
+        member = self._members.get(entry.worker)
+        if member is not None and member.incarnation <= entry.incarnation:
+            del self._members[entry.worker]
+        for waiting in (self._pulls, self._mean_pulls):
+            for key in [key for key in waiting if self.refusal(*key)]:
+                del waiting[key]
+        gone: list[Parts] = []
+        for key in [key for key in self._staged if self.refusal(*key)]:
+            gone += [contribution.parts for contribution in self._staged.pop(key).values()]
+        return list(_release(*gone))
+
+    # -- what others ask ----------------------------------------------------------------------------------
+
+    def clock_of(self, worker: int) -> int:
+        """The iteration that a live worker is to begin, by what is applied here: for wire's Parameters."""
+        member = self._members[worker]
+        return self.steps if self.consistency == "bsp" else member.clock
+
+    def staleness_of(self, worker: int) -> float:
+        """How stale a live worker's last contribution was, in global iterations."""
+        return self._members[worker].staleness
+
+    def staged(self) -> list[tuple[int, int, int]]:
+        """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
+        return [
+            (worker, incarnation, iteration)
+            for (worker, incarnation), staged in self._staged.items()
+            for iteration, contribution in staged.items()
+            if contribution.is_whole()
+        ]
+
+    def waiting_pulls(self) -> list[tuple[int, AnyPull]]:
+        """The pulls that are not answered yet."""
+        waiting: list[tuple[int, AnyPull]] = [(key[0], pull) for key, pull in self._mean_pulls.items()]
+        return waiting + [(key[0], pull) for key, pull in self._pulls.items()]
+
+
+def _release(*parts: Parts) -> list[Action]:
+    handles = [handle for each in parts for handle, _ in each.values()]
+    return [Release(handles)] if handles else []

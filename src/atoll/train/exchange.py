@@ -1,0 +1,363 @@
+"""The way of a gradient to the shards of a parameter server, and of new parameters back.
+
+Under `bsp` the contribution is committed when backward ends, and `p.grad` then shows the mean over workers;
+`step()` tells the shards to step with it. Under `ssp` and `asp` a contribution is this worker's own until
+`step()` commits it. In both, new parameters are staged as they arrive and published at the end of `step()`
+(`sync.lazy`: at the next forward), so that none changes between forward and backward. Source: S4, "The
+store".
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import RunError, UserError
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.messages import Message
+from atoll.train.reducer import Calls, Reducer, SendingReducer
+from atoll.train.samples import Contribution
+from atoll.train.shards import LOG, Shards
+from atoll.wire.messages import (
+    AnyMessage,
+    Commit,
+    Committed,
+    Hyperparameters,
+    Mean,
+    Parameters,
+    Pull,
+    PullMean,
+    Push,
+    Replace,
+    Step,
+    Used,
+)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The shards, which of them holds each chunk (by id), and the data that an iteration has used up."""
+
+    shards: Shards
+    shard_of: dict[int, int]
+    used: Callable[[], list[Used]]
+    staleness: Callable[[float], None]  # told what the shards measured of each contribution
+
+
+class NewParameters:
+    """Parameters on their way from the shards: staged as they arrive, and published all at once."""
+
+    def __init__(self, chunks: Sequence[BoundChunk], connection: Connection) -> None:
+        self._chunks = {bound.chunk.id: bound for bound in chunks}
+        self._connection = connection
+        self._staged: dict[int, Tensor] = {}
+        self._asked: int | None = None  # the clock of the pull under way
+        self.clock = 0  # of the latest answer: a worker that joins late begins there
+        self._versions = self._seen()
+        connection.shards.on(Parameters, self._handle)
+
+    @property
+    def on_their_way(self) -> bool:
+        return self._asked is not None
+
+    def pull(self, clock: int) -> None:
+        """Ask for the parameters with which a worker that has committed `clock` iterations goes on."""
+        self._staged.clear()
+        self._asked = clock
+        shards = self._connection.shards
+        for shard in sorted(set(self._connection.shard_of.values())):
+            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock))
+
+    def publish(self) -> float:
+        """Wait for what was asked for and put it into the parameters; returns the seconds waited."""
+        if self._asked is None:
+            return 0.0
+        waited = self._connection.shards.wait(
+            lambda: len(self._staged) == len(self._chunks),
+            self._missing,
+            f"the parameters after iteration {self._asked - 1}",
+        )
+        for chunk_id, values in self._staged.items():
+            bound = self._chunks[chunk_id]
+            bound.flat[: values.numel()].copy_(values)
+            torch.autograd.graph.increment_version(bound.parameters)
+        self._staged.clear()
+        self._asked = None
+        self._versions = self._seen()
+        return waited
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the script has written to a parameter: the shards would not know."""
+        for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
+            if version != now:
+                raise UserError(
+                    f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+                    "'server' parameters live at the shards: change it before session.prepare, or save and "
+                    "session.load it"
+                )
+
+    def forget_changes(self) -> None:
+        """What was written so far is known to the shards too."""
+        self._versions = self._seen()
+
+    def _seen(self) -> list[tuple[str, int]]:
+        return [
+            (name, parameter._version)
+            for bound in self._chunks.values()
+            for name, parameter in zip(bound.names, bound.parameters, strict=True)
+        ]
+
+    def _missing(self) -> list[int]:
+        shard_of = self._connection.shard_of
+        return sorted({shard_of[chunk_id] for chunk_id in self._chunks if chunk_id not in self._staged})
+
+    def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Parameters)
+        bound = self._chunks.get(message.chunk)
+        if self._asked is None or message.clock < self._asked or bound is None:
+            return  # an answer to a pull that was given up
+        self.clock = message.clock
+        self._staged[message.chunk] = values_of(payload, bound, shard)
+        if message.staleness and shard == LOG:
+            self._connection.staleness(message.staleness)
+
+
+class Exchange(Reducer):
+    """What both kinds of exchange have: the connection, the clock, and new parameters."""
+
+    connection: Connection
+    parameters: NewParameters
+
+    def before_use(self, *_: object) -> None:
+        """With `sync.lazy`: what the last step asked for must be there now."""
+        self.seconds_waiting += self.parameters.publish()
+
+    @abstractmethod
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        """The script's `optimizer.step()`: let the shards make it, and ask for the new parameters."""
+
+    def _send_chunk(self, chunk_id: int, flat: Tensor, present: Sequence[bool]) -> None:
+        """Push one chunk of this iteration's contribution; `flat` must stay as it is until the answer."""
+        shards, shard_of = self.connection.shards, self.connection.shard_of
+        shard = shard_of[chunk_id]
+        message = Push(
+            incarnation=shards.incarnation,
+            iteration=self.steps,
+            chunk=chunk_id,
+            chunks_in_all=sum(where == shard for where in shard_of.values()),
+            present=bytes(present),
+        )
+        shards.send(shard, message, bytes_of(flat))
+        self.bytes_sent += flat.numel() * flat.element_size()
+
+    def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
+        self.connection.shards.send(
+            LOG,
+            Commit(
+                incarnation=self.connection.shards.incarnation,
+                iteration=self.steps,
+                weight=own.weight,
+                samples=own.samples,
+                hyperparameters=hyperparameters,
+                used=self.connection.used(),
+            ),
+        )
+
+
+class MeanExchange(SendingReducer, Exchange):
+    """bsp: after backward `p.grad` is the mean over workers, as the shards made it."""
+
+    def __init__(
+        self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
+    ) -> None:
+        super().__init__(chunks, calls, message_bytes=0)
+        self.connection = connection
+        self.parameters = NewParameters(chunks, connection)
+        self._lazy = lazy
+        self._first = True  # nothing leaves early: some parameters may get their gradients more than once
+        self._committed = -1  # the last iteration that was
+        self._scale_at_step = 1.0  # of this iteration's means: by clipping
+        self._means: dict[int, Mean] = {}
+        self._published: list[tuple[Tensor | None, int]] = []
+        connection.shards.on(Mean, self._handle_mean)
+        connection.shards.on(Committed, lambda *_: None)
+
+    def _scale(self) -> float:
+        self._contribute()
+        return 1.0  # the shards weigh
+
+    def _send(self, message: Message) -> None:
+        (chunk,) = message.chunks
+        chunk.settle(self._scale())
+        own = self._contribute()
+        present = [p.grad is not None and own.weight > 0 for p in chunk.bound.parameters]
+        if own.weight == 0:
+            chunk.published.flat.zero_()
+        self._send_chunk(chunk.bound.chunk.id, chunk.published.flat, present)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Send what has not left, commit, and wait for the mean."""
+        if any(message.dirty for message in self._order):
+            raise RunError(
+                f"iteration {self.steps}: a gradient changed after its chunk had left for the shards (a "
+                "parameter in a reentrant checkpoint, only now and then?); use use_reentrant=False"
+            )
+        own = self._contribute()
+        if self._committed == self.steps:
+            raise UserError(
+                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
+                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up"
+            )
+        self._committed = self.steps
+        for message in self._order[self._next :]:
+            self._leave(message)
+        self._commit(own, [])
+        self._means.clear()
+        shards = self.connection.shards
+        for shard in sorted(set(self.connection.shard_of.values())):
+            shards.send(shard, PullMean(incarnation=shards.incarnation, iteration=self.steps))
+        self.seconds_waiting += shards.wait(
+            lambda: len(self._means) == len(self._gradients),
+            lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
+            f"the mean of iteration {self.steps}",
+        )
+        for chunk_id, mean in self._means.items():
+            self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
+        self._published = self._gradients_seen()
+        self.sends_early, self._first = self.sends_early or self._first, False
+        samples = next(iter(self._means.values())).samples if self._means else own.samples
+        self._done(own, samples)
+
+    def begin(self) -> None:
+        super().begin()
+        if self._first:
+            self.sends_early = False
+
+    def clip(self, clip: Callable[[], float]) -> None:
+        """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
+        edited = self._edited()
+        coefficient = clip()
+        if not edited:  # else `step` sends the gradients themselves
+            self._scale_at_step *= coefficient
+            self._published = self._gradients_seen()
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        edited = self._edited()
+        shards = self.connection.shards
+        for chunk_id in edited:
+            chunk = self._gradients[chunk_id]
+            present = chunk.collect()
+            shards.send(
+                self.connection.shard_of[chunk_id],
+                Replace(
+                    incarnation=shards.incarnation,
+                    iteration=self.steps,
+                    chunk=chunk_id,
+                    present=bytes(present),
+                ),
+                bytes_of(chunk.published.flat),
+            )
+        shards.send(
+            LOG,
+            Step(
+                incarnation=shards.incarnation,
+                iteration=self.steps,
+                scale=self._scale_at_step,
+                hyperparameters=hyperparameters,
+                edited=edited,
+                accepted=accepted,
+            ),
+        )
+        self._scale_at_step = 1.0
+        self.parameters.pull(self.steps + 1)
+        if not self._lazy or edited:
+            self.seconds_waiting += self.parameters.publish()
+
+    def _edited(self) -> list[int]:
+        """The chunks in which the script has changed or replaced a gradient since it was published."""
+        now = iter(zip(self._published, self._gradients_seen(), strict=True))
+        found = []
+        for chunk_id, chunk in self._gradients.items():
+            pairs = [next(now) for _ in chunk.bound.parameters]
+            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
+                found.append(chunk_id)
+        return found
+
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+        return [
+            (p.grad, -1 if p.grad is None else p.grad._version)
+            for chunk in self._gradients.values()
+            for p in chunk.bound.parameters
+        ]
+
+    def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Mean)
+        chunk = self._gradients.get(message.chunk)
+        if message.iteration != self.steps or chunk is None:
+            return
+        # The shard has answered, so what was sent from this memory has been received.
+        chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
+        self._means[message.chunk] = message
+
+
+class AsyncExchange(Exchange):
+    """ssp and asp: gradients are this worker's own, and edits act on its own contribution."""
+
+    def __init__(
+        self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
+    ) -> None:
+        super().__init__(chunks, calls)
+        self.connection = connection
+        self.parameters = NewParameters(chunks, connection)
+        self._lazy = lazy
+        self._outgoing = {
+            bound.chunk.id: Buffer(bound.chunk, bound.parameters, bound.flat.new_zeros(bound.chunk.extent))
+            for bound in chunks
+        }
+        self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        connection.shards.on(Committed, lambda *_: None)
+
+    def close(self) -> None:
+        self._outgoing.clear()
+        super().close()
+
+    def reduce(self) -> None:
+        """A backward has ended: nothing leaves before `step`."""
+        self._weighed = self._contribute()
+        super().reduce()
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
+        for bound in self._chunks:
+            outgoing, present = self._outgoing[bound.chunk.id], []
+            for parameter, view in zip(bound.parameters, outgoing.views, strict=True):
+                here = parameter.grad is not None and own.weight > 0
+                view.copy_(parameter.grad) if here else view.zero_()  # type: ignore[arg-type]
+                present.append(here)
+            self._send_chunk(bound.chunk.id, outgoing.flat, present)
+        self._commit(own, hyperparameters)
+        self.parameters.pull(self.steps + 1)
+        if not self._lazy:
+            self.seconds_waiting += self.parameters.publish()
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a 1-D tensor on the CPU, as it is (a copy of it, where it is elsewhere)."""
+    host = flat.detach().to("cpu")
+    return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def values_of(payload: memoryview | None, bound: BoundChunk, shard: int) -> Tensor:
+    """The values of a chunk in `payload`, in place; raises RunError where their number is wrong."""
+    expected = bound.chunk.extent * bound.flat.element_size()
+    if payload is None or len(payload) != expected:
+        got = 0 if payload is None else len(payload)
+        raise RunError(f"shard {shard} sent {got} bytes for chunk {bound.chunk.id}, which has {expected}")
+    return torch.frombuffer(payload, dtype=bound.flat.dtype)

@@ -1,0 +1,185 @@
+"""A worker's side of the hub: rank and incarnation, the shards' addresses, leases, and signs of life."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.net.endpoint import Client
+from atoll.net.keys import Keys
+from atoll.net.requests import Answer, RefusedError, ask, late
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Leased,
+    Refused,
+    Shards,
+    Welcome,
+    WhereAreShards,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+LIMIT = 2**21  # bytes of a message, as the hub's
+_ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
+
+
+class HubClient:
+    """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
+
+    `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
+    the heartbeats have a thread and a connection of their own, since a script may compute for minutes.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, run: str = "", timeout: float = 600.0) -> None:
+        self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
+        self.welcome: Welcome | None = None
+        self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
+        self._client = Client(address, keys, limit=LIMIT, name="hub")
+        self._losses = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._given_up = ""
+
+    def join(self, wish: int = -1) -> Welcome:
+        """Take part, as rank `wish` (-1: any that is free); heartbeats begin.
+
+        A rank whose worker has just died is free after the hub's patience: that long this waits. Raises
+        RefusedError when the rank is taken, or version or run are others, DeadlineError when there is no hub.
+        """
+        hello = Hello(version=VERSION, run=self._run, role="worker", worker=wish, pid=os.getpid())
+        welcome = self._ask(hello, Welcome, "a rank in the run")
+        self.welcome, self._run = welcome, welcome.run
+        self._thread = threading.Thread(
+            target=self._beat, args=(welcome,), name="atoll-heartbeat", daemon=True
+        )
+        self._thread.start()
+        return welcome
+
+    def shards(self) -> list[str]:
+        """The shards' addresses, by index, once all are there. Raises DeadlineError when they are not."""
+        return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
+
+    def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
+        """Up to `count` positions of an epoch of `length` samples.
+
+        While others hold what is left, it asks again for up to `wait` seconds, and then returns an empty
+        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. After a lost
+        connection the answer may be lost too: those samples stay leased until this worker leaves.
+        """
+        request = Lease(
+            incarnation=self._incarnation, sampler=sampler, epoch=epoch, length=length, count=count
+        )
+        start, pause = time.monotonic(), _ASK_AGAIN[0]
+        while True:
+            leased = self._ask(request, Leased, f"samples of epoch {epoch}")
+            waited = time.monotonic() - start
+            if leased.over or leased.start < leased.stop or (wait is not None and waited >= wait):
+                return leased
+            if wait is None and waited >= self._timeout:
+                raise DeadlineError(
+                    late(self._client, self._timeout, f"samples of epoch {epoch}, which other workers hold")
+                )
+            time.sleep(pause if wait is None else min(pause, wait - waited))
+            pause = min(2 * pause, _ASK_AGAIN[1])
+
+    def check(self) -> None:
+        """Raises RunError when the hub has given this worker up."""
+        if self._given_up:
+            raise RunError(f"hub at {self._address}: {self._given_up}")
+
+    def goodbye(self) -> None:
+        """Leave in good order: the hub frees what was leased and not used. Heartbeats end."""
+        self._stop_beating()
+        if self.welcome is not None and not self._given_up:
+            self._client.send(encode(Goodbye(incarnation=self._incarnation)))
+        self.welcome = None
+
+    def close(self) -> None:
+        """Close the connections; without `goodbye` before, the hub takes it for a death. Closing twice does
+        no harm."""
+        self._stop_beating()
+        self._client.close()
+
+    def __enter__(self) -> HubClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.goodbye()
+        self.close()
+
+    @property
+    def _incarnation(self) -> int:
+        if self.welcome is None:
+            raise RunError(f"hub at {self._address}: this worker has not joined, or has left")
+        return self.welcome.incarnation
+
+    def _ask(self, message: AnyMessage, expected: type[Answer], what: str) -> Answer:
+        """Ask; after a lost connection say who we are on the new one, and ask again."""
+        until = time.monotonic() + self._timeout
+        while True:
+            self.check()
+            try:
+                if self._has_lost():
+                    self._losses = self._client.losses
+                    self._introduce(max(0.0, until - time.monotonic()))
+                return ask(self._client, message, expected, max(0.0, until - time.monotonic()), what)[0]
+            except (PeerLostError, RefusedError):  # who is on a new connection is a stranger to the hub
+                if not self._has_lost():
+                    raise
+
+    def _has_lost(self) -> bool:
+        """Whether a connection was lost since the hub was told last who is on it."""
+        self._client.check()
+        return self._client.losses != self._losses
+
+    def _introduce(self, deadline: float) -> None:
+        """Tell the hub on a new connection which incarnation this is, so that it knows us on it."""
+        if self.welcome is None:
+            return
+        hello = Hello(
+            version=VERSION,
+            run=self._run,
+            role="worker",
+            worker=self.welcome.worker,
+            incarnation=self.welcome.incarnation,
+            pid=os.getpid(),
+        )
+        ask(self._client, hello, Welcome, deadline, "its welcome on a new connection")
+
+    def _beat(self, welcome: Welcome) -> None:
+        """The thread of heartbeats."""
+        with Client(self._address, self._keys, limit=LIMIT, name="hub") as link:
+            pause = 0.0
+            while not self._stop.wait(pause):
+                pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)
+                if link.connected:  # else they would only heap up
+                    link.send(encode(Heartbeat(incarnation=welcome.incarnation, iteration=self.iteration)))
+                while (received := link.receive(0)) is not None:
+                    self._note(received[0])
+                if self._given_up:
+                    return
+
+    def _note(self, header: bytes) -> None:
+        try:
+            message = decode_untrusted(header)
+        except WireError:
+            return
+        if isinstance(message, Refused):
+            self._given_up = message.reason
+
+    def _stop_beating(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=5.0)

@@ -1,0 +1,206 @@
+"""The way of a gradient inside a group: from backward, through the ring, to `p.grad`.
+
+As autograd hands over a gradient, it is scaled into its chunk's **published** buffer. A message (one chunk,
+or several small ones) whose last gradient has come is reduced there, while backward goes on. When backward
+ends, the workers agree on the iteration; once all of it is whole, and only then, `p.grad` shows the published
+mean. A worker's own gradients, in the tensors that autograd made, are kept until the step, so that an
+iteration can be reduced again (a chunk whose gradient changed after it had left; later, a ring that lost a
+member). Source: design.md, "The way of a gradient".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atoll.core.errors import RunError, UserError
+from atoll.tensors.binding import BoundChunk
+from atoll.train.channel import Channel
+from atoll.train.messages import HEAD, ChunkGradients, Message
+from atoll.train.reducer import Calls, SendingReducer
+from atoll.train.samples import Contribution
+
+_STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A group's channels: `data` carries chunks (on their device), `agreement` small vectors (on the CPU)."""
+
+    data: Channel
+    agreement: Channel
+
+    @property
+    def world(self) -> int:
+        return self.data.place.world
+
+    def close(self) -> None:
+        self.data.close()
+        if self.agreement is not self.data:
+            self.agreement.close()
+
+
+class RingReducer(SendingReducer):
+    """Reduces one model's trainable chunks over a ring."""
+
+    def __init__(self, chunks: Sequence[BoundChunk], ring: Ring, *, message_bytes: int, calls: Calls) -> None:
+        super().__init__(chunks, calls, message_bytes)
+        self._ring = ring
+        self._order_is_measured = False
+        self._reference = 1.0  # the last iteration's sum of weights
+        self._agreement_rides = _agreement_rides(self._order)
+        self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
+
+    def _scale(self) -> float:
+        """What this worker's gradients are multiplied by before the sum; fixed when the first one comes."""
+        return self._contribute().weight / self._reference
+
+    def _contribute(self) -> Contribution:
+        begins = self._own is None
+        own = super()._contribute()
+        if begins and self._ring.world == 1 and own.weight > 0:
+            self._reference = own.weight  # a mean over one is what it was, to the bit
+        return own
+
+    def _send(self, message: Message, said: Sequence[float] = ()) -> None:
+        """Begin to reduce a message, with what this worker says for the agreement if it rides along."""
+        scale = self._scale()
+        for chunk in message.chunks:
+            chunk.settle(scale)
+        if said:
+            message.write_tail(said)
+        flat = message.memory[: message.gradients.numel() + len(said)]
+        message.work = self._ring.data.sum(flat)
+        self._count(flat.numel() * flat.element_size())
+
+    def _count(self, size: int) -> None:
+        """A ring sends each byte on 2 (n - 1) / n times."""
+        self.bytes_sent += 2 * (self._ring.world - 1) * size // self._ring.world
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Send what has not left, wait for all of it, agree, and publish."""
+        own = self._contribute()
+        said = self._said(own)
+        for message in self._order[self._next :]:
+            last = message is self._order[-1]
+            message.sent = True
+            self._send(message, said if last and self._agreement_rides else ())
+        self._wait(self._order)
+        agreed = self._agree(own, self._order[-1].read_tail(len(said)) if self._agreement_rides else None)
+        while agreed.dirty:
+            again = [
+                message for message, dirty in zip(self._order, agreed.dirty_messages, strict=True) if dirty
+            ]
+            for message in again:
+                message.again()
+                self._send(message)
+            self._wait(again)
+            agreed = self._agree(own)
+        self._publish(agreed)
+        self._measure_order()
+        self._done(own, agreed.samples)
+
+    def _publish(self, agreed: Agreement) -> None:
+        """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
+        if agreed.weight <= 0 and agreed.with_gradients:
+            raise UserError(
+                f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "
+                "session.weight must be above 0 on a worker that has gradients"
+            )
+        factor = self._reference / agreed.weight if agreed.weight > 0 else 1.0
+        for message in self._order:
+            if factor != 1.0:
+                message.gradients.mul_(factor)
+        for chunk, here in zip(self._gradients_in_order(), agreed.present, strict=True):
+            chunk.publish(here)
+        if agreed.weight > 0:
+            self._reference = agreed.weight
+
+    def _gradients_in_order(self) -> list[ChunkGradients]:
+        return [chunk for message in self._order for chunk in message.chunks]
+
+    def _wait(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            assert message.work is not None
+            self.seconds_waiting += self._ring.data.wait(message.work, f"{message} in iteration {self.steps}")
+        if messages and messages[0].memory.device.type != "cpu":
+            # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
+            torch.accelerator.current_stream(messages[0].memory.device).synchronize()
+
+    def _said(self, own: Contribution) -> list[float]:
+        """What this worker says about this iteration; the workers' sum is an Agreement."""
+        rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
+        present = [here and own.weight > 0 for row in rows for here in row]
+        head = [own.weight, own.samples, self.steps % _STEPS, any(any(row) for row in rows)]
+        assert len(head) == HEAD
+        return [float(value) for value in (*head, *(message.dirty for message in self._order), *present)]
+
+    def _agree(self, own: Contribution, summed: list[float] | None = None) -> Agreement:
+        """What all workers say about this iteration; that all have said it makes it whole. `summed` if it
+        rode along with the last message; else it is summed now."""
+        ring = self._ring
+        if summed is None:
+            vector = torch.tensor(self._said(own), dtype=torch.float64)
+            work = ring.agreement.sum(vector)
+            self.seconds_waiting += ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
+            self._count(vector.numel() * 8)
+            summed = vector.tolist()
+        slots = [len(chunk.bound.parameters) for chunk in self._gradients_in_order()]
+        agreement = Agreement(summed, len(self._order), slots)
+        off = agreement.steps / ring.world - self.steps % _STEPS
+        if off:
+            raise RunError(
+                f"the workers are at different iterations (this one at {self.steps}, on average "
+                f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
+            )
+        return agreement
+
+    def _measure_order(self) -> None:
+        """Once worker 0 has seen chunks arrive: take its order of arrival as that in which they leave."""
+        if self._order_is_measured or not self._order:
+            return
+        ids = [message.id for message in self._order]
+        never = [each for each in ids if each not in self._arrivals]
+        order = torch.tensor([len(self._arrivals), *self._arrivals, *never], dtype=torch.int64)
+        agreement = self._ring.agreement
+        agreement.wait(agreement.broadcast(order), "worker 0's order of messages")
+        arrived, *ids = order.tolist()
+        if arrived:
+            self._order_is_measured = True
+            by_id = {message.id: message for message in self._order}
+            self._order = [by_id[each] for each in ids]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to scale its sums, to the bit, as this one would."""
+        return {**super().state_dict(), "reference": self._reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._reference = state.get("reference", 1.0)
+
+
+class Agreement:
+    """The workers' sums for one iteration: weight, samples, steps, how many have gradients, dirty messages,
+    and the presence of each gradient, chunk by chunk (of `slots` parameters each)."""
+
+    def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
+        self.weight, self.samples, self.steps, self.with_gradients = summed[:HEAD]
+        self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
+        self.dirty = any(self.dirty_messages)
+        self.present: list[list[bool]] = []
+        start = HEAD + messages
+        for count in slots:
+            self.present.append([value > 0 for value in summed[start : start + count]])
+            start += count
+
+
+def _agreement_rides(messages: Sequence[Message]) -> bool:
+    """Whether the agreement may travel in the last message: on the CPU, in a dtype that holds its numbers,
+    where no gradient has a finer one."""
+    if not messages or messages[0].memory.device.type != "cpu":
+        return False
+    return {m.memory.dtype for m in messages} in ({torch.float32}, {torch.float64})

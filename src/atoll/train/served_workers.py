@@ -1,0 +1,83 @@
+"""What workers of a parameter server tell one another outside the iterations: through the log's meetings.
+
+They have no group of their own: a worker that dies is left out, and the others' meetings go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from atoll.train.place import Place
+from atoll.train.shards import LOG, Shards
+from atoll.train.workers import Reduction, Workers
+from atoll.wire.messages import AnyMessage, Meet, Met
+
+
+class ServedWorkers(Workers):
+    """`Workers` over the shards' log: every live worker takes part in each call."""
+
+    def __init__(self, place: Place, shards: Shards) -> None:
+        super().__init__(place, None)
+        self._shards, self._number = shards, 0
+        self._met: dict[int, list[bytes]] = {}
+        shards.on(Met, self._handle_met)
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Each live worker's bytes, in order of rank."""
+        self.check_open()
+        number, self._number = self._number, self._number + 1
+        shards = self._shards
+        shards.send(
+            LOG, Meet(incarnation=shards.incarnation, number=number, what=what[:256]), memoryview(payload)
+        )
+        shards.wait(lambda: number in self._met, lambda: [LOG], f"every worker's part in {what}")
+        return self._met.pop(number)
+
+    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
+        held = list(tensors)
+        if not held:
+            return
+        own = b"".join(_bytes_of(tensor) for tensor in held) if self.place.rank == 0 else b""
+        values = memoryview(bytearray(self.gather_bytes(own, what)[0]))
+        offset = 0
+        for tensor in held:
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                part = torch.frombuffer(values[offset : offset + size], dtype=tensor.dtype)
+                tensor.copy_(part.reshape(tensor.shape))
+            offset += size
+
+    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        parts = [
+            torch.frombuffer(bytearray(part), dtype=tensor.dtype).reshape(tensor.shape)
+            for part in self.gather_bytes(_bytes_of(tensor), what)
+        ]
+        together = torch.stack(parts)
+        if op == "min":
+            return tensor.copy_(together.amin(0))
+        if op == "max":
+            return tensor.copy_(together.amax(0))
+        return tensor.copy_(together.sum(0, dtype=tensor.dtype))
+
+    def _handle_met(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Met)
+        parts, offset = [], 0
+        for size in message.sizes:
+            parts.append(bytes(payload[offset : offset + size]) if payload is not None else b"")
+            offset += size
+        self._met[message.number] = parts
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    host = tensor.detach().to("cpu").contiguous()
+    return bytes(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else b""

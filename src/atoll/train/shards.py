@@ -1,0 +1,125 @@
+"""A worker's connections to the shards of the parameter server, and what it waits for there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.net.endpoint import Client, poll
+from atoll.net.keys import Keys
+from atoll.wire.messages import VERSION, AnyMessage, Hello, Refused, Welcome, decode_untrusted, encode
+
+Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
+
+LOG = 0  # the shard that keeps the log
+_POLL_SECONDS = 0.5  # between looks at connections that may have failed
+
+
+class Shards:
+    """One connection to each shard; what comes is handed to the handler registered for its type.
+
+    All of it runs on the thread that calls `wait`; sockets send by themselves. `timeout` is in seconds.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        *,
+        run: str,
+        worker: int,
+        incarnation: int,
+        timeout: float,
+        limit: int,
+    ) -> None:
+        self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
+        self.run = run
+        self.addresses = list(addresses)
+        self._handlers: dict[type[AnyMessage], Handler] = {}
+        self._clients = [
+            Client(address, keys, limit=limit, name=f"shard {index}")
+            for index, address in enumerate(addresses)
+        ]
+        self._greet()
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+
+    def on(self, kind: type[AnyMessage], handler: Handler) -> None:
+        """Let `handler` take messages of this kind from now on."""
+        self._handlers[kind] = handler
+
+    def send(self, shard: int, message: AnyMessage, payload: memoryview | None = None) -> None:
+        """Send without waiting; `payload` must not change before the shard has answered."""
+        self._clients[shard].send(encode(message), payload)
+
+    def send_all(self, message: AnyMessage) -> None:
+        for shard in range(len(self)):
+            self.send(shard, message)
+
+    def wait(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str) -> float:
+        """Take what comes until `done()`; returns the seconds that it took.
+
+        `missing()` says which shards are waited for. Raises DeadlineError, naming them and `what`, after the
+        timeout, and UserError with a shard's reason where one refuses.
+        """
+        start = time.monotonic()
+        self._take(0.0)
+        while not done():
+            waited = time.monotonic() - start
+            if waited > self.timeout:
+                raise DeadlineError(self._late(missing(), what, waited))
+            self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
+        return time.monotonic() - start
+
+    def _take(self, timeout: float) -> None:
+        """Hand out what is there, or comes within `timeout` seconds."""
+        ready = poll(self._clients, timeout)
+        if not ready:
+            for client in self._clients:
+                client.check()
+        for client in ready:
+            while (received := client.receive(0.0)) is not None:
+                header, payload = received
+                self._handle(self._clients.index(client), decode_untrusted(header), payload)
+
+    def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        if isinstance(message, Refused):
+            raise UserError(f"shard {shard} at {self.addresses[shard]}: {message.reason}")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RunError(f"shard {shard} sent a {type(message).__name__}, which nobody asked for")
+        handler(shard, message, payload)
+
+    def _greet(self) -> None:
+        """Say hello to each shard: versions, run and rank are checked there."""
+        welcome: set[int] = set()
+        self.on(Welcome, lambda shard, _message, _payload: welcome.add(shard))
+        self.send_all(
+            Hello(
+                version=VERSION,
+                run=self.run,
+                role="worker",
+                worker=self.worker,
+                incarnation=self.incarnation,
+            )
+        )
+        self.wait(
+            lambda: len(welcome) == len(self),
+            lambda: [shard for shard in range(len(self)) if shard not in welcome],
+            "their welcome",
+        )
+
+    def _late(self, missing: Sequence[int], what: str, waited: float) -> str:
+        who = " and ".join(f"shard {shard} at {self.addresses[shard]}" for shard in missing) or "a shard"
+        return (
+            f"worker {self.worker} waited {waited:.1f} s for {who} on {what} "
+            f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
+        )

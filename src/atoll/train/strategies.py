@@ -1,0 +1,295 @@
+"""How one model is trained with others: which reducer takes its gradients, and who makes its steps.
+
+A strategy is chosen once, by the session; `Prepared` asks it to build both for each model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap
+from atoll.core.config import Config
+from atoll.core.errors import PrepareError
+from atoll.store.balance import balance
+from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
+from atoll.train.exchange import (
+    AsyncExchange,
+    Connection,
+    MeanExchange,
+    bytes_of,
+    values_of,
+)
+from atoll.train.reducer import Calls, Reducer
+from atoll.train.ring import Ring, RingReducer
+from atoll.train.service import Service
+from atoll.wire.messages import (
+    AnyMessage,
+    PullState,
+    Ready,
+    SetChunk,
+    Setup,
+    State,
+    StateEnd,
+    plain_hyperparameters,
+)
+
+Stepper: TypeAlias = ChunkOptimizer | ParameterOptimizer
+
+# What torch.optim's optimizers keep as tensors of no dimension, beside numbers.
+_ZERO_DIMENSIONAL = ("step", "mu_product", "eta", "mu")
+_MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
+
+
+@dataclass(frozen=True)
+class Training:
+    """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones."""
+
+    optimizer: torch.optim.Optimizer
+    chunk_map: ChunkMap
+    chunks: list[BoundChunk]
+    elementwise: set[str]
+    calls: Calls
+    hooks: StepHooks
+    config: Config
+
+
+class Strategy(Protocol):
+    """Builds the two for a model."""
+
+    collective: bool  # whether every worker makes each step with the same gradients
+    brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        """The reducer, and what steps."""
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded into model and optimizer, on every worker."""
+
+
+class Alone:
+    """Nothing is reduced, so no gradient is copied into a chunk either."""
+
+    collective = True
+    brings_parameters = False
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = Reducer(training.chunks, training.calls)
+        return reducer, ParameterOptimizer(training.optimizer, training.hooks)
+
+    def loaded(self) -> None:
+        """There is nobody to tell."""
+
+
+class OverRing:
+    """Gradients are reduced over a ring; every worker steps all chunks."""
+
+    collective = True
+    brings_parameters = False
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = RingReducer(
+            training.chunks,
+            self._ring,
+            message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
+            calls=training.calls,
+        )
+        stepper = ChunkOptimizer(
+            training.optimizer,
+            training.chunks,
+            training.elementwise,
+            training.hooks,
+            reducer.flat_gradients,
+        )
+        return reducer, stepper
+
+    def loaded(self) -> None:
+        """Every worker has loaded the same."""
+
+
+class Served:
+    """Shards of a parameter server combine gradients, and make the steps."""
+
+    brings_parameters = True
+
+    def __init__(self, service: Service, config: Config) -> None:
+        self._service = service
+        self.collective = config.sync.consistency == "bsp"
+        self._models: list[ServedModel] = []
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        if self._models:
+            raise PrepareError(
+                "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
+                "prepare that, with one optimizer"
+            )
+        model = ServedModel(training, self._service)
+        self._models.append(model)
+        model.set_up()
+        stepper = RemoteOptimizer(
+            training.optimizer,
+            training.hooks,
+            make=model.make_step,
+            fetch=model.fetch_state,
+            loaded=lambda: None,
+        )
+        return model.exchange, stepper
+
+    def loaded(self) -> None:
+        for model in self._models:
+            model.set_up()
+
+
+class ServedModel:
+    """One model at the shards."""
+
+    def __init__(self, training: Training, service: Service) -> None:
+        self._training, self._service = training, service
+        shards = service.shards
+        places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
+        self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
+        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness)
+        sync = training.config.sync
+        kind = MeanExchange if sync.consistency == "bsp" else AsyncExchange
+        self.exchange: MeanExchange | AsyncExchange = kind(
+            training.chunks, connection, training.calls, sync.lazy
+        )
+        self._kind = type(training.optimizer)
+        self._ready: set[int] = set()
+        self._fetched: dict[int, dict[str, Tensor]] = {}
+        self._scalars: dict[int, list[dict[str, Any]]] = {}
+        self._ended: set[int] = set()
+        shards.on(Ready, lambda shard, _message, _payload: self._ready.add(shard))
+        shards.on(State, self._handle_state)
+        shards.on(StateEnd, lambda shard, _message, _payload: self._ended.add(shard))
+
+    # Bringing the model to the shards
+
+    def set_up(self) -> None:
+        """Let the first worker describe the model to the shards and bring its values; wait until they are
+        ready for it."""
+        shards, digest = self._service.shards, self._digest()
+        if self._service.welcome.worker == 0:
+            for shard in range(len(shards)):
+                shards.send(shard, self._setup(shard, digest))
+            for bound in self._training.chunks:
+                self._bring(bound)
+        self._ready.clear()
+        for shard in range(len(shards)):
+            shards.send(shard, Ready(digest=digest))
+        shards.wait(
+            lambda: len(self._ready) == len(shards),
+            lambda: [shard for shard in range(len(shards)) if shard not in self._ready],
+            "worker 0's description of the model",
+        )
+        self._training.optimizer.state.clear()
+        self.exchange.parameters.forget_changes()
+        self.exchange.parameters.pull(self.exchange.steps)
+        self.exchange.parameters.publish()
+        self.exchange.steps = self.exchange.parameters.clock
+
+    def _setup(self, shard: int, digest: str) -> Setup:
+        training, sync = self._training, self._training.config.sync
+        return Setup(
+            digest=digest,
+            layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
+            chunks=[chunk_id for chunk_id, place in self._shard_of.items() if place == shard],
+            optimizer=f"{self._kind.__module__}.{self._kind.__qualname__}",
+            hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
+            consistency=sync.consistency,
+            slack=sync.slack,
+            workers=self._service.welcome.workers,
+            shards=len(self._service.shards),
+            steps=self.exchange.steps,
+        )
+
+    def _digest(self) -> str:
+        """What must be the same on every worker, so that shards may tell."""
+        sync, layout = self._training.config.sync, self._training.chunk_map
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack)
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
+
+    def _bring(self, bound: BoundChunk) -> None:
+        """Send a chunk's values and its optimizer's state, if it has any."""
+        shards, shard = self._service.shards, self._shard_of[bound.chunk.id]
+        state = self._training.optimizer.state
+        held = [state.get(parameter, {}) for parameter in bound.parameters]
+        elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
+        scalars = [
+            {key: _number(value) for key, value in slot.items() if key not in elementwise} for slot in held
+        ]
+        values = bound.flat[: bound.chunk.extent].detach().cpu().clone()
+        shards.send(shard, SetChunk(chunk=bound.chunk.id, values=scalars), bytes_of(values))
+        for key in elementwise:
+            flat = torch.zeros(bound.chunk.extent, dtype=bound.flat.dtype)
+            for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
+                if key in own:
+                    carve(flat, slot.offset, parameter).copy_(own[key])
+            shards.send(shard, SetChunk(chunk=bound.chunk.id, key=key), bytes_of(flat))
+
+    # Stepping
+
+    def make_step(self, accepted: bool) -> None:
+        self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
+
+    # Bringing the optimizer's state back
+
+    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Each parameter's state, as plain torch would have it."""
+        shards = self._service.shards
+        self._fetched, self._scalars = {}, {}
+        self._ended.clear()
+        shards.send_all(PullState(incarnation=shards.incarnation))
+        shards.wait(
+            lambda: len(self._ended) == len(shards),
+            lambda: [shard for shard in range(len(shards)) if shard not in self._ended],
+            "the optimizer's state",
+        )
+        return {
+            parameter: found
+            for bound in self._training.chunks
+            for index, parameter in enumerate(bound.parameters)
+            if (found := self._state_of(bound, index))
+        }
+
+    def _state_of(self, bound: BoundChunk, index: int) -> dict[str, Any]:
+        """One parameter's state; a shard says None for an element-wise value that it lacks."""
+        slot, parameter = bound.chunk.slots[index], bound.parameters[index]
+        scalars = self._scalars[bound.chunk.id][index]
+        state = {
+            key: torch.tensor(value, dtype=_scalar_dtype()) if key in _ZERO_DIMENSIONAL else value
+            for key, value in scalars.items()
+            if value is not None
+        }
+        for key, flat in self._fetched.get(bound.chunk.id, {}).items():
+            if scalars.get(key, 0) is not None:
+                state[key] = carve(flat, slot.offset, parameter).to(parameter.device, copy=True)
+        return state
+
+    def _handle_state(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, State)
+        bound = next(b for b in self._training.chunks if b.chunk.id == message.chunk)
+        if message.key:
+            self._fetched.setdefault(message.chunk, {})[message.key] = values_of(
+                payload, bound, shard
+            ).clone()
+        else:
+            self._scalars[message.chunk] = message.values
+
+
+def _scalar_dtype() -> torch.dtype:
+    """Of the states that torch keeps as tensors of no dimension."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

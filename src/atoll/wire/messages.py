@@ -1,0 +1,378 @@
+"""The messages between workers, hub and shards: a header, MessagePack by msgspec, and for some a payload of
+raw little-endian values behind it (a chunk).
+
+Sizes, counts and names are bounded here, before anything is allocated for them. Source: S4, "The store".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.core.errors import AtollError
+
+VERSION = 1  # of the protocol; both sides must have the same
+HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+Weight: TypeAlias = Annotated[float, Meta(ge=0)]
+Hyperparameters: TypeAlias = list[dict[str, Any]]  # for each param group of the optimizer: numbers, booleans
+
+
+class WireError(AtollError):
+    """Bytes from outside that are no message of ours; the line says why."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    """What every message is."""
+
+
+# -- at the door, of hub and shards ------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
+
+    From a shard to the hub, `address` is where workers reach it, and `shard` its index. From a worker to the
+    hub, `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the
+    hub gave. From the hub to shard 0, `role` is "hub".
+    """
+
+    version: int
+    run: Name
+    role: Name  # "worker", "shard", "hub"
+    worker: int = -1
+    incarnation: Count = 0
+    shard: int = -1
+    address: Name = ""
+    pid: Count = 0
+
+
+class Welcome(Message, frozen=True):
+    """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
+    often to send a Heartbeat, and for how long silence is borne (seconds)."""
+
+    run: Name
+    worker: int = -1
+    incarnation: Count = 0
+    workers: Count = 0
+    heartbeat: Seconds = 0.0
+    patience: Seconds = 0.0
+
+
+class Refused(Message, frozen=True):
+    """No, and why: one line. What was asked has changed nothing. `request` is the refused message's name."""
+
+    reason: Text
+    request: Name = ""
+
+
+# -- the hub ----------------------------------------------------------------------------------------------
+
+
+class Heartbeat(Message, frozen=True):
+    """A worker or a shard is alive. `iteration` is how many iterations the worker has committed."""
+
+    incarnation: Count
+    iteration: Count = 0
+
+
+class Goodbye(Message, frozen=True):
+    """A worker leaves in good order: it commits nothing any more, and what it had leased is free."""
+
+    incarnation: Count
+
+
+class WhereAreShards(Message, frozen=True):
+    """Answered by Shards, once all are there."""
+
+
+class Shards(Message, frozen=True):
+    """The shards' addresses, by index; shard 0 keeps the log. How workers agree, for those who come later."""
+
+    addresses: Annotated[list[Name], Meta(max_length=4096)]
+
+
+class Lease(Message, frozen=True):
+    """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
+
+    `sampler` numbers the worker's samplers. Answered by Leased.
+    """
+
+    incarnation: Count
+    sampler: Count
+    epoch: Count
+    length: Count
+    count: Annotated[int, Meta(ge=1, lt=2**53)]
+
+
+class Leased(Message, frozen=True):
+    """Positions `start` to `stop` (exclusive) of `epoch` are the worker's until its commit that used them.
+
+    `over`: the epoch has none left, nor will a dead worker's come back; then start equals stop. Neither: wait
+    and ask again, others may yet fail to use theirs.
+    """
+
+    sampler: Count
+    epoch: Count
+    start: Count
+    stop: Count
+    over: bool = False
+
+
+class Used(Message, frozen=True):
+    """Positions of an epoch that a commit has used up."""
+
+    sampler: Count
+    epoch: Count
+    start: Count
+    stop: Count
+
+
+class Fence(Message, frozen=True):
+    """The hub to the log: take nothing from this worker's incarnation any more. Answered by Fenced."""
+
+    worker: Count
+    incarnation: Count
+
+
+class Fenced(Message, frozen=True):
+    """Done; `used` is all that the incarnation's commits have used, which is the truth about its leases."""
+
+    worker: Count
+    incarnation: Count
+    iteration: Count  # how many it had committed
+    used: list[Used]
+
+
+# -- a shard ----------------------------------------------------------------------------------------------
+
+
+class Setup(Message, frozen=True):
+    """The first worker describes what to train: one for each shard. Its chunks' values follow as SetChunk.
+
+    `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
+    class's full name.
+    `digest` names layout and optimizer: a worker with another one is refused.
+    """
+
+    digest: Name
+    layout: msgspec.Raw
+    chunks: list[Count]
+    optimizer: Text
+    hyperparameters: Hyperparameters
+    consistency: Name  # "bsp", "ssp", "asp"
+    slack: Count
+    workers: Count
+    shards: Count
+    steps: Count = 0  # iterations made before, by the checkpoint that the values come from
+
+
+class SetChunk(Message, frozen=True):
+    """The payload is a chunk's values (`key` empty), or one element-wise state of its optimizer, such as
+    "exp_avg". `values` are the states of each slot that are one number, such as "step"."""
+
+    chunk: Count
+    key: Name = ""
+    values: list[dict[str, Any]] = []
+
+
+class Ready(Message, frozen=True):
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is."""
+
+    digest: Name
+
+
+class Push(Message, frozen=True):
+    """A chunk of this worker's contribution to `iteration`. Payload: gradients, applied by the commit alone.
+
+    `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
+    of this iteration the worker sends to this shard.
+    """
+
+    incarnation: Count
+    iteration: Count
+    chunk: Count
+    chunks_in_all: Count
+    present: bytes  # one byte a slot
+
+
+class Commit(Message, frozen=True):
+    """To the log (shard 0): all chunks of the contribution are pushed; apply it, everywhere or nowhere. A
+    commit of what is committed already is answered as the first one was. Answered by Committed."""
+
+    incarnation: Count
+    iteration: Count
+    weight: Weight
+    samples: Weight = 0.0
+    hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's, for its own step
+    used: list[Used] = []
+
+
+class Committed(Message, frozen=True):
+    """The contribution is in the log."""
+
+    iteration: Count
+
+
+class Step(Message, frozen=True):
+    """BSP, to the log: step with the mean of `iteration` times `scale`. All members must say the same.
+
+    `edited` are chunks whose gradients the script changed otherwise; the live member of the lowest rank has
+    sent them as Replace before."""
+
+    incarnation: Count
+    iteration: Count
+    scale: float
+    hyperparameters: Hyperparameters
+    edited: list[Count] = []
+    accepted: bool = True  # False: leave this step out (NaN, policy "skip")
+
+
+class Replace(Message, frozen=True):
+    """BSP: the payload is the gradient that the script made of a chunk's mean."""
+
+    incarnation: Count
+    iteration: Count
+    chunk: Count
+    present: bytes
+
+
+class PullMean(Message, frozen=True):
+    """BSP: answered by a Mean for each of the shard's chunks, once `iteration` is combined."""
+
+    incarnation: Count
+    iteration: Count
+
+
+class Mean(Message, frozen=True):
+    """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums."""
+
+    iteration: Count
+    chunk: Count
+    present: bytes
+    weight: float
+    samples: float
+
+
+class Pull(Message, frozen=True):
+    """Answered by Parameters for each of the shard's chunks, once a worker that has committed `clock`
+    iterations may begin the next by the rules of the run's consistency."""
+
+    incarnation: Count
+    clock: Count
+
+
+class Parameters(Message, frozen=True):
+    """The payload is a chunk's parameters; `version` counts its updates, `staleness` is how many global
+    iterations the worker's own contribution was behind when it was applied (asynchronous modes)."""
+
+    clock: Count
+    chunk: Count
+    version: Count
+    staleness: float = 0.0
+
+
+class PullState(Message, frozen=True):
+    """For a checkpoint: answered by State for each chunk and key, then StateEnd."""
+
+    incarnation: Count
+
+
+class State(Message, frozen=True):
+    """Payload: one element-wise state of a chunk's optimizer. With key "": no payload, only `values`."""
+
+    chunk: Count
+    key: Name
+    values: list[dict[str, Any]] = []
+
+
+class StateEnd(Message, frozen=True):
+    """All State messages have been sent."""
+
+    steps: Count
+
+
+class Meet(Message, frozen=True):
+    """To the log: a gathering of all live workers, the `number`-th. The payload is this worker's part."""
+
+    incarnation: Count
+    number: Count
+    what: Text
+
+
+class Met(Message, frozen=True):
+    """Everyone's parts, in order of `workers`: one payload, of which `sizes` are the parts'."""
+
+    number: Count
+    workers: list[Count]
+    sizes: list[Count]
+
+
+# -- between shards ---------------------------------------------------------------------------------------
+
+
+class Follow(Message, frozen=True):
+    """A shard asks the log for its entries from `after` on, as they come."""
+
+    shard: Count
+    after: Count
+
+
+class Staged(Message, frozen=True):
+    """A shard tells the log that a contribution's chunks are all there."""
+
+    shard: Count
+    worker: Count
+    incarnation: Count
+    iteration: Count
+
+
+class Entry(Message, frozen=True):
+    """A line of the log. `entry` is a store.entries.Entry, as MessagePack."""
+
+    sequence: Count
+    entry: msgspec.Raw
+
+
+AnyMessage: TypeAlias = Union[
+    Hello, Welcome, Refused, Heartbeat, Goodbye, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
+    Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
+    PullState, State, StateEnd, Meet, Met, Follow, Staged, Entry,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The header's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
+    """The message in `header`; raises WireError, with one line, for anything that is none."""
+    if len(header) > HEADER_BYTES:
+        raise WireError(f"a header of {len(header)} bytes, where {HEADER_BYTES} is the most")
+    try:
+        return _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
+
+
+def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
+    """A torch optimizer's param groups as they can be sent: without parameters; tensors of one element as
+    numbers."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return value.item() if hasattr(value, "item") else value

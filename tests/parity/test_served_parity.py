@@ -1,0 +1,38 @@
+"""Each step of a session with a parameter server, under bsp, against plain PyTorch in one process.
+
+The cases are the ring's, over one to three shards in turn. Hub and shards run in this process, on threads.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_parity import WORKERS, cases
+
+from atoll.testing.parity import OPTIMIZERS, Case, differences, train_plain, train_served
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun
+
+FLOAT64 = cases(torch.float64, WORKERS, tuple(OPTIMIZERS))
+FLOAT32 = cases(torch.float32, WORKERS, ("sgd",))
+
+
+def check(pool: WorkerPool, case: Case, number: int, tolerance: float) -> None:
+    """One worker alone is held to the bit: its mean is its own gradient."""
+    with ServedRun(case.workers, shards=1 + number % 3) as served:
+        lazy = bool(number // 3 % 2)
+        pool.submit(train_served, case, served.address, lazy, world=case.workers)
+        plain = train_plain(case)
+        found = differences(case, plain, pool.collect(), 0.0 if case.workers == 1 else tolerance)
+    assert not served.failures
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(FLOAT64)), ids=str)
+def test_bsp_trains_as_one_process_in_float64(pool: WorkerPool, number: int, case: Case) -> None:
+    check(pool, case, number, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(FLOAT32)), ids=str)
+def test_bsp_trains_as_one_process_in_float32(pool: WorkerPool, number: int, case: Case) -> None:
+    check(pool, case, number, tolerance=1e-5)

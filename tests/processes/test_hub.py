@@ -1,0 +1,667 @@
+"""The hub, served for real: who comes, who goes, who dies, and whose the samples are then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.hub.decisions import Decision, read_decisions
+from atoll.hub.main import ADDRESS_FILE, serve
+from atoll.hub.service import Clock
+from atoll.net.endpoint import Client, Server
+from atoll.net.keys import make_keys, write_keys
+from atoll.net.requests import RefusedError, ask
+from atoll.train.hub_client import HubClient
+from atoll.wire.messages import (
+    VERSION,
+    Commit,
+    Committed,
+    Fence,
+    Fenced,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    Leased,
+    Refused,
+    Shards,
+    Step,
+    Used,
+    Welcome,
+    decode_untrusted,
+    encode,
+)
+
+DEADLINE = 30.0
+PATIENCE, HEARTBEAT = 1.5, 0.1
+
+
+def wait_for(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
+    until = time.monotonic() + deadline
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {deadline:g} s for {what}"
+        time.sleep(0.01)
+    return found
+
+
+class Service:
+    """A hub on a thread of this process."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self._stop = threading.Event()
+        self._address: list[str] = []
+        self.error: list[BaseException] = []
+        options = {"listen": "tcp://127.0.0.1:0", "patience": PATIENCE, "heartbeat": HEARTBEAT, **options}
+        self._thread = threading.Thread(target=self._serve, kwargs=options, daemon=True)
+        self._thread.start()
+        wait_for(lambda: self._address or self.error, "the hub's start")
+        if self.error:
+            raise self.error[0]
+        self.address = self._address[0]
+
+    def _serve(self, **options: Any) -> None:
+        try:
+            serve(folder=self.folder, until=self._stop.is_set, ready=self._address.append, **options)
+        except BaseException as error:
+            self.error.append(error)
+
+    def decisions(self, what: str = "") -> list[Decision]:
+        return [decision for decision in read_decisions(self.folder) if what in ("", decision.what)]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+        assert not self.error
+
+
+class FakeLog:
+    """Shard 0 on a thread: it keeps what commits use, and answers to fences."""
+
+    def __init__(self, hub: str, run: str = "") -> None:
+        self._stop = threading.Event()
+        self.hellos: list[Hello] = []
+        self.used: dict[tuple[int, int], list[Used]] = {}  # (worker, incarnation)
+        self.fenced: set[tuple[int, int]] = set()
+        self.silent = False  # whether fences are left without an answer
+        self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
+        self.address = self._server.address
+        self._to_hub = Client(hub, None, limit=2**20, name="hub")
+        hello = Hello(version=VERSION, run=run, role="shard", shard=0, address=self.address)
+        self.welcome, _ = ask(self._to_hub, hello, Welcome, DEADLINE, "a welcome")
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        peers: dict[bytes, Hello] = {}
+        beaten = 0.0
+        while not self._stop.is_set():
+            if time.monotonic() - beaten > HEARTBEAT:
+                beaten = time.monotonic()
+                self._to_hub.send(encode(Heartbeat(incarnation=self.welcome.incarnation)))
+            received = self._server.receive(0.02)
+            if received is not None:
+                self._handle(received.peer, decode_untrusted(received.header), peers)
+
+    def _handle(self, peer: bytes, message: Any, peers: dict[bytes, Hello]) -> None:
+        if isinstance(message, Hello):
+            self.hellos.append(message)
+            peers[peer] = message
+            self._server.send(peer, encode(Welcome(run=message.run)))
+        elif isinstance(message, Fence) and not self.silent:
+            key = (message.worker, message.incarnation)
+            self.fenced.add(key)
+            used = self.used.get(key, [])
+            self._server.send(peer, encode(Fenced(worker=key[0], incarnation=key[1], iteration=1, used=used)))
+        elif isinstance(message, Commit):
+            self._commit(peer, peers[peer].worker, message, peers)
+
+    def _commit(self, peer: bytes, worker: int, commit: Commit, peers: dict[bytes, Hello]) -> None:
+        key = (worker, commit.incarnation)
+        if key in self.fenced:
+            self._server.send(peer, encode(Refused(reason="fenced")))
+            return
+        self.used.setdefault(key, []).extend(commit.used)
+        self._server.send(peer, encode(Committed(iteration=commit.iteration)))
+        for each, hello in peers.items():
+            if hello.role == "hub":
+                news = Fenced(worker=key[0], incarnation=key[1], iteration=1, used=commit.used)
+                self._server.send(each, encode(news))
+
+    def counts(self, epoch: int) -> Counter[int]:
+        """How often each position of an epoch was used."""
+        found: Counter[int] = Counter()
+        for parts in list(self.used.values()):
+            for part in parts:
+                if part.epoch == epoch:
+                    found.update(range(part.start, part.stop))
+        return found
+
+    def by(self, worker: int) -> Counter[int]:
+        """How many samples of each epoch a rank has used."""
+        found: Counter[int] = Counter()
+        for (rank, _), parts in list(self.used.items()):
+            for part in parts if rank == worker else ():
+                found[part.epoch] += part.stop - part.start
+        return found
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE)
+        self._server.close()
+        self._to_hub.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@contextlib.contextmanager
+def hub_of(folder: Path, **options: Any) -> Iterator[Service]:
+    service = Service(folder, **options)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+def client(service: Service, **options: Any) -> HubClient:
+    return HubClient(service.address, None, timeout=options.pop("timeout", DEADLINE), **options)
+
+
+def asked(link: Client, message: Any, expected: Any) -> Any:
+    return ask(link, message, expected, DEADLINE, "an answer")[0]
+
+
+def raw(service: Service) -> Client:
+    return Client(service.address, None, limit=2**21, name="hub")
+
+
+def test_workers_get_ranks_and_incarnations_and_the_shards_addresses(folder: Path) -> None:
+    with hub_of(folder, workers=2, shards=1, run="blue") as service:
+        with client(service) as one, client(service) as two:
+            first, second = one.join(), two.join()
+            assert (first.worker, first.incarnation, first.workers, first.run) == (0, 1, 2, "blue")
+            assert (second.worker, second.incarnation) == (1, 2)
+            assert (first.heartbeat, first.patience) == (HEARTBEAT, PATIENCE)
+            log = FakeLog(service.address, "blue")
+            assert one.shards() == two.shards() == [log.address]
+            wait_for(lambda: [h.role for h in log.hellos] == ["hub"], "the hub to come to the log")
+        wait_for(lambda: log.fenced == {(0, 1), (1, 2)}, "fences of those who left")
+        wait_for(lambda: len(service.decisions("fenced")) == 2, "the fences' record")
+        with client(service) as third:
+            assert (third.join().worker, third.welcome.incarnation) == (0, 4)  # type: ignore[union-attr]
+        log.close()
+        made = [decision.what for decision in service.decisions()]
+        assert made[:4] == ["hub", "worker joined", "worker joined", "shard joined"]
+        assert made.count("worker left") >= 2
+        assert all(decision.reason for decision in service.decisions())
+        assert (folder / ADDRESS_FILE).read_text().strip() == service.address
+
+
+def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path) -> None:
+    names = []
+    for where in (folder, tmp_path / "other"):
+        with hub_of(where) as service, client(service) as one:
+            names.append(one.join().run)
+            guest = Hello(version=VERSION, run="", role="guest")
+            with raw(service) as link:
+                assert asked(link, guest, Welcome).run == names[-1]
+    assert names[0] != names[1]
+
+
+def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> None:
+    with hub_of(folder, workers=2) as service:
+        log = FakeLog(service.address)
+        dying, other = client(service), client(service)
+        dying.join()
+        other.join()
+        assert (dying.lease(0, 0, 30, 20).stop, other.lease(0, 0, 30, 20).start) == (20, 20)
+        log.used[0, dying.welcome.incarnation] = [Used(sampler=0, epoch=0, start=0, stop=5)]  # type: ignore[union-attr]
+        assert other.lease(0, 0, 30, 20, wait=0.05) == Leased(sampler=0, epoch=0, start=0, stop=0)
+        dying.close()  # no goodbye: as if killed
+        leased = other.lease(0, 0, 30, 20)
+        assert (leased.start, leased.stop) == (5, 20)
+        assert other.lease(0, 0, 30, 20).over
+        died = service.decisions("worker died")[0]
+        assert "silent for" in died.reason
+        assert "15 samples" in service.decisions("fenced")[0].reason
+        other.goodbye()
+        other.close()
+        log.close()
+
+
+def test_a_fence_reaches_a_log_that_comes_later(folder: Path) -> None:
+    with hub_of(folder) as service:
+        with client(service) as one:
+            one.join()
+            one.lease(0, 0, 30, 20)
+        wait_for(lambda: service.decisions("worker left"), "the goodbye")
+        log = FakeLog(service.address)
+        wait_for(lambda: log.fenced == {(0, 1)}, "the fence")
+        assert "20 samples" in wait_for(lambda: service.decisions("fenced"), "its record")[0].reason
+        log.close()
+
+
+def test_a_shard_that_comes_again_elsewhere_is_fenced_anew(folder: Path) -> None:
+    with hub_of(folder) as service:
+        first = FakeLog(service.address)
+        wait_for(lambda: first.hellos, "the hub")
+        first.silent = True
+        with client(service) as one:
+            one.join()
+        wait_for(lambda: service.decisions("worker left"), "the goodbye")
+        with pytest.raises(RefusedError, match="there already"):
+            FakeLog(service.address)
+        first.close()
+        wait_for(lambda: service.decisions("shard died"), "the shard's death")
+        second = FakeLog(service.address)
+        wait_for(lambda: len(second.fenced) == 1, "the fence")
+        second.close()
+
+
+def test_a_worker_that_computes_for_long_lives(folder: Path) -> None:
+    with hub_of(folder) as service, client(service) as one:
+        one.join()
+        one.iteration = 7
+        time.sleep(PATIENCE * 2)
+        one.check()
+        assert one.lease(0, 0, 10, 4).stop == 4
+        assert service.decisions("worker died") == []
+
+
+def test_a_rank_is_given_again_after_its_workers_death(folder: Path) -> None:
+    with hub_of(folder) as service:
+        old = client(service)
+        assert old.join(3).worker == 3
+        old.close()
+        with client(service) as new:
+            welcome = new.join(3)
+            assert (welcome.worker, welcome.incarnation) == (3, 2)
+
+
+def test_a_rank_that_lives_is_refused(folder: Path) -> None:
+    with hub_of(folder) as service, client(service) as one, client(service) as two:
+        one.join(0)
+        with pytest.raises(RefusedError, match="rank 0 is taken"):
+            two.join(0)
+        one.check()
+
+
+def test_a_worker_that_was_given_up_is_told(folder: Path) -> None:
+    with hub_of(folder) as service:
+        stopped = client(service)
+        stopped.join()
+        stopped._stop_beating()  # as SIGSTOP would
+        wait_for(lambda: service.decisions("worker died"), "its death")
+        with pytest.raises(UserError, match="knows no incarnation 1"):
+            stopped.lease(0, 0, 10, 2)
+        stopped._stop.clear()
+        beating = threading.Thread(target=stopped._beat, args=(stopped.welcome,), daemon=True)
+        beating.start()
+        beating.join(DEADLINE)
+        with pytest.raises(RunError, match="knows no incarnation 1"):
+            stopped.check()
+        stopped.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": VERSION + 1}, "install the same version of Atoll everywhere"),
+        ({"run": "red"}, "of run 'blue', and not of run 'red'"),
+        ({"role": "cook"}, "no role 'cook'"),
+        ({"worker": 10**9}, "beyond"),
+        ({"role": "shard", "shard": 5, "address": "tcp://127.0.0.1:9"}, "there is no shard 5"),
+        ({"role": "shard", "shard": 0}, "does not say where it is"),
+        ({"incarnation": 99}, "knows no incarnation 99"),
+    ],
+)
+def test_the_door(folder: Path, change: dict[str, Any], said: str) -> None:
+    with hub_of(folder, run="blue") as service, raw(service) as link:
+        fields = {"version": VERSION, "run": "", "role": "worker", **change}
+        with pytest.raises(RefusedError, match=said):
+            asked(link, Hello(**fields), Welcome)
+        with client(service) as good:
+            assert good.join().incarnation == 1
+
+
+def test_messages_of_others_and_nonsense_disturb_nothing(folder: Path) -> None:
+    """Valid messages in a stranger's name, random bytes, and messages that are for shards."""
+    with hub_of(folder, patience=5.0) as service, client(service) as good:
+        good.join()
+        assert good.lease(0, 0, 1000, 10).stop == 10
+        chance = random.Random(1)
+        with raw(service) as stranger:
+            for bad in (
+                Goodbye(incarnation=1),
+                Lease(incarnation=1, sampler=0, epoch=0, length=1000, count=1000),
+                Lease(incarnation=9, sampler=0, epoch=0, length=1000, count=1000),
+                Step(incarnation=1, iteration=0, scale=1.0, hyperparameters=[]),
+                Heartbeat(incarnation=12345),
+                Fenced(worker=0, incarnation=1, iteration=0, used=[]),
+            ):
+                with pytest.raises(RefusedError):
+                    asked(stranger, bad, Welcome)
+            for _ in range(500):
+                stranger.send(chance.randbytes(chance.randint(0, 300)), chance.randbytes(10))
+            cut = encode(Hello(version=VERSION, run="", role="worker"))
+            for length in range(len(cut)):
+                stranger.send(cut[:length])
+            huge = Lease(incarnation=1, sampler=0, epoch=0, length=2**52, count=2**52)
+            stranger.send(encode(huge))
+        leased = good.lease(0, 0, 1000, 10)
+        assert (leased.start, leased.stop) == (10, 20)
+        with pytest.raises(RefusedError, match="1000"):
+            good.lease(0, 0, 999, 10)  # another data set
+        good.check()
+        assert service.decisions("worker joined")[1:] == []
+
+
+def test_a_lost_connection_is_made_again_and_known(folder: Path) -> None:
+    """Through a forwarder that hangs up: the worker says on the new connection who it is."""
+    with hub_of(folder, patience=10.0) as service:
+        door = Forwarder(service.address)
+        with HubClient(door.address, None, timeout=DEADLINE) as one:
+            one.join()
+            assert one.lease(0, 0, 100, 10).stop == 10
+            door.hang_up()
+            leased = wait_for(lambda: _try(lambda: one.lease(0, 0, 100, 10)), "another lease")
+            assert leased.start in (10, 20)  # the first answer may be lost
+        wait_for(lambda: service.decisions("worker left"), "the goodbye")
+        door.close()
+
+
+def _try(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RefusedError:  # the hub has not yet heard who is on the new connection
+        return None
+
+
+class Forwarder:
+    """A port that passes bytes on, and can cut what it passes."""
+
+    def __init__(self, address: str) -> None:
+        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._links: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._links += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+    def hang_up(self) -> None:
+        links, self._links = self._links, []
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.hang_up()
+
+
+def test_a_hub_that_is_not_there(folder: Path) -> None:
+    with hub_of(folder) as service:
+        address = service.address
+    with (
+        HubClient(address, None, timeout=0.5) as nobody,
+        pytest.raises(DeadlineError, match="nothing listens"),
+    ):
+        nobody.join()
+
+
+def test_shards_that_do_not_come(folder: Path) -> None:
+    with hub_of(folder, shards=2) as service, client(service, timeout=0.5) as one:
+        one.join()
+        with pytest.raises(DeadlineError, match="the shards' addresses"):
+            one.shards()
+
+
+def test_a_hub_that_stood_still_buries_nobody() -> None:
+    seconds = [100.0]
+    clock = Clock(0.5, lambda: seconds[0])
+    start = clock.now()
+    seconds[0] += 0.2
+    assert clock.now() == pytest.approx(start + 0.2)
+    seconds[0] += 3600
+    assert clock.now() == pytest.approx(start + 0.7)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 0}, "0 workers"),
+        ({"shards": 0}, "0 shards"),
+        ({"patience": 0.1}, "more than two heartbeats"),
+        ({"listen": "somewhere"}, "no address"),
+        ({"listen": "tcp://0.0.0.0:0"}, "a key file is needed"),
+        ({"keys_file": "/no/such/file"}, "cannot read the keys"),
+    ],
+)
+def test_a_hub_that_cannot_be(folder: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Service(folder, **options)
+    assert not folder.exists()
+
+
+# -- the commands -------------------------------------------------------------------------------------------
+
+COMMAND = """
+from atoll.cli import app, services
+if not any(command.name == "hub" for command in app.app.registered_commands):
+    services.register(app.app)
+app.main()
+"""
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@contextlib.contextmanager
+def hub_command(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = start("hub", "--workers", "1", "--directory", str(folder), *arguments)
+    try:
+        where = folder / ADDRESS_FILE
+        wait_for(lambda: where.exists() or process.poll() is not None, "the hub")
+        assert process.poll() is None, process.communicate()
+        yield process, where.read_text().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def test_two_hubs_on_one_port(folder: Path, tmp_path: Path) -> None:
+    with hub_command(folder, "--listen", "tcp://127.0.0.1:0") as (_, address):
+        status, _, said = ended(start("hub", "--workers", "1", "--listen", address))
+        assert status == 2
+        assert said.strip().splitlines() == [
+            f"atoll: hub: another process listens at {address} already; give another port, or stop that one"
+        ]
+        with HubClient(address, None, timeout=DEADLINE) as one:
+            assert one.join().worker == 0
+
+
+def test_a_hub_is_stopped_by_ctrl_c(folder: Path) -> None:
+    with hub_command(folder, "--listen", "tcp://127.0.0.1:0") as (process, address):
+        process.send_signal(signal.SIGINT)
+        status, out, err = ended(process)
+    assert status == 130
+    assert "Traceback" not in err
+    assert f"listens at {address}" in out
+
+
+def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.key"
+    status, _, err = ended(start("keys", str(file)))
+    assert (status, err) == (0, "")
+    assert file.stat().st_mode & 0o077 == 0
+    status, _, err = ended(start("keys", str(file)))
+    assert status == 2
+    assert "there is a file already" in err
+    other = tmp_path / "other.key"
+    write_keys(other, make_keys())
+    with hub_command(folder, "--listen", "tcp://127.0.0.1:0", "--key-file", str(file)) as (_, address):
+        begun = time.monotonic()
+        for options, what in ((["--key-file", str(other)], "refuses this key"), ([], "wants a key")):
+            status, _, err = ended(start("server", "--hub", address, "--shard", "0", *options))
+            assert status == 2, err
+            assert err.strip().splitlines() == [err.strip()]
+            assert what in err
+        assert time.monotonic() - begun < DEADLINE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hub"], "--workers"),
+        (["hub", "--workers", "0"], "0 workers"),
+        (["hub", "--workers", "1", "--patience", "soon"], "soon"),
+        (["server", "--shard", "0"], "--hub"),
+        (["server", "--shard", "-1", "--hub", "tcp://127.0.0.1:9"], "numbered from 0"),
+        (["server", "--shard", "0", "--hub", "x"], "no address"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:1"], "own"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--optimizer", "Lion"], "module:Class"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "1s"], "nothing listens"),
+    ],
+)
+def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: str) -> None:
+    status, out, err = ended(start(*arguments))
+    assert status == (1 if said == "nothing listens" else 2)
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
+
+
+# -- data ---------------------------------------------------------------------------------------------------
+
+WORKER = """
+import itertools, sys, time
+from atoll.net.endpoint import Client
+from atoll.net.requests import ask
+from atoll.train.hub_client import HubClient
+from atoll.train.leased_sampler import LeasedSampler
+from atoll.wire.messages import VERSION, Commit, Committed, Hello, Welcome
+
+address, seconds, epochs, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+with HubClient(address, None, timeout=30) as hub:
+    me = hub.join()
+    (shard,) = hub.shards()
+    log = Client(shard, None, limit=2**20, name="shard 0")
+    hello = Hello(version=VERSION, run=me.run, role="worker", worker=me.worker, incarnation=me.incarnation)
+    ask(log, hello, Welcome, 30, "a welcome")
+    sampler = LeasedSampler(length, lease=hub.lease, wait=4 * me.patience)
+    print(me.worker, flush=True)
+    iteration = 0
+    for epoch in range(epochs):
+        indices = iter(sampler)
+        while batch := list(itertools.islice(indices, 4)):
+            time.sleep(seconds)
+            sampler.consumed += len(batch)
+            commit = Commit(
+                incarnation=me.incarnation, iteration=iteration, weight=len(batch), used=sampler.used()
+            )
+            ask(log, commit, Committed, 30, "a commit")
+            iteration += 1
+            hub.iteration = iteration
+    log.close()
+"""
+
+
+def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Path) -> None:
+    epochs, length = 3, 302
+    with hub_of(folder, workers=3, patience=3.0) as service:
+        log = FakeLog(service.address)
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER, service.address, str(seconds), str(epochs), str(length)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for seconds in (0.04, 0.04, 0.01)
+        ]
+        try:
+            killed = int(workers[0].stdout.readline())  # type: ignore[union-attr]  # its rank
+            wait_for(lambda: log.by(killed)[1], "the one to die in the second epoch", 120.0)
+            workers[0].kill()
+            for worker in workers[1:]:
+                _, said = worker.communicate(timeout=60.0)
+                assert worker.returncode == 0, said
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate(timeout=DEADLINE)
+        for epoch in range(epochs):
+            assert log.counts(epoch) == Counter(range(length))
+        assert len(service.decisions("worker died")) == 1
+        assert " 0 samples" not in service.decisions("fenced")[0].reason  # it held some
+        assert log.by(killed)[2] == 0
+        over = [decision for decision in service.decisions() if decision.choice == "over"]
+        assert [decision.what for decision in over] == [f"epoch {e} of sampler 0" for e in range(epochs)]
+        log.close()
+
+
+def test_leases_are_quick(folder: Path) -> None:
+    """Many batches a second ask for leases: one takes far less than a step."""
+    with hub_of(folder) as service, client(service) as one:
+        one.join()
+        begun = time.monotonic()
+        for _ in range(200):
+            one.lease(0, 0, 10**6, 64)
+        each = (time.monotonic() - begun) / 200
+        assert each < 0.05, f"{each * 1000:.2f} ms"
+
+
+def test_shards_message_of_the_most_shards_fits() -> None:
+    from atoll.hub.main import SHARDS
+    from atoll.hub.service import LIMIT
+
+    assert len(encode(Shards(addresses=["x" * 256] * SHARDS))) < LIMIT

@@ -1,0 +1,1015 @@
+"""Shards at work, over loopback: real servers and sockets in threads, and workers that speak the messages."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap, lay_out
+from atoll.core.errors import CheckpointError, UserError
+from atoll.net.endpoint import Client, Server
+from atoll.server.main import serve
+from atoll.server.optimizer import ShardOptimizer, full_name
+from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.shard import Shard
+from atoll.server.snapshot import Snapshots, latest, read_contents, restore
+from atoll.store.balance import balance
+from atoll.tensors.binding import specs_of
+from atoll.wire import messages as m
+from atoll.wire.messages import AnyMessage, decode_untrusted, encode, plain_hyperparameters
+
+DEADLINE = 20.0
+SHAPES = [(33, 5), (33,), (65, 7), (7,), (40, 16), (), (300,)]
+M = TypeVar("M", bound=m.Message)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Cluster:
+    """Shards in threads, without a hub."""
+
+    def __init__(self, shards: int, workers: int, **options: Any) -> None:
+        self.stop = threading.Event()
+        self.servers = [
+            Server("tcp://127.0.0.1:0", None, limit=2**24, name=f"shard {i}") for i in range(shards)
+        ]
+        log = self.servers[0].address
+        self.shards = [
+            Shard(
+                i,
+                server,
+                run="test",
+                workers=workers,
+                log_address=log,
+                **{key: value(i) if callable(value) else value for key, value in options.items()},
+            )
+            for i, server in enumerate(self.servers)
+        ]
+        self.errors: list[BaseException] = []
+        self.threads = [
+            threading.Thread(target=self._run, args=(shard,), daemon=True) for shard in self.shards
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, shard: Shard) -> None:
+        try:
+            shard.run(self.stop.is_set)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            shard.close()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    def close(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(DEADLINE)
+        for server in self.servers:
+            server.close()
+
+
+class Peer:
+    """Connections to all shards, and what has come from each, by type."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.clients = [
+            Client(address, None, limit=2**24, name=f"shard {i}") for i, address in enumerate(addresses)
+        ]
+        self.come: list[dict[type, deque[tuple[Any, memoryview | None]]]] = [
+            defaultdict(deque) for _ in addresses
+        ]
+
+    def send(self, shard: int, message: AnyMessage, payload: Any = None) -> None:
+        self.clients[shard].send(encode(message), payload)
+
+    def expect(self, shard: int, kind: type[M], deadline: float = DEADLINE) -> tuple[M, memoryview | None]:
+        end = time.monotonic() + deadline
+        come = self.come[shard]
+        while not come[kind]:
+            if come[m.Refused] and kind is not m.Refused:
+                raise AssertionError(f"refused: {come[m.Refused].popleft()[0].reason}")
+            received = self.clients[shard].receive(max(0.0, end - time.monotonic()))
+            assert received is not None, f"no {kind.__name__} from shard {shard} in {deadline} s"
+            message = decode_untrusted(received[0])
+            come[type(message)].append((message, received[1]))
+        found: tuple[M, memoryview | None] = come[kind].popleft()
+        return found
+
+    def refused(self, shard: int = 0) -> str:
+        return self.expect(shard, m.Refused)[0].reason
+
+    def silent(self, shard: int, kind: type, seconds: float = 0.2) -> bool:
+        try:
+            self.expect(shard, kind, seconds)
+        except AssertionError as error:
+            return str(error).startswith("no ")
+        return False
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+class Model:
+    """A few parameters, plain torch's optimizer of them, and their layout in chunks."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shards: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {
+            f"p{i}": nn.Parameter(torch.randn(s, generator=generator)) for i, s in enumerate(SHAPES)
+        }
+        self.every = list(self.parameters.values())
+        self.plain = make(self.every)
+        self.layout: ChunkMap = lay_out(
+            specs_of(self.parameters, dict.fromkeys(self.every, "0")), chunk_bytes=1024
+        )
+        self.chunks = [chunk.id for chunk in self.layout.chunks]
+        places = balance([chunk.nbytes for chunk in self.layout.chunks], shards)
+        self.shard_of = dict(zip(self.chunks, places, strict=True))
+        self.shards = shards
+
+    def held(self, shard: int) -> list[int]:
+        return [chunk for chunk, place in self.shard_of.items() if place == shard]
+
+    def flat(self, chunk: int, tensors: list[Tensor] | None = None) -> Tensor:
+        tensors = [p.detach() for p in self.every] if tensors is None else tensors
+        laid = self.layout.chunks[chunk]
+        flat = torch.zeros(laid.extent)
+        for slot in laid.slots:
+            flat[slot.offset : slot.offset + slot.numel] = tensors[slot.parameter].reshape(-1)
+        return flat
+
+    def slots(self, chunk: int) -> int:
+        return len(self.layout.chunks[chunk].slots)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return plain_hyperparameters(list(self.plain.param_groups))
+
+    def setup(self, shard: int, *, workers: int, digest: str = "d", **changes: Any) -> m.Setup:
+        given: dict[str, Any] = {
+            "digest": digest,
+            "layout": msgspec.Raw(msgspec.msgpack.encode(self.layout)),
+            "chunks": self.held(shard),
+            "optimizer": full_name(type(self.plain)),
+            "hyperparameters": self.hyperparameters(),
+            "consistency": "bsp",
+            "slack": 0,
+            "workers": workers,
+            "shards": self.shards,
+        }
+        return m.Setup(**{**given, **changes})
+
+    def step_plain(self, gradients: list[Tensor], missing: tuple[int, ...] = ()) -> None:
+        for i, (parameter, gradient) in enumerate(zip(self.every, gradients, strict=True)):
+            parameter.grad = None if i in missing else gradient.clone()
+        self.plain.step()
+
+
+def gradients(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+class Worker(Peer):
+    """A worker that has said Hello."""
+
+    def __init__(self, addresses: list[str], rank: int, model: Model, incarnation: int = 0) -> None:
+        super().__init__(addresses)
+        self.rank, self.model, self.incarnation = rank, model, incarnation or rank + 1
+        for shard in range(len(addresses)):
+            self.send(shard, self.hello())
+            assert self.expect(shard, m.Welcome)[0].run == "test"
+
+    def hello(self, **changes: Any) -> m.Hello:
+        given = {"version": m.VERSION, "run": "test", "role": "worker", "worker": self.rank}
+        return m.Hello(**{**given, "incarnation": self.incarnation, **changes})
+
+    def set_up(self, workers: int, **changes: Any) -> None:
+        for shard in range(self.model.shards):
+            self.send(shard, self.model.setup(shard, workers=workers, **changes))
+            for chunk in self.model.held(shard):
+                self.send(shard, m.SetChunk(chunk=chunk), payload_of(self.model.flat(chunk)))
+
+    def ready(self, digest: str = "d", wait: bool = True) -> None:
+        for shard in range(self.model.shards):
+            self.send(shard, m.Ready(digest=digest))
+        for shard in range(self.model.shards if wait else 0):
+            self.expect(shard, m.Ready)
+
+    def push(self, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = ()) -> None:
+        for chunk, shard in self.model.shard_of.items():
+            self.push_chunk(shard, chunk, iteration, tensors, missing)
+
+    def push_chunk(
+        self, shard: int, chunk: int, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = ()
+    ) -> None:
+        zeroed = [torch.zeros_like(t) if i in missing else t for i, t in enumerate(tensors)]
+        present = bytes(slot.parameter not in missing for slot in self.model.layout.chunks[chunk].slots)
+        message = m.Push(
+            incarnation=self.incarnation,
+            iteration=iteration,
+            chunk=chunk,
+            chunks_in_all=len(self.model.held(shard)),
+            present=present,
+        )
+        self.send(shard, message, payload_of(self.model.flat(chunk, zeroed)))
+
+    def commit(self, iteration: int, weight: float = 1.0, **more: Any) -> None:
+        self.send(
+            0,
+            m.Commit(
+                incarnation=self.incarnation, iteration=iteration, weight=weight, samples=2 * weight, **more
+            ),
+        )
+
+    def means(self, iteration: int) -> dict[int, tuple[Tensor, bytes]]:
+        found = {}
+        for shard in range(self.model.shards):
+            self.send(shard, m.PullMean(incarnation=self.incarnation, iteration=iteration))
+        for shard in range(self.model.shards):
+            for _ in self.model.held(shard):
+                mean, payload = self.expect(shard, m.Mean)
+                assert mean.iteration == iteration
+                assert payload is not None
+                found[mean.chunk] = tensor_of(payload, torch.float32), mean.present
+        return found
+
+    def say_step(self, iteration: int, scale: float = 1.0, **more: Any) -> None:
+        given = {"hyperparameters": self.model.hyperparameters(), "scale": scale, **more}
+        self.send(0, m.Step(incarnation=self.incarnation, iteration=iteration, **given))
+
+    def ask(self, clock: int) -> None:
+        for shard in range(self.model.shards):
+            self.send(shard, m.Pull(incarnation=self.incarnation, clock=clock))
+
+    def parameters(self, clock: int | None = None) -> dict[int, Tensor]:
+        """The answer to `ask`, bit by bit."""
+        found = {}
+        for shard in range(self.model.shards):
+            for _ in self.model.held(shard):
+                message, payload = self.expect(shard, m.Parameters)
+                assert clock is None or message.clock == clock
+                assert payload is not None
+                found[message.chunk] = tensor_of(payload, torch.float32)
+        return found
+
+    def assert_has(self, found: dict[int, Tensor]) -> None:
+        assert sorted(found) == self.model.chunks
+        for chunk, values in found.items():
+            assert torch.equal(values, self.model.flat(chunk)), chunk
+
+
+class Run:
+    """A cluster, its workers and the model, ready to train."""
+
+    def __init__(
+        self,
+        shards: int,
+        workers: int,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.01),
+        consistency: str = "bsp",
+        slack: int = 0,
+        **options: Any,
+    ) -> None:
+        self.model = Model(make, shards)
+        self.cluster = Cluster(shards, workers, **options)
+        self.workers = [Worker(self.cluster.addresses, rank, self.model) for rank in range(workers)]
+        for worker in self.workers[1:]:
+            worker.ready(wait=False)  # before anything is set up
+        self.workers[0].set_up(workers, consistency=consistency, slack=slack)
+        self.workers[0].ready()
+        for worker in self.workers[1:]:
+            for shard in range(shards):
+                worker.expect(shard, m.Ready)
+        self.peers: list[Peer] = list(self.workers)
+
+    def hub(self) -> Peer:
+        hub = Peer(self.cluster.addresses[:1])
+        self.peers.append(hub)
+        hub.send(0, m.Hello(version=m.VERSION, run="test", role="hub"))
+        hub.expect(0, m.Welcome)
+        return hub
+
+    def again(self, rank: int, incarnation: int) -> Worker:
+        worker = Worker(self.cluster.addresses, rank, self.model, incarnation)
+        self.peers.append(worker)
+        return worker
+
+    def iterate(self, iteration: int, **step: Any) -> None:
+        """One iteration of bsp by all workers, each with gradients of its own, and by plain torch."""
+        weights = [1.0 + worker.rank for worker in self.workers]
+        for worker, weight in zip(self.workers, weights, strict=True):
+            worker.push(iteration, gradients(100 * iteration + worker.rank))
+            worker.commit(iteration, weight)
+        for worker in self.workers:
+            worker.means(iteration)
+            worker.say_step(iteration, **step)
+            worker.ask(iteration + 1)
+        mean = mean_of([gradients(100 * iteration + worker.rank) for worker in self.workers], weights)
+        self.model.step_plain([each * step.get("scale", 1.0) for each in mean])
+        for worker in self.workers:
+            worker.assert_has(worker.parameters(iteration + 1))
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.cluster.close()
+
+
+def mean_of(contributions: list[list[Tensor]], weights: list[float]) -> list[Tensor]:
+    total = sum(weights)
+    mean = [each * (weights[0] / total) for each in contributions[0]]
+    for weight, contribution in zip(weights[1:], contributions[1:], strict=True):
+        for sum_, each in zip(mean, contribution, strict=True):
+            sum_.add_(each, alpha=weight / total)
+    return contributions[0] if len(weights) == 1 else mean
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(*args: Any, **kwargs: Any) -> Run:
+        made.append(Run(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+    for run in made:
+        assert not run.cluster.errors, run.cluster.errors
+
+
+@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_bsp_equals_plain_torch(start: Callable[..., Run], shards: int, workers: int) -> None:
+    run = start(shards, workers)
+    for iteration in range(4):
+        if iteration == 2:
+            run.model.plain.param_groups[0]["lr"] = 0.5
+        run.iterate(iteration, scale=1.0 if iteration % 2 else 0.25)
+
+
+def test_the_mean_says_what_it_is_of(start: Callable[..., Run]) -> None:
+    run = start(2, 2)
+    one, two = run.workers
+    one.push(0, gradients(1), missing=(0, 2))
+    two.push(0, gradients(2), missing=(0, 3))
+    one.commit(0, 1.0)
+    two.commit(0, 3.0)
+    zero = torch.zeros(())
+    sent = [
+        [g * (i not in gone) for i, g in enumerate(gradients(seed))]
+        for seed, gone in ((1, (0, 2)), (2, (0, 3)))
+    ]
+    expected = mean_of(sent, [1.0, 3.0])
+    for worker in (two, one):
+        means = worker.means(0)
+        for chunk, (values, present) in means.items():
+            assert torch.equal(values, run.model.flat(chunk, expected) + zero)
+            slots = run.model.layout.chunks[chunk].slots
+            assert present == bytes(slot.parameter != 0 for slot in slots)
+        worker.say_step(0)
+        worker.ask(1)
+    run.model.step_plain(expected, missing=(0,))
+    for worker in run.workers:
+        worker.assert_has(worker.parameters(1))
+
+
+def test_a_step_that_is_not_accepted_changes_nothing(start: Callable[..., Run]) -> None:
+    run = start(1, 1)
+    (worker,) = run.workers
+    worker.push(0, gradients(1))
+    worker.commit(0)
+    worker.means(0)
+    worker.say_step(0, accepted=False)
+    worker.ask(1)
+    worker.assert_has(worker.parameters(1))
+    run.iterate(1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_edited_gradients_take_the_means_place(start: Callable[..., Run], late: bool) -> None:
+    """Also when the log's word to step reaches a shard before them."""
+    run = start(2, 2)
+    for worker in run.workers:
+        worker.push(0, gradients(worker.rank))
+        worker.commit(0)
+    for worker in run.workers:
+        worker.means(0)
+    edited = [g.sign() for g in gradients(5)]
+
+    def replace() -> None:
+        for worker in run.workers:
+            for chunk, shard in run.model.shard_of.items():
+                message = m.Replace(
+                    incarnation=worker.incarnation,
+                    iteration=0,
+                    chunk=chunk,
+                    present=bytes([1] * run.model.slots(chunk)),
+                )
+                worker.send(shard, message, payload_of(run.model.flat(chunk, edited)))
+
+    if not late:
+        replace()
+    for worker in run.workers:
+        worker.say_step(0, 0.5, edited=run.model.chunks)
+        worker.ask(1)
+    if late:
+        assert run.workers[0].silent(0, m.Parameters)
+        replace()
+    run.model.step_plain(edited)
+    for worker in run.workers:
+        worker.assert_has(worker.parameters(1))
+    run.iterate(1)
+
+
+def test_asynchronous_contributions_are_stepped_one_by_one(start: Callable[..., Run]) -> None:
+    run = start(2, 2, consistency="asp")
+    one, two = run.workers
+    for worker in run.workers:
+        worker.ask(0)
+        worker.assert_has(worker.parameters(0))
+    for iteration in range(3):
+        one.push(iteration, gradients(iteration))
+        one.commit(iteration, 1.0, hyperparameters=run.model.hyperparameters())
+        one.ask(iteration + 1)
+        found = one.parameters(iteration + 1)
+        assert one.expect(0, m.Committed)[0].iteration == iteration
+        # The other is taken to weigh as much until it has said otherwise.
+        run.model.plain.param_groups[0]["lr"] = 0.01 * 0.5
+        run.model.step_plain(gradients(iteration))
+        run.model.plain.param_groups[0]["lr"] = 0.01
+        one.assert_has(found)
+    two.push(0, gradients(9))
+    two.commit(0, 3.0, hyperparameters=run.model.hyperparameters())
+    two.ask(1)
+    message, _ = two.expect(0, m.Parameters)
+    assert message.staleness == 2.0  # three of one other worker since: two global iterations too late
+
+
+def test_ssp_lets_nobody_run_ahead(start: Callable[..., Run]) -> None:
+    run = start(2, 2, consistency="ssp", slack=2)
+    fast, slow = run.workers
+    for iteration in range(2):
+        fast.push(iteration, gradients(iteration))
+        fast.commit(iteration, hyperparameters=run.model.hyperparameters())
+        fast.ask(iteration + 1)
+        fast.parameters(iteration + 1)
+    fast.push(2, gradients(2))
+    fast.commit(2, hyperparameters=run.model.hyperparameters())
+    fast.ask(3)
+    assert fast.silent(0, m.Parameters)
+    assert fast.silent(1, m.Parameters, 0.05)
+    slow.push(0, gradients(9))
+    slow.commit(0, hyperparameters=run.model.hyperparameters())
+    fast.parameters(3)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
+def test_many_at_once(start: Callable[..., Run], tmp_path: Path, consistency: str) -> None:
+    """Workers in threads, at their own pace, while snapshots are taken: all comes to its end, once."""
+    count, iterations, slack = 3, 40, 2
+    run = start(2, count, consistency=consistency, slack=slack, snapshots=_snapshots(tmp_path, 0.01))
+    errors: list[BaseException] = []
+    clocks = [0] * count
+
+    def work(worker: Worker) -> None:
+        chance = random.Random(worker.rank)
+        hyperparameters = run.model.hyperparameters()
+        for iteration in range(iterations):
+            worker.push(iteration, gradients(worker.rank))
+            worker.commit(iteration, hyperparameters=[] if consistency == "bsp" else hyperparameters)
+            if consistency == "bsp":
+                worker.means(iteration)
+                worker.say_step(iteration)
+            worker.ask(iteration + 1)
+            worker.parameters(iteration + 1)
+            clocks[worker.rank] = iteration + 1
+            if consistency == "ssp":
+                # A worker's own count is raised after the shards': one more than the slack may be seen.
+                assert iteration + 1 - min(clocks) <= slack + 1
+            time.sleep(chance.random() * 0.002)
+
+    def guard(worker: Worker) -> None:
+        try:
+            work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guard, args=(worker,), daemon=True) for worker in run.workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+        assert not thread.is_alive()
+    assert not errors, errors
+    _, numbers, _ = state_of(run.workers[0])
+    steps = iterations if consistency == "bsp" else iterations * count
+    assert all(slot == {"step": float(steps)} for slots in numbers.values() for slot in slots)
+
+
+def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:
+    run = start(2, 3)
+    hub, (one, two, three) = run.hub(), run.workers
+    run.iterate(0)
+    assert hub.silent(0, m.Fenced, 0.05)  # nothing was leased, so nothing is told
+    used = m.Used(sampler=0, epoch=0, start=0, stop=8)
+    for worker in (one, two):
+        worker.push(1, gradients(worker.rank))
+        worker.commit(1, used=[used] if worker is one else [])
+    three.push_chunk(0, run.model.held(0)[0], 1, gradients(2))  # it dies in the middle
+    hub.send(0, m.Fence(worker=2, incarnation=3))
+    answer, _ = hub.expect(0, m.Fenced)
+    assert (answer.worker, answer.iteration, answer.used) == (2, 1, [])
+    for worker in (one, two):
+        worker.means(1)
+        worker.say_step(1)
+        worker.ask(2)
+    run.model.step_plain(mean_of([gradients(0), gradients(1)], [1.0, 1.0]))
+    for worker in (one, two):
+        worker.assert_has(worker.parameters(2))
+    news, _ = hub.expect(0, m.Fenced)  # what those who live have used
+    assert (news.worker, news.used) == (0, [used])
+    for shard in range(2):
+        assert "given up" in three.refused(shard)
+    three.send(0, m.Commit(incarnation=3, iteration=1, weight=1.0))
+    assert "fenced" in three.refused()
+    three.push(1, gradients(2))
+    assert "fenced" in three.refused(1)
+    # It comes back, anew, and takes part in the next iteration that begins.
+    back = run.again(2, 9)
+    back.ready()
+    run.workers = [one, two]
+    run.iterate(2)
+    back.ask(0)
+    back.assert_has(back.parameters(3))
+    run.workers = [one, two, back]
+    run.iterate(3)
+
+
+def test_what_is_sent_twice_counts_once(start: Callable[..., Run]) -> None:
+    run = start(1, 1)
+    (worker,) = run.workers
+    for _ in range(2):
+        worker.push(0, gradients(0))
+        worker.commit(0, 1.0)
+    worker.means(0)
+    for _ in range(2):
+        worker.say_step(0)
+    run.model.step_plain(gradients(0))
+    for _ in range(2):
+        worker.ask(1)
+        worker.assert_has(worker.parameters(1))
+    worker.push(0, gradients(7))
+    worker.commit(0, 1.0)
+    for _ in range(2):
+        assert worker.expect(0, m.Committed)[0].iteration == 0
+    run.iterate(1)
+
+
+def test_workers_meet_before_and_after_the_setup() -> None:
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 2)
+    one = Worker(cluster.addresses, 0, model)
+    try:
+        one.send(0, m.Meet(incarnation=1, number=0, what="hello"), b"one")
+        assert one.silent(0, m.Met, 0.1)
+        assert cluster.shards[0].waiting_for()
+        two = Worker(cluster.addresses, 1, model)
+        two.send(0, m.Meet(incarnation=2, number=0, what="hello"), b"")
+        for worker in (one, two):
+            met, payload = worker.expect(0, m.Met)
+            assert (met.workers, met.sizes) == ([0, 1], [3, 0])
+            assert payload is not None
+            assert bytes(payload) == b"one"
+        one.send(0, m.Meet(incarnation=1, number=1, what="b"), b"1")
+        one.set_up(2)  # a meeting is under way: it stands
+        one.ready()
+        two.send(0, m.Meet(incarnation=2, number=1, what="b"), b"22")
+        assert one.expect(0, m.Met)[0].sizes == [1, 2]
+        two.send(0, m.Meet(incarnation=2, number=2, what="x"), b"22")
+        one.send(0, m.Meet(incarnation=1, number=2, what="y"), b"22")
+        assert "same calls in the same order" in one.refused()
+        two.close()
+    finally:
+        one.close()
+        cluster.close()
+    assert not cluster.errors
+
+
+def state_of(worker: Worker) -> tuple[dict[int, dict[str, Tensor]], dict[int, list[dict[str, Any]]], int]:
+    elements: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    numbers: dict[int, list[dict[str, Any]]] = {}
+    steps = set()
+    for shard in range(worker.model.shards):
+        worker.send(shard, m.PullState(incarnation=worker.incarnation))
+    for shard in range(worker.model.shards):
+        steps.add(worker.expect(shard, m.StateEnd)[0].steps)
+        come = worker.come[shard][m.State]
+        while come:
+            state, payload = come.popleft()
+            if state.key:
+                elements[state.chunk][state.key] = tensor_of(payload, torch.float32)
+            else:
+                numbers[state.chunk] = state.values
+    (only,) = steps
+    return elements, numbers, only
+
+
+def test_a_checkpoint_goes_out_and_comes_back(start: Callable[..., Run]) -> None:
+    run = start(2, 2)
+    one, two = run.workers
+    run.iterate(0)
+    run.iterate(1)
+    saved = {chunk: run.model.flat(chunk) for chunk in run.model.chunks}
+    plain = copy.deepcopy(run.model.plain.state_dict())
+    weights = [p.detach().clone() for p in run.model.every]
+    elements, numbers, steps = state_of(two)
+    assert steps == 2
+    assert all(slot == {"step": 2.0} for slots in numbers.values() for slot in slots)
+    for chunk in run.model.chunks:
+        expected = [run.model.plain.state[p]["exp_avg"] for p in run.model.every]
+        assert torch.equal(elements[chunk]["exp_avg"], run.model.flat(chunk, expected))
+    run.iterate(2)
+    # session.load: the second is sooner there than the first, who brings the values.
+    two.ready("loaded", wait=False)
+    assert two.silent(0, m.Ready, 0.1)
+    for shard in range(2):
+        one.send(shard, run.model.setup(shard, workers=2, digest="loaded", steps=2))
+        for chunk in run.model.held(shard):
+            one.send(shard, m.SetChunk(chunk=chunk, values=numbers[chunk]), payload_of(saved[chunk]))
+            for key, flat in elements[chunk].items():
+                one.send(shard, m.SetChunk(chunk=chunk, key=key), payload_of(flat))
+    one.ready("loaded")
+    for shard in range(2):
+        two.expect(shard, m.Ready)
+    run.model.plain.load_state_dict(plain)
+    with torch.no_grad():
+        for parameter, weight in zip(run.model.every, weights, strict=True):
+            parameter.copy_(weight)
+    for worker in run.workers:
+        worker.ask(2)
+        worker.assert_has(worker.parameters(2))
+    run.iterate(2)
+    run.iterate(3)
+
+
+def test_the_first_worker_comes_back_and_finds_what_was_trained(start: Callable[..., Run]) -> None:
+    run = start(1, 2, consistency="asp")
+    hub, (_, two) = run.hub(), run.workers
+    two.push(0, gradients(0))
+    two.commit(0, hyperparameters=run.model.hyperparameters())
+    two.ask(1)
+    trained = two.parameters(1)
+    hub.send(0, m.Fence(worker=0, incarnation=1))
+    hub.expect(0, m.Fenced)
+    back = run.again(0, 7)
+    back.set_up(2, consistency="asp")  # with values of its own, which nobody wants any more
+    back.ready()
+    back.ask(0)
+    for chunk, values in back.parameters(1).items():  # and it begins where the slowest is
+        assert torch.equal(values, trained[chunk])
+
+
+def test_who_may_speak(start: Callable[..., Run]) -> None:
+    run = start(2, 1)
+    (worker,) = run.workers
+    stranger = Peer(run.cluster.addresses)
+    run.peers.append(stranger)
+    hello = worker.hello()
+    replace = msgspec.structs.replace
+    for bad, said in [
+        (m.Pull(incarnation=1, clock=0), "say Hello first"),
+        (replace(hello, version=99), "same version of Atoll"),
+        (replace(hello, run="other"), "of run 'test', and not of run 'other'"),
+        (replace(hello, role="boss"), "knows no role"),
+        (replace(hello, worker=-1), "rank and incarnation"),
+        (m.Welcome(run="test"), "say Hello first"),
+    ]:
+        stranger.send(1, bad)
+        assert said in stranger.refused(1)
+    stranger.send(1, replace(hello, role="hub"))
+    assert "keeps no log" in stranger.refused(1)
+    stranger.send(0, replace(hello, role="shard", shard=1))
+    stranger.expect(0, m.Welcome)
+    for bad, said in [
+        (m.Follow(shard=0, after=0), "for themselves"),
+        (m.Fence(worker=0, incarnation=1), "the hub fences"),
+        (m.Welcome(run="test"), "takes no Welcome"),
+        (m.Ready(digest="d"), "workers ask"),
+    ]:
+        stranger.send(0, bad)
+        assert said in stranger.refused(0)
+    worker.send(1, m.Commit(incarnation=1, iteration=0, weight=1.0))
+    assert "keeps no log" in worker.refused(1)
+    worker.send(0, m.Pull(incarnation=2, clock=0))
+    assert "of incarnation 1" in worker.refused(0)
+
+
+def test_what_makes_no_sense_is_refused_and_disturbs_nothing(start: Callable[..., Run]) -> None:
+    run = start(1, 1)
+    (worker,) = run.workers
+    chunk, model = 0, run.model
+    size = model.flat(chunk).numel() * 4
+    present, slots = bytes([1] * model.slots(chunk)), model.slots(chunk)
+    push = m.Push(incarnation=1, iteration=0, chunk=chunk, chunks_in_all=len(model.chunks), present=present)
+    replace = msgspec.structs.replace
+    for bad, payload, said in [
+        (push, b"", f"takes {size} bytes"),
+        (push, None, f"takes {size} bytes"),
+        (push, bytes(size + 1), f"takes {size} bytes"),
+        (replace(push, chunk=10**6), bytes(size), "does not hold"),
+        (replace(push, present=b""), bytes(size), f"has {slots} parameters"),
+        (replace(push, chunks_in_all=1), bytes(size), "announced"),
+        (replace(push, iteration=10**6), bytes(size), "in flight"),
+        (m.Commit(incarnation=1, iteration=10**6, weight=1.0), None, "commits iteration"),
+        (m.Commit(incarnation=1, iteration=0, weight=float("inf")), None, "no number"),
+        (m.Step(incarnation=1, iteration=0, scale=1.0, hyperparameters=[]), None, "param groups"),
+        (
+            m.Step(incarnation=1, iteration=0, scale=1.0, hyperparameters=[{"lr": "x"}]),
+            None,
+            "hyperparameter",
+        ),
+        (
+            m.Step(incarnation=1, iteration=0, scale=1.0, hyperparameters=model.hyperparameters()),
+            None,
+            "no mean",
+        ),
+        (m.Replace(incarnation=1, iteration=0, chunk=0, present=present), bytes(size), "has no mean"),
+        (m.SetChunk(chunk=0), bytes(size), "comes after"),
+        (m.Ready(digest="other"), None, ""),
+    ]:
+        worker.send(0, bad, payload)
+        if said:
+            assert said in worker.refused(), said
+    other = run.again(5, 50)
+    other.send(0, m.Ready(digest="other"))
+    assert "another model" in other.refused()
+    other.send(0, model.setup(0, workers=1, digest="other"))
+    assert "another model" in other.refused()
+    run.hub().send(0, m.Fence(worker=5, incarnation=50))
+    time.sleep(0.1)
+    run.iterate(0)
+
+
+def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
+    run = start(1, 1)
+    (worker,) = run.workers
+    stranger = Peer(run.cluster.addresses)
+    run.peers.append(stranger)
+    chance = random.Random(0)
+    good = [
+        encode(message) for message in (worker.hello(), run.model.setup(0, workers=1), m.Ready(digest="d"))
+    ]
+    for peer in (stranger, worker):
+        for _ in range(300):
+            header = bytearray(chance.choice(good))
+            for _ in range(chance.randrange(1, 8)):
+                header[chance.randrange(len(header))] = chance.randrange(256)
+            cut = bytes(header[: chance.randrange(len(header))])
+            peer.clients[0].send(cut, chance.choice([None, b"x" * 100]))
+    assert stranger.refused()
+    assert worker.refused()
+    worker.come[0].clear()
+    time.sleep(0.2)
+    while worker.clients[0].receive(0.2) is not None:
+        pass
+    assert run.cluster.shards[0].dropped > 300
+    run.iterate(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": "os.system"}, "cannot run the optimizer"),
+        ({"optimizer": "torch.optim.lbfgs.LBFGS"}, "cannot run the optimizer"),
+        ({"layout": msgspec.Raw(b"\xc0")}, "layout cannot be read"),
+        ({"consistency": "maybe"}, "no such consistency"),
+        ({"shards": 0}, "shard 0 of a run of 0"),
+        ({"chunks": [0]}, "balancing gives it"),
+        ({"hyperparameters": [{"lr": -1.0}]}, "cannot be made"),
+        ({"hyperparameters": []}, "param group"),
+    ],
+)
+def test_a_setup_that_makes_no_sense(changes: dict[str, Any], said: str) -> None:
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 1)
+    worker = Worker(cluster.addresses, 0, model)
+    try:
+        worker.send(0, model.setup(0, workers=1, **changes))
+        assert said in worker.refused()
+        worker.set_up(1)
+        worker.ready()
+        worker.ask(0)
+        worker.assert_has(worker.parameters(0))
+    finally:
+        worker.close()
+        cluster.close()
+    assert not cluster.errors
+
+
+def test_a_setup_whose_values_do_not_all_come() -> None:
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 1)
+    worker = Worker(cluster.addresses, 0, model)
+    try:
+        worker.send(0, model.setup(0, workers=1))
+        worker.send(0, m.SetChunk(chunk=0), payload_of(model.flat(0)))
+        worker.send(0, m.SetChunk(chunk=1, key="exp_avg"), payload_of(model.flat(1)))
+        assert "keeps no state called 'exp_avg'" in worker.refused()
+        worker.send(0, m.SetChunk(chunk=1, values=[{}] * 99), payload_of(model.flat(1)))
+        assert "parameters, not 99" in worker.refused()
+        worker.ready(wait=False)
+        assert "have not come" in worker.refused()
+    finally:
+        worker.close()
+        cluster.close()
+
+
+def _snapshots(folder: Path, seconds: float = 0.05) -> Callable[[int], Snapshots]:
+    return lambda index: Snapshots(
+        folder / f"shard-{index}", run="test", shard=index, seconds=seconds, failed=print
+    )
+
+
+def test_snapshots_are_of_one_moment(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(2, 1, snapshots=_snapshots(tmp_path, 0.01))
+    moments: dict[int, dict[int, Tensor]] = {}
+    for iteration in range(25):
+        run.iterate(iteration)
+        moments[iteration + 1] = {chunk: run.model.flat(chunk) for chunk in run.model.chunks}
+    end = time.monotonic() + DEADLINE
+    while any(latest(tmp_path / f"shard-{shard}") is None for shard in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    seen = 0
+    for shard in range(2):
+        for _ in range(3):
+            folder = latest(tmp_path / f"shard-{shard}")
+            assert folder is not None
+            held = run.model.held(shard)
+            fresh = ShardOptimizer(
+                run.model.layout, held, full_name(torch.optim.AdamW), run.model.hyperparameters()
+            )
+            try:
+                contents = restore(folder, fresh)
+            except CheckpointError:
+                continue  # a newer one has taken its place
+            steps = contents.heading.steps
+            for chunk in held:
+                if steps:
+                    assert torch.equal(fresh.values(chunk), moments[steps][chunk]), (steps, chunk)
+                    assert fresh.state(chunk)[1][0] == {"step": float(steps)}
+            seen += 1
+    assert seen
+
+
+def test_a_folder_of_another_run_is_refused(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(1, 1, snapshots=_snapshots(tmp_path))
+    end = time.monotonic() + DEADLINE
+    folder = tmp_path / "shard-0"
+    while latest(folder) is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    run.close()
+    Snapshots(folder, run="test", shard=0, seconds=1.0, failed=print)
+    for other, shard in (("other", 0), ("test", 1)):
+        with pytest.raises(UserError, match="holds a snapshot of run 'test', shard 0"):
+            Snapshots(folder, run=other, shard=shard, seconds=1.0, failed=print)
+    snapshot = latest(folder)
+    assert snapshot is not None
+    fresh = ShardOptimizer(
+        run.model.layout, run.model.chunks, full_name(torch.optim.AdamW), run.model.hyperparameters()
+    )
+    with (snapshot / "chunk-0.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    with pytest.raises(CheckpointError, match="damaged"):
+        restore(snapshot, fresh)
+    (snapshot / "snapshot.json").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="not a shard's snapshot"):
+        read_contents(snapshot)
+
+
+class Hub:
+    """As much of a hub as shards need."""
+
+    def __init__(self, shards: int, workers: int) -> None:
+        self.server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="hub")
+        self.shards, self.workers = shards, workers
+        self.addresses: dict[int, str] = {}
+        self.beats = 0
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asking = []
+        while not self.stop.is_set():
+            received = self.server.receive(0.05)
+            if received is None:
+                continue
+            message = decode_untrusted(received.header)
+            if isinstance(message, m.Hello):
+                self.addresses[message.shard] = message.address
+                welcome = m.Welcome(
+                    run="test", incarnation=100 + message.shard, workers=self.workers, heartbeat=0.05
+                )
+                self.server.send(received.peer, encode(welcome))
+            elif isinstance(message, m.WhereAreShards):
+                asking.append(received.peer)
+            elif isinstance(message, m.Heartbeat):
+                self.beats += 1
+            if len(self.addresses) == self.shards:
+                every = m.Shards(addresses=[self.addresses[i] for i in range(self.shards)])
+                for peer in asking:
+                    self.server.send(peer, encode(every))
+                asking.clear()
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(DEADLINE)
+        self.server.close()
+
+
+def test_serving_with_a_hub(tmp_path: Path) -> None:
+    hub, stop, up = Hub(2, 1), threading.Event(), threading.Barrier(3)
+
+    def be(index: int) -> None:
+        serve(
+            index,
+            hub.server.address,
+            run="test",
+            folder=tmp_path / str(index),
+            snapshot_seconds=0.1,
+            timeout=DEADLINE,
+            ready=lambda _address: up.wait(DEADLINE) and None,
+            stop=stop,
+        )
+
+    threads = [threading.Thread(target=be, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    up.wait(DEADLINE)
+    model = Model(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 2)
+    worker = Worker([hub.addresses[i] for i in range(2)], 0, model)
+    worker.set_up(1)
+    worker.ready()
+    for iteration in range(3):
+        worker.push(iteration, gradients(iteration))
+        worker.commit(iteration)
+        worker.means(iteration)
+        worker.say_step(iteration)
+        worker.ask(iteration + 1)
+        model.step_plain(gradients(iteration))
+        worker.assert_has(worker.parameters(iteration + 1))
+    end = time.monotonic() + DEADLINE
+    while hub.beats < 4 or any(latest(tmp_path / str(i)) is None for i in range(2)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    stop.set()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    worker.close()
+    hub.close()
+    assert "SGD" in (tmp_path / "0" / "journal.jsonl").read_text()
+
+
+def test_a_shards_process_ends_when_it_is_told_to() -> None:
+    hub = Hub(1, 1)
+    code = (
+        "import sys\nfrom atoll.server.main import serve\n"
+        f"serve(0, {hub.server.address!r}, run='test', ready=lambda a: print(a, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        worker = Worker([address], 0, Model(lambda p: torch.optim.SGD(p, lr=0.1), 1))
+        worker.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 0
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+        hub.close()

@@ -1,0 +1,239 @@
+"""A shard's optimizers against plain torch, to the bit: all classes that shards run, missing gradients, two
+param groups, learning rates that change, state that goes away and comes back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap, lay_out
+from atoll.core.errors import UserError
+from atoll.server.optimizer import ShardOptimizer, full_name, optimizer_class
+from atoll.tensors.binding import specs_of
+from atoll.wire.messages import plain_hyperparameters
+
+SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16)]
+
+
+class Twins:
+    """Plain torch, and two shards that hold every other chunk, fed with the same gradients."""
+
+    def __init__(
+        self, class_: type[torch.optim.Optimizer], dtype: torch.dtype, settings: list[dict[str, Any]]
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {
+            f"p{index}": nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for index, shape in enumerate(SHAPES)
+        }
+        every = list(self.parameters.values())
+        groups = [{"params": every[index :: len(settings)], **group} for index, group in enumerate(settings)]
+        self.plain = class_(groups, **settings[0])
+        group_of = {p: str(i) for i, group in enumerate(self.plain.param_groups) for p in group["params"]}
+        self.layout: ChunkMap = lay_out(specs_of(self.parameters, group_of), chunk_bytes=1024)
+        assert len(self.layout.chunks) > 2
+        ids = [chunk.id for chunk in self.layout.chunks]
+        self.class_, self.held = class_, [ids[0::2], ids[1::2]]
+        self.shards = [self.make(ids) for ids in self.held]
+        for shard in self.shards:
+            for id_ in shard.chunks:
+                shard.set_values(id_, self.flat(id_, [p.detach() for p in every]))
+
+    def make(self, ids: list[int]) -> ShardOptimizer:
+        return ShardOptimizer(self.layout, ids, full_name(self.class_), self.hyperparameters())
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """As they come over the wire."""
+        plain = plain_hyperparameters(list(self.plain.param_groups))
+        decoded: list[dict[str, Any]] = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+        return decoded
+
+    def flat(self, chunk: int, tensors: list[Tensor]) -> Tensor:
+        laid = self.layout.chunks[chunk]
+        flat = torch.zeros(laid.extent, dtype=getattr(torch, laid.dtype))
+        for slot in laid.slots:
+            flat[slot.offset : slot.offset + slot.numel] = tensors[slot.parameter].reshape(-1)
+        return flat
+
+    def step(self, number: int, missing: tuple[int, ...] = (), lr_scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(number)
+        gradients = [torch.randn(s, generator=generator) for s in SHAPES]
+        every = list(self.parameters.values())
+        for index, (parameter, gradient) in enumerate(zip(every, gradients, strict=True)):
+            gradients[index] = gradient.to(parameter.dtype)
+            parameter.grad = None if index in missing else gradients[index].clone()
+            if index in missing:
+                gradients[index] = torch.zeros_like(parameter)
+        given = self.hyperparameters()
+        rates = [group["lr"] for group in self.plain.param_groups]
+        for group in self.plain.param_groups:
+            group["lr"] *= lr_scale
+        self.plain.step()
+        for group, rate in zip(self.plain.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for shard in self.shards:
+            for id_ in shard.chunks:
+                present = bytes(slot.parameter not in missing for slot in self.layout.chunks[id_].slots)
+                shard.step(id_, self.flat(id_, gradients), present, given, lr_scale)
+
+    def assert_equal(self) -> None:
+        every = list(self.parameters.values())
+        for shard in self.shards:
+            for id_ in shard.chunks:
+                assert torch.equal(shard.values(id_), self.flat(id_, [p.detach() for p in every]))
+                elements, slots = shard.state(id_)
+                for place, slot in enumerate(self.layout.chunks[id_].slots):
+                    expected = self.plain.state.get(every[slot.parameter], {})
+                    got: dict[str, Any] = {k: v for k, v in slots[place].items() if v is not None}
+                    for key, flat in elements.items():
+                        if key in expected and expected[key] is not None:
+                            got[key] = flat[slot.offset : slot.offset + slot.numel]
+                    assert got.keys() == {k for k, v in expected.items() if v is not None}
+                    for key, value in got.items():
+                        assert torch.equal(
+                            torch.as_tensor(value, dtype=torch.float64),
+                            torch.as_tensor(expected[key]).reshape(
+                                -1 if key in elements else ()
+                            ).to(torch.float64),
+                        ), key  # fmt: skip
+
+    def move(self) -> None:
+        """Take values and state to new shards, as a checkpoint would."""
+        fresh = [self.make(ids) for ids in self.held]
+        for old, new in zip(self.shards, fresh, strict=True):
+            for id_ in old.chunks:
+                new.set_values(id_, old.values(id_))
+                elements, slots = old.state(id_)
+                for key, flat in elements.items():
+                    assert new.state_dtype(id_, key) == flat.dtype
+                wire = msgspec.msgpack.decode(msgspec.msgpack.encode(slots))
+                new.set_state(id_, elements, wire)
+        self.shards = fresh
+
+
+CASES: list[tuple[str, list[dict[str, Any]]]] = [
+    ("SGD", [{"lr": 0.1}]),
+    ("SGD", [{"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, {"lr": 0.01, "weight_decay": 0.1}]),
+    ("SGD", [{"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True}]),
+    ("Adam", [{"lr": 0.01}]),
+    (
+        "Adam",
+        [{"lr": 0.01, "amsgrad": True, "foreach": True}, {"lr": 0.1, "amsgrad": True, "maximize": True}],
+    ),
+    ("AdamW", [{"lr": 0.01}, {"lr": 0.001, "weight_decay": 0.0, "betas": (0.8, 0.9)}]),
+    ("AdamW", [{"lr": 0.01, "fused": True}]),
+    ("Adagrad", [{"lr": 0.01}]),
+    ("RMSprop", [{"lr": 0.01, "momentum": 0.5, "centered": True}]),
+    ("Adadelta", [{"lr": 0.5}]),
+    ("Adamax", [{"lr": 0.01}]),
+    ("NAdam", [{"lr": 0.01}]),
+    ("RAdam", [{"lr": 0.01}]),
+    ("ASGD", [{"lr": 0.01}]),
+    ("Rprop", [{"lr": 0.01}]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{n}{i}" for i, (n, _) in enumerate(CASES)])
+def test_shards_equal_plain_torch(name: str, settings: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    # Torch's own fused SGD fails where some have momentum and others not yet, and in bfloat16 begins with
+    # what lay in memory.
+    whole = name == "SGD" and bool(settings[0].get("fused"))
+    if whole and dtype == torch.bfloat16:
+        pytest.skip("torch's fused SGD in bfloat16 uses memory that nobody set")
+    twins = Twins(getattr(torch.optim, name), dtype, settings)
+    for number in range(8):
+        missing = () if whole else {0: (0, 6), 1: (0, 6), 2: (0,), 5: (1, 2, 3)}.get(number, ())
+        if number == 4:
+            for group in twins.plain.param_groups:
+                group["lr"] *= 0.5
+        twins.step(number, missing)
+        if number in (1, 5):  # some slots have no state yet; later all do
+            twins.assert_equal()
+            twins.move()
+    twins.assert_equal()
+
+
+def test_the_learning_rate_is_scaled_for_one_step() -> None:
+    twins = Twins(torch.optim.AdamW, torch.float32, [{"lr": 0.01}, {"lr": 0.1}])
+    for number, scale in enumerate([1.0, 0.25, 1 / 3, 1.0]):
+        twins.step(number, lr_scale=scale)
+    twins.assert_equal()
+
+
+def test_fused_may_be_chosen_where_it_is_left_to_torch() -> None:
+    twins = Twins(torch.optim.AdamW, torch.float32, [{"lr": 0.01}])
+    chosen = ShardOptimizer(
+        twins.layout, [0], full_name(torch.optim.AdamW), twins.hyperparameters(), fused=True
+    )
+    chosen.set_values(0, twins.shards[0].values(0))
+    gradient = torch.ones_like(chosen.values(0))
+    for shard in (chosen, twins.shards[0]):
+        shard.step(0, gradient, bytes([1] * shard.slots(0)))
+    assert chosen.hyperparameters[0]["fused"] is None  # what was given, not what was made of it
+    torch.testing.assert_close(chosen.values(0), twins.shards[0].values(0))
+
+
+def test_which_optimizers_a_shard_runs() -> None:
+    assert optimizer_class("torch.optim.adamw.AdamW") is torch.optim.AdamW
+    assert optimizer_class("torch.optim.SGD") is torch.optim.SGD
+    for bad in ("torch.optim.lbfgs.LBFGS", "os.system", "torch.optim.adamw.AdamW.step", ""):
+        with pytest.raises(UserError, match="a shard cannot run the optimizer"):
+            optimizer_class(bad)
+    with pytest.raises(UserError, match="a shard cannot run the optimizer"):  # another than configured
+        optimizer_class("torch.optim.lbfgs.LBFGS", "torch.optim:Adafactor")
+    assert optimizer_class("torch.optim.lbfgs.LBFGS", "torch.optim.lbfgs:LBFGS") is torch.optim.LBFGS
+    with pytest.raises(UserError, match="cannot be imported"):
+        optimizer_class("no_such_module.X", "no_such_module:X")
+    for path in ("math:pi", "math:", ":", "math:nothing"):
+        with pytest.raises(UserError, match="no subclass|cannot be imported"):
+            optimizer_class("math.pi", path)
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused() -> None:
+    twins = Twins(torch.optim.SGD, torch.float32, [{"lr": 0.01}])
+    for path, class_ in (
+        ("torch.optim:Adafactor", torch.optim.Adafactor),
+        ("torch.optim.lbfgs:LBFGS", torch.optim.LBFGS),
+    ):
+        settings = {k: v for k, v in class_([nn.Parameter(torch.ones(2, 2))]).defaults.items() if k != "eps"}
+        with pytest.raises(UserError, match="not element-wise"):
+            ShardOptimizer(twins.layout, [0], full_name(class_), [settings], configured=path)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [{"lr": "fast"}],
+        [{"lr": {"a": 1}}],
+        [{"lr": -1.0}],
+        [{"lr": 0.1, "betas": [2.0, 0.9]}],
+        [{"lr": None}],
+    ],
+    ids=str,
+)
+def test_bad_hyperparameters_are_the_users_mistake(groups: list[dict[str, Any]]) -> None:
+    twins = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}])
+    with pytest.raises(UserError):
+        ShardOptimizer(twins.layout, [0], full_name(torch.optim.Adam), groups)
+
+
+def test_a_number_of_groups_that_changes_is_refused() -> None:
+    shard = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}]).shards[0]
+    with pytest.raises(UserError, match="param groups"):
+        shard.step(0, torch.zeros(1), b"\1", [{"lr": 0.1}, {"lr": math.inf}])
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    shard = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}]).shards[0]
+    assert shard.state_dtype(0, "exp_avg") == torch.float32
+    with pytest.raises(UserError, match="keeps no state called 'momentum_buffer'"):
+        shard.state_dtype(0, "momentum_buffer")
+    with pytest.raises(UserError, match="states of"):
+        shard.set_state(0, {}, [{"step": 1.0}] * 99)

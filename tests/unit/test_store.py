@@ -1,0 +1,585 @@
+"""The store's decisions by example: what is said, refused and answered, in plain cases."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from atoll.core.errors import UserError
+from atoll.store.entries import (
+    Apply,
+    Combine,
+    Entry,
+    Fenced,
+    Joined,
+    Member,
+    Step,
+    decode_entry_untrusted,
+    encode_entry,
+)
+from atoll.store.leases import Leases
+from atoll.store.log import CommitLog
+from atoll.store.members import Membership
+from atoll.store.outcomes import StoreError
+from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
+from atoll.wire import messages
+from atoll.wire.messages import Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
+
+LR = [{"lr": 0.1, "betas": [0.9, 0.999]}]
+
+
+def commit(incarnation: int, iteration: int, weight: float = 1.0, used: int = -1) -> messages.Commit:
+    parts = [Used(sampler=0, epoch=0, start=used, stop=used + 1)] if used >= 0 else []
+    return messages.Commit(
+        incarnation=incarnation, iteration=iteration, weight=weight, hyperparameters=LR, used=parts
+    )
+
+
+def say(incarnation: int, iteration: int, **changes: object) -> messages.Step:
+    fields = {"scale": 1.0, "hyperparameters": LR, **changes}
+    return messages.Step(incarnation=incarnation, iteration=iteration, **fields)  # type: ignore[arg-type]
+
+
+def log_of(consistency: str, workers: int = 2, shards: int = 1, slack: int = 1) -> CommitLog:
+    """All have joined: worker w with incarnation w + 1."""
+    log = CommitLog(consistency, slack, workers, shards)
+    for worker in range(workers):
+        assert not log.handle_join(worker, worker + 1).refused
+    return log
+
+
+def contribute(log: CommitLog, worker: int, incarnation: int, iteration: int, weight: float = 1.0) -> None:
+    assert not log.handle_staged(0, worker, incarnation, iteration).refused
+    assert not log.handle_commit(worker, commit(incarnation, iteration, weight)).refused
+
+
+# -- the log, BSP -----------------------------------------------------------------------------------------
+
+
+def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_when_all_have_said_so() -> None:
+    log = log_of("bsp", shards=2)
+    assert log.entries == [
+        Joined(worker=0, incarnation=1, clock=0),
+        Joined(worker=1, incarnation=2, clock=0),
+    ]
+    log.handle_commit(0, commit(1, 0, weight=3.0))
+    log.handle_commit(1, commit(2, 0, weight=1.0))
+    log.handle_staged(0, 0, 1, 0)
+    log.handle_staged(0, 1, 2, 0)
+    log.handle_staged(1, 0, 1, 0)
+    assert log.waiting_for() == ["worker 1's chunks of iteration 0, on shard 1"]
+    outcome = log.handle_staged(1, 1, 2, 0)
+    members = [
+        Member(worker=0, incarnation=1, weight=3.0, samples=0.0),
+        Member(worker=1, incarnation=2, weight=1.0, samples=0.0),
+    ]
+    assert outcome.entries == [Combine(iteration=0, members=members)]
+    assert [(r.worker, r.incarnation, r.message) for r in outcome.replies] == [
+        (0, 1, Committed(iteration=0)),
+        (1, 2, Committed(iteration=0)),
+    ]
+    assert log.handle_step(0, say(1, 0, scale=0.5, edited=[2])).entries == []
+    assert log.waiting_for() == ["worker 1, to step iteration 0"]
+    stepped = log.handle_step(1, say(2, 0, scale=0.5, edited=[2]))
+    assert stepped.entries == [
+        Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[2], editor=0, accepted=True)
+    ]
+    assert len(log.reasons) == len(log.entries)
+
+
+def test_a_commit_that_counts_already_is_answered_again() -> None:
+    log = log_of("bsp", workers=1)
+    contribute(log, 0, 1, 0)
+    before = list(log.entries)
+    again = log.handle_commit(0, commit(1, 0))
+    assert [reply.message for reply in again.replies] == [Committed(iteration=0)]
+    assert log.entries == before
+
+
+def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts() -> None:
+    log = log_of("bsp", workers=3)
+    for worker in range(3):
+        log.handle_staged(0, worker, worker + 1, 0)
+    log.handle_commit(0, commit(1, 0, used=10))
+    log.handle_commit(1, commit(2, 0, used=20))
+    outcome = log.handle_fence(1, 2)
+    assert outcome.entries == [Fenced(worker=1, incarnation=2)]
+    outcome = log.handle_commit(2, commit(3, 0, used=30))
+    (combine,) = outcome.entries
+    assert isinstance(combine, Combine)
+    assert [member.worker for member in combine.members] == [0, 2]
+    outcome = log.handle_fence(2, 3)
+    assert log.fenced(1, 2).used == []
+    assert log.fenced(2, 3).used == [Used(sampler=0, epoch=0, start=30, stop=31)]
+    assert log.fenced(2, 3).iteration == 1
+    assert isinstance(log.handle_step(0, say(1, 0)).entries[0], Step)
+    assert log.handle_commit(2, commit(3, 1)).refused
+    assert log.handle_join(2, 3).refused
+
+
+def test_workers_that_step_differently_are_told_what_differs() -> None:
+    log = log_of("bsp")
+    contribute(log, 0, 1, 0)
+    contribute(log, 1, 2, 0)
+    log.handle_step(0, say(1, 0))
+    for changes, words in [
+        ({"scale": 0.25}, "scale is 0.25 and 1.0"),
+        ({"accepted": False}, "accepted is False and True"),
+        ({"edited": [1]}, r"edited chunks are \[1\] and \[\]"),
+        ({"hyperparameters": []}, "0 and 1 param groups"),
+        ({"hyperparameters": [{**LR[0], "lr": 0.2}]}, "lr of param group 0 is 0.2 and 0.1"),
+    ]:
+        outcome = log.handle_step(1, say(2, 0, **changes))
+        assert outcome.refused.startswith("worker 1 and worker 0")
+        assert re.search(words, outcome.refused)
+        assert not outcome.entries
+    assert log.handle_step(1, say(2, 0)).entries
+
+
+def test_equal_steps_may_hold_nan() -> None:
+    log = log_of("bsp")
+    contribute(log, 0, 1, 0)
+    contribute(log, 1, 2, 0)
+    log.handle_step(0, say(1, 0, scale=float("nan"), accepted=False))
+    assert log.handle_step(1, say(2, 0, scale=float("nan"), accepted=False)).entries
+
+
+def test_who_joins_late_enters_with_the_next_iteration() -> None:
+    log = log_of("bsp", workers=1)
+    assert log.handle_join(1, 2).entries == []
+    assert "waits to enter" in log.handle_commit(1, commit(2, 0)).refused
+    contribute(log, 0, 1, 0)
+    outcome = log.handle_step(0, say(1, 0))
+    assert outcome.entries[1:] == [Joined(worker=1, incarnation=2, clock=1)]
+    assert log.waiting_for() == ["worker 0, to commit iteration 1", "worker 1, to commit iteration 1"]
+
+
+def test_a_rank_that_comes_anew_fences_what_it_was() -> None:
+    log = log_of("bsp", workers=2)
+    outcome = log.handle_join(1, 7)
+    assert outcome.entries == [Fenced(worker=1, incarnation=2)]
+    assert log.handle_fence(1, 2).entries == []
+    assert log.handle_join(1, 2).refused
+    assert log.live() == {0: 1}
+
+
+def test_an_iteration_whose_workers_all_died_begins_anew_and_a_mean_without_any_is_left_out() -> None:
+    log = log_of("bsp", workers=1)
+    log.handle_fence(0, 1)
+    assert log.handle_join(0, 2).entries == [Joined(worker=0, incarnation=2, clock=0)]
+    contribute(log, 0, 2, 0)
+    outcome = log.handle_fence(0, 2)
+    (_, step) = outcome.entries
+    assert isinstance(step, Step)
+    assert not step.accepted
+    assert "left out" in log.reasons[-1]
+    assert log.handle_join(0, 3).entries == [Joined(worker=0, incarnation=3, clock=1)]
+
+
+def test_the_word_of_one_who_died_after_it_said_step_counts() -> None:
+    log = log_of("bsp", workers=1)
+    log.handle_join(1, 2)
+    contribute(log, 0, 1, 0)
+    log.handle_step(0, say(1, 0))
+    contribute(log, 0, 1, 1)
+    contribute(log, 1, 2, 1)
+    log.handle_step(0, say(1, 1, edited=[4]))
+    log.handle_fence(0, 1)
+    assert log.handle_step(1, say(2, 1, edited=[5])).refused
+    (step,) = log.handle_step(1, say(2, 1, edited=[4])).entries
+    assert isinstance(step, Step)
+    assert step.editor == 0
+
+
+def test_the_run_begins_when_all_have_come_dead_or_alive() -> None:
+    log = CommitLog("asp", 0, 3, 1)
+    log.handle_join(0, 1)
+    assert log.waiting_for() == ["2 of 3 workers, to join"]
+    log.handle_join(1, 2)
+    assert log.handle_fence(1, 2).entries == [Fenced(worker=1, incarnation=2)]
+    assert log.waiting_for() == ["1 of 3 workers, to join"]
+    assert [type(entry) for entry in log.handle_join(2, 3).entries] == [Joined, Joined]
+
+
+# -- the log, SSP and ASP ---------------------------------------------------------------------------------
+
+
+def test_weight_and_staleness_scale_the_learning_rate() -> None:
+    log = log_of("asp", workers=3)
+    scales = []
+    for worker, iteration, weight in [(0, 0, 2.0), (0, 1, 2.0), (0, 2, 2.0), (0, 3, 2.0), (1, 0, 1.0)]:
+        contribute(log, worker, worker + 1, iteration, weight)
+        entry = log.entries[-1]
+        assert isinstance(entry, Apply)
+        scales.append((entry.staleness, entry.lr_scale))
+    assert scales[0] == (0.0, pytest.approx(1 / 3))  # nobody else has a weight yet: as if all had its own
+    # four by others, two others live: 4 / 2 - 1; and 1 of 2 (worker 0) + 1 + 1 (worker 2, unknown)
+    assert scales[-1] == (1.0, pytest.approx(1 / 4 / 2))
+
+
+def test_a_contribution_waits_for_all_shards_and_for_the_one_before() -> None:
+    log = log_of("ssp", workers=1, shards=2)
+    assert log.handle_commit(0, commit(1, 0)).entries == []
+    assert log.handle_commit(0, commit(1, 1)).entries == []
+    assert "in flight" in log.handle_commit(0, commit(1, 2)).refused
+    assert "its next is 2" in log.handle_commit(0, commit(1, 5)).refused
+    for shard in (0, 1):
+        assert log.handle_staged(shard, 0, 1, 1).entries == []
+    log.handle_staged(0, 0, 1, 0)
+    assert log.waiting_for() == ["worker 0's chunks of iteration 0, on shard 1"]
+    outcome = log.handle_staged(1, 0, 1, 0)
+    assert [e.iteration for e in outcome.entries if isinstance(e, Apply)] == [0, 1]
+
+
+def test_who_comes_back_begins_where_the_slowest_is() -> None:
+    log = log_of("ssp", workers=2)
+    for iteration in range(3):
+        contribute(log, 0, 1, iteration)
+    contribute(log, 1, 2, 0)
+    assert log.handle_join(2, 9).entries == [Joined(worker=2, incarnation=9, clock=1)]
+    log.handle_fence(2, 9)
+    log.handle_fence(1, 2)
+    assert log.handle_join(1, 3).entries == [Joined(worker=1, incarnation=3, clock=3)]
+    log.handle_fence(0, 1)
+    log.handle_fence(1, 3)
+    assert log.handle_join(4, 4).entries == [Joined(worker=4, incarnation=4, clock=3)]
+
+
+def test_what_has_no_place_in_the_log_is_refused() -> None:
+    log = log_of("asp", workers=1)
+    assert log.handle_commit(5, commit(9, 0)).refused == "worker 5 of incarnation 9 has not joined"
+    assert log.handle_commit(0, commit(1, 0, weight=float("inf"))).refused
+    assert log.handle_step(0, say(1, 0)).refused
+    assert log.handle_staged(3, 0, 1, 0).refused
+    assert len(log.entries) == 1
+    with pytest.raises(ValueError, match="bsp, ssp, asp"):
+        CommitLog("eventual", 0, 1, 1)
+
+
+def test_shards_without_trainable_chunks_are_not_waited_for() -> None:
+    log = CommitLog("asp", 0, 1, 3, holders=[1])
+    log.handle_join(0, 1)
+    log.handle_commit(0, commit(1, 0))
+    assert isinstance(log.handle_staged(1, 0, 1, 0).entries[0], Apply)
+    empty = ShardState([], "asp", 0)
+    for entry in log.entries:
+        assert all(
+            not action.chunks for action in empty.handle_entry(entry) if isinstance(action, ApplyChunks)
+        )
+    assert empty.handle_pull(0, Pull(incarnation=1, clock=1))
+
+
+def test_the_log_forgets_what_all_have() -> None:
+    log = log_of("asp", workers=1)
+    for iteration in range(5):
+        contribute(log, 0, 1, iteration)
+    log.forget(4)
+    assert log.next_sequence == 6
+    assert [sequence for sequence, _ in log.entries_from(4)] == [4, 5]
+    assert log.entries_from(6) == []
+    with pytest.raises(ValueError, match="forgotten"):
+        log.entries_from(3)
+
+
+def test_what_is_used_is_reported_once_and_told_whole_at_the_fence() -> None:
+    log = log_of("asp", workers=1)
+    for iteration, position in enumerate([4, 5, 9]):
+        log.handle_staged(0, 0, 1, iteration)
+        log.handle_commit(0, commit(1, iteration, used=position))
+    (news,) = log.poll_used()
+    assert [part.start for part in news.used] == [4, 5, 9]
+    assert log.poll_used() == []
+    log.handle_commit(0, commit(1, 3, used=11))  # not staged: does not count
+    log.handle_fence(0, 1)
+    assert [(part.start, part.stop) for part in log.fenced(0, 1).used] == [(4, 6), (9, 10)]
+
+
+# -- meetings ---------------------------------------------------------------------------------------------
+
+
+def test_a_meeting_takes_place_when_all_who_live_have_come() -> None:
+    log = log_of("asp", workers=3)
+    assert not log.handle_meet(2, 3, 0, "mean", 52).met
+    assert not log.handle_meet(0, 1, 0, "mean", 50).met
+    assert log.handle_meet(0, 1, 0, "mean", 99).released == [99]
+    assert log.waiting_for() == ["worker 1, to come to 'mean'"]
+    refused = log.handle_meet(1, 2, 0, "barrier", 51)
+    assert "for 'barrier', others for 'mean'" in refused.refused
+    assert refused.released == [51]
+    outcome = log.handle_fence(2, 3)
+    assert outcome.released == [52]
+    assert not outcome.met
+    (meeting,) = log.handle_meet(1, 2, 0, "mean", 51).met
+    assert (meeting.workers, meeting.incarnations, meeting.handles) == ([0, 1], [1, 2], [50, 51])
+    late = log.handle_join(2, 4)
+    assert not late.refused
+    assert "the next is 1" in log.handle_meet(2, 4, 0, "mean", 60).refused
+    log.handle_meet(0, 1, 1, "mean", 70)
+    assert log.handle_meet(1, 2, 1, "mean", 71).met  # who came late is not waited for before its first
+
+
+def test_a_fence_can_complete_a_meeting() -> None:
+    log = log_of("bsp", workers=2)
+    log.handle_meet(0, 1, 0, "save", 50)
+    assert [meeting.workers for meeting in log.handle_fence(1, 2).met] == [[0]]
+
+
+# -- a shard ----------------------------------------------------------------------------------------------
+
+
+def push(chunk: int, iteration: int = 0, incarnation: int = 1, chunks: int = 2) -> Push:
+    return Push(
+        incarnation=incarnation, iteration=iteration, chunk=chunk, chunks_in_all=chunks, present=b"\1"
+    )
+
+
+def joined(state: ShardState, *workers: int) -> ShardState:
+    for worker in workers:
+        state.handle_entry(Joined(worker=worker, incarnation=worker + 1, clock=0))
+    return state
+
+
+def applied(worker: int, iteration: int, incarnation: int = 1) -> Apply:
+    return Apply(
+        worker=worker,
+        incarnation=incarnation,
+        iteration=iteration,
+        weight=1.0,
+        samples=1.0,
+        lr_scale=0.5,
+        staleness=0.25,
+        hyperparameters=LR,
+    )
+
+
+def test_a_contribution_is_staged_applied_and_released() -> None:
+    state = joined(ShardState([3, 5], "asp", 0), 0)
+    assert not state.handle_push(0, push(3), 10).staged
+    assert state.handle_push(0, push(3), 11) == state.handle_push(0, push(3), 12)
+    assert state.handle_push(0, push(5), 13).staged
+    assert state.staged() == [(0, 1, 0)]
+    assert not state.handle_pull(0, Pull(incarnation=1, clock=1))
+    apply, release = state.handle_entry(applied(0, 0))
+    assert apply == ApplyChunks(0, 0, {3: (10, b"\1"), 5: (13, b"\1")}, 0.5, LR, 0.25)
+    assert release == Release([10, 13])
+    assert state.versions == {3: 1, 5: 1}
+    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=1))]
+    assert state.poll_pulls() == []
+    assert (state.clock_of(0), state.staleness_of(0)) == (1, 0.25)
+    late = state.handle_push(0, push(3), 14)
+    assert (late.keep, late.refused) == (False, "")
+
+
+def test_a_shard_refuses_what_it_cannot_keep() -> None:
+    state = joined(ShardState([3, 5], "asp", 0, limit=2), 0)
+    assert "does not hold chunk 4" in state.handle_push(0, push(4), 1).refused
+    assert "announced" in state.handle_push(0, push(3, chunks=3), 1).refused
+    assert "announced" in state.handle_push(0, push(3, chunks=0), 1).refused
+    assert state.handle_push(0, push(3, 0), 1).keep
+    assert "announced" in state.handle_push(0, push(5, 0, chunks=1), 1).refused
+    assert state.handle_push(0, push(3, 1), 2).keep
+    assert "in flight" in state.handle_push(0, push(3, 2), 3).refused
+    assert state.handle_push(7, push(3, 9, incarnation=8), 4).keep  # its Joined is on its way
+    assert state.handle_push(7, push(3, 10, incarnation=8), 5).keep
+    assert "in flight" in state.handle_push(7, push(3, 11, incarnation=8), 6).refused
+    assert state.handle_entry(Fenced(worker=7, incarnation=8)) == [Release([4, 5])]
+    assert "fenced" in state.handle_push(7, push(3, 9, incarnation=8), 7).refused
+    assert not state.handle_pull(7, Pull(incarnation=8, clock=0))
+    assert "fenced" in state.refusal(7, 8)
+    assert state.waiting_pulls() == []
+
+
+def test_a_log_that_counts_what_is_not_here_is_an_error() -> None:
+    state = joined(ShardState([3, 5], "asp", 0), 0)
+    state.handle_push(0, push(3), 1)
+    with pytest.raises(StoreError, match="not staged here"):
+        state.handle_entry(applied(0, 0))
+    with pytest.raises(StoreError, match="not its next"):
+        state.handle_entry(applied(2, 0))
+    step = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[], editor=-1, accepted=True)
+    with pytest.raises(StoreError, match="no mean"):
+        state.handle_entry(step)
+
+
+def test_a_mean_is_pulled_edited_and_stepped() -> None:
+    state = joined(ShardState([3], "bsp", 0), 0, 1)
+    mean = PullMean(incarnation=1, iteration=0)
+    for worker in (0, 1):
+        assert state.handle_push(worker, push(3, 0, worker + 1, chunks=1), worker).staged
+    assert not state.handle_pull_mean(0, mean)
+    early = Replace(incarnation=1, iteration=0, chunk=3, present=b"\1")
+    assert "no mean" in state.handle_replace(0, early, 9).refused
+    members = [Member(worker=w, incarnation=w + 1, weight=1.0 + w, samples=2.0) for w in (0, 1)]
+    combine, release = state.handle_entry(Combine(iteration=0, members=members))
+    assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0)
+    assert release == Release([0, 1])
+    assert state.poll_pulls() == [(0, mean)]
+    assert state.handle_replace(0, early, 9).keep
+    assert not state.handle_replace(0, early, 10).keep
+    step = Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
+    state.handle_entry(Fenced(worker=0, incarnation=1))  # what it made of the mean stays
+    stepped = state.handle_entry(step)
+    assert stepped == [StepChunks(0, 0.5, LR, {3: (9, b"\1")}, True), Release([9])]
+    assert state.handle_pull(1, Pull(incarnation=2, clock=1))
+    assert not state.handle_pull_mean(1, PullMean(incarnation=2, iteration=0))
+    assert state.versions == {3: 1}
+
+
+def test_a_step_that_lacks_an_edited_chunk_is_an_error_and_one_left_out_changes_no_version() -> None:
+    state = joined(ShardState([3], "bsp", 0), 0)
+    for iteration in (0, 1):
+        state.handle_push(0, push(3, iteration, chunks=1), iteration)
+    member = Member(worker=0, incarnation=1, weight=1.0, samples=1.0)
+    state.handle_entry(Combine(iteration=0, members=[member]))
+    missing = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=True)
+    with pytest.raises(StoreError, match="has not sent"):
+        state.handle_entry(missing)
+    left_out = Step(iteration=0, scale=1.0, hyperparameters=LR, edited=[3], editor=0, accepted=False)
+    assert state.handle_entry(left_out) == [StepChunks(0, 1.0, LR, {}, False)]
+    assert state.versions == {3: 0}
+    assert state.steps == 1
+
+
+def test_ssp_holds_the_fast_back_until_the_slow_have_come_along_or_gone() -> None:
+    state = joined(ShardState([3], "ssp", 1), 0, 1)
+    for iteration in range(2):
+        state.handle_push(0, push(3, iteration, chunks=1), iteration)
+        state.handle_entry(applied(0, iteration))
+        pull = Pull(incarnation=1, clock=iteration + 1)
+        assert state.handle_pull(0, pull) == (iteration == 0)
+    state.handle_pull(0, Pull(incarnation=1, clock=1))  # a late duplicate displaces nothing
+    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    state.handle_entry(Fenced(worker=1, incarnation=2))
+    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=2))]
+
+
+def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
+    state = joined(ShardState([3], "asp", 0), 0)
+    state.handle_push(0, push(3, 0, chunks=1), 1)
+    state.handle_entry(applied(0, 0))
+    assert not state.handle_pull(0, Pull(incarnation=1, clock=2))
+    assert state.handle_pull(0, Pull(incarnation=1, clock=1))
+    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+
+
+def test_who_joins_is_answered_when_it_takes_part() -> None:
+    state = joined(ShardState([3], "ssp", 1), 0)
+    assert not state.handle_pull(5, Pull(incarnation=9, clock=0))
+    state.handle_entry(Joined(worker=5, incarnation=9, clock=4))
+    assert state.poll_pulls() == []  # worker 0 is at 0: four behind
+    state.handle_entry(Fenced(worker=0, incarnation=1))
+    assert state.poll_pulls() == [(5, Pull(incarnation=9, clock=0))]
+    assert state.clock_of(5) == 4
+
+
+# -- entries ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Joined(worker=1, incarnation=2, clock=3),
+        Combine(iteration=1, members=[Member(worker=0, incarnation=1, weight=2.0, samples=3.0)]),
+        Step(iteration=1, scale=0.5, hyperparameters=LR, edited=[1], editor=-1, accepted=False),
+        applied(0, 3),
+        Fenced(worker=1, incarnation=2),
+    ],
+)
+def test_entries_come_back_as_they_went(entry: Entry) -> None:
+    raw = encode_entry(entry)
+    assert decode_entry_untrusted(raw) == entry
+    for bad in (raw[:-1], raw + b"\0", b"", b"\xc1", b"\x81\xa1e\xa4evil", bytes([0x91] * 5000)):
+        with pytest.raises(StoreError, match="no line of a log"):
+            decode_entry_untrusted(bad)
+
+
+# -- leases -----------------------------------------------------------------------------------------------
+
+
+def lease(count: int, incarnation: int = 1, length: int = 10, epoch: int = 0) -> Lease:
+    return Lease(incarnation=incarnation, sampler=0, epoch=epoch, length=length, count=count)
+
+
+def leased(start: int, stop: int, over: bool = False) -> Leased:
+    return Leased(sampler=0, epoch=0, start=start, stop=stop, over=over)
+
+
+def test_a_dead_workers_lease_returns_but_for_what_it_used() -> None:
+    leases = Leases()
+    assert leases.handle_lease(0, 1, lease(6)) == leased(0, 6)
+    assert leases.handle_lease(1, 2, lease(6)) == leased(6, 10)
+    leases.handle_used(1, 2, [Used(sampler=0, epoch=0, start=6, stop=10)])
+    assert leases.handle_lease(1, 2, lease(6)) == leased(0, 0)  # worker 0 may yet fail
+    assert leases.handle_fenced(0, 1, [Used(sampler=0, epoch=0, start=1, stop=3)]) == 4
+    assert leases.handle_fenced(0, 1, []) == 0
+    assert leases.handle_lease(1, 2, lease(6)) == leased(0, 1)
+    assert leases.handle_lease(1, 2, lease(6)) == leased(3, 6)
+    assert leases.handle_lease(1, 2, lease(6)) == leased(0, 0, over=True)
+    progress = leases.progress(0, 0)
+    assert (progress.used, progress.leased, progress.free) == (6, 4, 0)
+    with pytest.raises(UserError, match="fenced"):
+        leases.handle_lease(0, 1, lease(1))
+
+
+def test_two_who_wait_for_each_other_do_not_wait() -> None:
+    leases = Leases()
+    leases.handle_lease(0, 1, lease(5))
+    leases.handle_lease(1, 2, lease(5))
+    assert not leases.handle_lease(0, 1, lease(1)).over
+    assert leases.handle_lease(1, 2, lease(1)).over
+    assert not leases.handle_lease(0, 1, lease(1)).over
+    assert leases.handle_lease(0, 1, lease(1), patient=False).over
+
+
+def test_all_must_have_the_same_data() -> None:
+    leases = Leases()
+    leases.handle_lease(0, 1, lease(5))
+    with pytest.raises(UserError, match="12 samples in epoch 0, others have 10"):
+        leases.handle_lease(1, 2, lease(5, length=12))
+    assert leases.handle_lease(1, 2, lease(5, length=12, epoch=1)).stop == 5
+    assert leases.handle_lease(1, 2, lease(5, length=0, epoch=2)).over
+
+
+# -- membership -------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
+    members = Membership(2, patience=5.0)
+    first = members.handle_hello(0.0, "worker")
+    assert (first.worker, first.incarnation) == (0, 1)
+    assert members.handle_hello(0.0, "worker", wish=0).refused == "rank 0 is taken: its worker lives"
+    assert members.handle_hello(1.0, "worker", wish=3).worker == 3
+    assert members.handle_hello(1.0, "worker").worker == 1
+    assert members.next_deadline() == 5.0
+    assert members.handle_heartbeat(4.0, 1, iteration=7)
+    assert members.poll_deaths(5.9) == []
+    (three, one) = sorted(members.poll_deaths(6.0), reverse=True)
+    assert (three[:2], one[:2]) == ((3, 2), (1, 3))
+    assert "silent for 5.0 s" in one[2]
+    assert members.poll_deaths(6.0) == []
+    assert not members.handle_heartbeat(6.0, 3)
+    assert members.live() == {0: 1}
+    assert members.iterations() == {0: 7}
+    assert members.handle_goodbye(1) == 0
+    assert members.handle_goodbye(1) is None
+    assert members.handle_hello(7.0, "worker", wish=0).incarnation == 4
+    assert members.handle_hello(7.0, "worker", wish=10**9).refused
+    assert members.rank_of(4) == 0
+
+
+def test_shards_are_known_by_index() -> None:
+    members = Membership(1, patience=5.0, shards=2)
+    one = members.handle_hello(0.0, "shard", shard=1, address="tcp://a:1")
+    assert not one.refused
+    assert members.shard_addresses() is None
+    assert "at tcp://a:1" in members.handle_hello(0.0, "shard", shard=1, address="tcp://b:1").refused
+    assert members.handle_hello(1.0, "shard", shard=1, address="tcp://a:1").incarnation == one.incarnation
+    assert members.handle_hello(1.0, "shard", shard=2, address="tcp://a:2").refused
+    assert members.handle_hello(1.0, "shard", shard=0).refused
+    assert members.handle_hello(1.0, "king").refused
+    zero = members.handle_hello(2.0, "shard", shard=0, address="tcp://a:0")
+    assert members.shard_addresses() == ["tcp://a:0", "tcp://a:1"]
+    members.handle_heartbeat(6.0, zero.incarnation)
+    assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
+    assert members.shard_addresses() is None
