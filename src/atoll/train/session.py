@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from atoll.core import events
-from atoll.core.config import Config, load_config
+from atoll.core.config import HUB_VARIABLE, Config, load_config
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
@@ -57,13 +58,16 @@ class Group:
 def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
     """Take this process's place in the run: from torchrun's variables, or alone.
 
+    With ATOLL_HUB set, or strategy `server`, the place is the hub's to give.
+
     `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
     defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
     and DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
     config = config if isinstance(config, Config) else load_config(config)
-    if place is None and config.run.strategy == "server":
+    if place is None and (config.run.strategy == "server" or os.environ.get(HUB_VARIABLE)):
+        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, strategy="server"))
         service = Service(config)
         return Session(config, service.place, service)
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
