@@ -14,7 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-from atoll.core.config import CONFIG_VARIABLE, Config, to_toml
+from atoll.core.config import (
+    CONFIG_VARIABLE,
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    Config,
+    to_toml,
+)
 from atoll.core.errors import UserError
 from atoll.core.events import Warned
 from atoll.core.units import format_bytes, format_seconds
@@ -181,8 +189,10 @@ class _Watch:
 
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
+        # Of another run, by hand, that this shell takes part in:
+        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE)
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in foreign},
             CONFIG_VARIABLE: str(self._directory.config.absolute()),
             DIRECTORY_VARIABLE: str(self._directory.path.absolute()),
             PARENT_VARIABLE: str(os.getpid()),

@@ -17,7 +17,11 @@ from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
 from atoll.core.errors import RunError
+from atoll.core.events import AnyEvent, Failed, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
+from atoll.launch.processes import signal_name
+from atoll.launch.tail import last_lines
+from atoll.observe.journal import Journal
 from atoll.observe.rundir import RunDirectory
 
 START_SECONDS = 60.0  # for the hub to say where it listens
@@ -41,6 +45,7 @@ class ServedLaunch:
         self._services: dict[str, subprocess.Popen[bytes]] = {}
         self._workers: list[subprocess.Popen[bytes]] = []
         self._ends: list[WorkerEnd] = []
+        self._stopping = False  # workers end because they were told to
         self._start(script)
 
     def _start(self, script: Sequence[str]) -> None:
@@ -108,6 +113,7 @@ class ServedLaunch:
         """The status, once all workers have ended; None before."""
         if self.returncode is not None:
             return self.returncode
+        lost = next((name for name, each in self._services.items() if each.poll() is not None), "")
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
             if ended and rank not in {end.worker for end in self._ends}:
@@ -115,12 +121,46 @@ class ServedLaunch:
                 write_ends(self._ends, self._directory.ends)
                 if ended > 0:
                     self._stop_workers()
-        if all(worker.returncode is not None for worker in self._workers):
-            self._finish(self._status())
-        elif any(service.poll() is not None for service in self._services.values()):
+                else:
+                    self._tell_killed(rank, -ended)
+        if lost:  # before the workers, for until they have ended nobody else ends it
+            self._tell_lost(lost)
             self._stop_workers()
             self._finish(_SERVICE_ENDED)
+        elif all(worker.returncode is not None for worker in self._workers):
+            self._finish(self._status())
         return self.returncode
+
+    def _tell_killed(self, rank: int, signum: int) -> None:
+        """Name a worker that the others go on without."""
+        if self._stopping or all(worker.poll() is not None for worker in self._workers):
+            return
+        message = f"worker {rank} was killed by {signal_name(signum)}; the others go on without it"
+        self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+
+    def _tell_lost(self, name: str) -> None:
+        """Say which of hub and shards has ended, and why: without it the run cannot go on."""
+        code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
+        who = name.replace("server-", "shard ")
+        said = next((line for line in reversed(last_lines(log, 20)) if line.startswith("atoll: ")), "")
+        said = said.replace("atoll: ", f"{who}: ", 1)
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
+        self._write(
+            0,
+            Failed(
+                time=time.time(),
+                worker=0,
+                error="RunError",
+                message=said or f"{who} {how}, and the run cannot go on without it; its log is {log}",
+                traceback="",
+                exit_status=code if code > 0 else 1,
+            ),
+        )
+
+    def _write(self, rank: int, event: AnyEvent) -> None:
+        """Leave word where the command looks for it: in a worker's journal."""
+        with Journal(self._directory.journal(rank)) as journal:
+            journal(event)
 
     def _status(self) -> int:
         codes = [worker.returncode for worker in self._workers]
@@ -134,12 +174,14 @@ class ServedLaunch:
             service.terminate()
 
     def _stop_workers(self) -> None:
+        self._stopping = True
         for worker in self._workers:
             if worker.poll() is None:
                 worker.terminate()
 
     def send_signal(self, signum: int) -> None:
         """Hand a signal on to every worker."""
+        self._stopping = True
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 worker.send_signal(signum)

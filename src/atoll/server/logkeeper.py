@@ -98,10 +98,18 @@ class LogKeeper:
         """A worker comes to a meeting; returns why it is refused."""
         self._handles += 1
         self._parts[self._handles] = payload
-        return self._act(
+        self._set_idle(worker, meet.incarnation, True)  # before the meeting, which may end at once
+        refused = self._act(
             self._meetings.handle_meet(worker, meet.incarnation, meet.number, meet.what, self._handles),
             entries=False,
         )
+        if refused:
+            self._set_idle(worker, meet.incarnation, False)
+        return refused
+
+    def _set_idle(self, worker: int, incarnation: int, idle: bool) -> None:
+        if self._log is not None:
+            self._act(self._log.handle_idle(worker, incarnation, idle))
 
     def handle_shard(self, shard: int, message: messages.AnyMessage) -> str:
         """Another shard follows the log, or has staged a contribution."""
@@ -141,7 +149,7 @@ class LogKeeper:
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words."""
-        return self._meetings.waiting_for() or (self._log.waiting_for() if self._log is not None else [])
+        return self._meetings.met_by() or (self._log.waiting_for() if self._log is not None else [])
 
     def _send_from(self, shard: int, after: int) -> str:
         assert self._log is not None
@@ -183,4 +191,5 @@ class LogKeeper:
         whole = b"".join(part for part in parts if part is not None)
         met = messages.Met(number=meeting.number, workers=meeting.workers, sizes=sizes)
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
+            self._set_idle(worker, incarnation, False)
             self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)

@@ -86,6 +86,7 @@ class Shard:
             messages.Commit: self._handle_for_log,
             messages.Step: self._handle_for_log,
             messages.Meet: self._handle_meet,
+            messages.WhoIsMissing: self._handle_who_is_missing,
             messages.Setup: self._handle_setup,
             messages.SetChunk: self._handle_set_chunk,
             messages.Ready: self._handle_ready,
@@ -370,6 +371,12 @@ class Shard:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
         return self._log.handle_meet(hello.worker, meet, payload)
+
+    def _handle_who_is_missing(
+        self, peer: bytes, _hello: Hello, _message: messages.WhoIsMissing, _: memoryview | None
+    ) -> str:
+        self._peers.send(peer, messages.Missing(lines=[line[:4000] for line in self.waiting_for()][:8192]))
+        return ""
 
     def _handle_fence(self, _peer: bytes, hello: Hello, fence: messages.Fence, _: memoryview | None) -> str:
         if self._log is None or hello.role != "hub":

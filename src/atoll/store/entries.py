@@ -78,7 +78,15 @@ class Fenced(LogEntry, frozen=True):
     incarnation: Count
 
 
-Entry: TypeAlias = Union[Joined, Combine, Step, Apply, Fenced]
+class Idle(LogEntry, frozen=True):
+    """SSP: whether this worker waits for all others in a meeting, so that they must not wait for it."""
+
+    worker: Count
+    incarnation: Count
+    idle: bool
+
+
+Entry: TypeAlias = Union[Joined, Combine, Step, Apply, Fenced, Idle]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)

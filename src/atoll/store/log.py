@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from atoll.store.entries import Entry, Fenced
+from atoll.store.entries import Entry, Fenced, Idle
 from atoll.store.meetings import Meetings
 from atoll.store.outcomes import Draft, Outcome
 from atoll.store.ranges import Ranges
@@ -52,6 +52,7 @@ class CommitLog:
             else Streams(self._roster, self._stages, steps, limit)
         )
         self._meetings = Meetings(self._roster)
+        self._idle: set[int] = set()
         # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
         self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
         self._committed: dict[tuple[int, int], int] = {}
@@ -84,6 +85,7 @@ class CommitLog:
 
     def _fence(self, worker: int, incarnation: int, reason: str, draft: Draft) -> None:
         self._roster.fence(worker, incarnation)
+        self._idle.discard(worker)
         draft.write(Fenced(worker=worker, incarnation=incarnation), reason)
         self._stages.forget_worker(worker, incarnation)
         self._rule.leave(worker, incarnation)
@@ -139,6 +141,16 @@ class CommitLog:
             return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
         draft = Draft()
         self._rule.commit(worker, commit, draft)
+        return self._advance(draft)
+
+    def handle_idle(self, worker: int, incarnation: int, idle: bool) -> Outcome:
+        """SSP: a live worker begins, or has ended, to wait for all others in a meeting. Else: nothing."""
+        draft = Draft()
+        is_idle = worker in self._idle
+        if self.consistency == "ssp" and self._roster.live.get(worker) == incarnation and idle != is_idle:
+            (self._idle.add if idle else self._idle.discard)(worker)
+            reason = f"worker {worker} {'waits for the others' if idle else 'goes on'}"
+            draft.write(Idle(worker=worker, incarnation=incarnation, idle=idle), reason)
         return self._advance(draft)
 
     def handle_step(self, worker: int, step: messages.Step) -> Outcome:
@@ -213,6 +225,11 @@ class CommitLog:
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""
         return self._roster.refusal(worker, incarnation)
+
+    def met_by(self) -> list[str]:
+        """Who has yet to come to the meeting under way, or to the run before it begins, in words."""
+        missing = self._roster.missing()
+        return self._meetings.waiting_for() or ([missing] if missing else [])
 
     def waiting_for(self) -> list[str]:
         """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""

@@ -174,6 +174,8 @@ def _difference(first: messages.Step, second: messages.Step) -> str:
         one, other = getattr(first, name), getattr(second, name)
         if not _same(one, other):
             return f"{name} is {other} and {one}"
+    if first.edits != second.edits and sorted(first.edited) == sorted(second.edited):
+        return "they have made different gradients of the same mean"
     if sorted(first.edited) != sorted(second.edited):
         return f"edited chunks are {sorted(second.edited)} and {sorted(first.edited)}"
     if len(first.hyperparameters) != len(second.hyperparameters):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
-from atoll.store.entries import Apply, Combine, Entry, Fenced, Joined, Step
+from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 
@@ -43,6 +43,7 @@ class _Member:
     incarnation: int
     clock: int  # iterations applied here
     staleness: float = 0.0
+    idle: bool = False  # waits in a meeting for all others
 
 
 class ShardState:
@@ -179,7 +180,7 @@ class ShardState:
             return False
         # Judged by the clock that the answer tells, which is past that of a late duplicate.
         return self.consistency == "asp" or all(
-            each.clock >= member.clock - self.slack for each in self._members.values()
+            each.idle or each.clock >= member.clock - self.slack for each in self._members.values()
         )
 
     def poll_pulls(self) -> list[tuple[int, AnyPull]]:
@@ -209,6 +210,9 @@ class ShardState:
             return self._step(entry)
         if isinstance(entry, Apply):
             return self._apply(entry)
+        if isinstance(entry, Idle):
+            self._members[entry.worker].idle = entry.idle
+            return []
         return self._fence(entry)
 
     def _take(self, worker: int, incarnation: int, iteration: int) -> Parts:

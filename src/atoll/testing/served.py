@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from unittest import mock
 
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
 from atoll.core.errors import DeadlineError
 from atoll.hub import main as hub
 from atoll.server import main as server
@@ -38,7 +38,11 @@ class ServedRun:
         patience: float = 10.0,
         heartbeat: float = 0.5,
         folder: Path | None = None,
+        keys: Path | None = None,
     ) -> None:
+        """`patience` and `heartbeat` as the hub's; `folder` gets what hub and shards keep; `keys` is a key
+        file."""
+        self._keys = keys
         self._workers, self._shards = workers, shards
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
@@ -56,7 +60,7 @@ class ServedRun:
         self._start(
             lambda: hub.serve(
                 "tcp://127.0.0.1:0",
-                None,
+                self._keys,
                 RUN,
                 self._workers,
                 self._shards,
@@ -75,7 +79,15 @@ class ServedRun:
 
     def _serve(self, index: int) -> None:
         folder = self._folder / f"shard-{index}" if self._folder is not None else None
-        server.serve(index, self.address, run=RUN, folder=folder, timeout=START_SECONDS, stop=self._stop)
+        server.serve(
+            index,
+            self.address,
+            keys_file=self._keys,
+            run=RUN,
+            folder=folder,
+            timeout=START_SECONDS,
+            stop=self._stop,
+        )
 
     def _start(self, serve: Callable[[], None]) -> None:
         def run() -> None:
@@ -90,6 +102,10 @@ class ServedRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End hub and shards, as if their machine were gone."""
         self._stop.set()
         until = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
@@ -97,8 +113,10 @@ class ServedRun:
 
 
 @contextlib.contextmanager
-def served_worker(address: str, rank: int) -> Iterator[None]:
+def served_worker(address: str, rank: int, keys: Path | None = None) -> Iterator[None]:
     """Within it `atoll.join` with strategy `server` joins the run at `address`, as `rank`."""
     variables = {HUB_VARIABLE: address, RUN_VARIABLE: RUN, RANK_VARIABLE: str(rank)}
+    if keys is not None:
+        variables[KEYS_VARIABLE] = str(keys)
     with mock.patch.dict(os.environ, variables):
         yield

@@ -9,6 +9,8 @@ store".
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +56,9 @@ class NewParameters:
     def __init__(self, chunks: Sequence[BoundChunk], connection: Connection) -> None:
         self._chunks = {bound.chunk.id: bound for bound in chunks}
         self._connection = connection
-        self._staged: dict[int, Tensor] = {}
+        self._staged: dict[int, Tensor | None] = {}  # None: it is in the parameters
+        self._published: dict[int, Tensor] = {}  # the values that were put into the parameters
+        self._publishing = False  # the script waits for it in `step`, or before its forward
         self._asked: int | None = None  # the clock of the pull under way
         self.clock = 0  # of the latest answer: a worker that joins late begins there
         self._versions = self._seen()
@@ -76,24 +80,41 @@ class NewParameters:
         """Wait for what was asked for and put it into the parameters; returns the seconds waited."""
         if self._asked is None:
             return 0.0
-        waited = self._connection.shards.wait(
-            lambda: len(self._staged) == len(self._chunks),
-            self._missing,
-            f"the parameters after iteration {self._asked - 1}",
-        )
+        self.check_unchanged()
+        self._publishing = True
         for chunk_id, values in self._staged.items():
-            bound = self._chunks[chunk_id]
-            bound.flat[: values.numel()].copy_(values)
-            torch.autograd.graph.increment_version(bound.parameters)
+            self._put(self._chunks[chunk_id], values)
+        self._staged = dict.fromkeys(self._staged)
+        try:
+            waited = self._connection.shards.wait(
+                lambda: len(self._staged) == len(self._chunks),
+                self._missing,
+                f"the parameters after iteration {self._asked - 1}",
+            )
+        finally:
+            self._publishing = False
         self._staged.clear()
         self._asked = None
         self._versions = self._seen()
         return waited
 
+    def discard(self) -> float:
+        """Wait for what was asked for, where it is known to be what the parameters are."""
+        waited = self._connection.shards.wait(
+            lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
+        )
+        self._staged.clear()
+        self._asked = None
+        return waited
+
     def check_unchanged(self) -> None:
-        """Raise UserError if the script has written to a parameter: the shards would not know."""
+        """Raise UserError if the script has written to a parameter: the shards would not know.
+
+        What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
+        """
         for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
-            if version != now:
+            if version != now and self._differs(name):
+                self._asked = None  # nothing is written over it
                 raise UserError(
                     f"parameter {name!r} was changed by the script after session.prepare; under strategy "
                     "'server' parameters live at the shards: change it before session.prepare, or save and "
@@ -111,6 +132,17 @@ class NewParameters:
             for name, parameter in zip(bound.names, bound.parameters, strict=True)
         ]
 
+    def _differs(self, name: str) -> bool:
+        bound = next(bound for bound in self._chunks.values() if name in bound.names)
+        values = self._published.get(bound.chunk.id)
+        return values is None or not torch.equal(bound.flat[: values.numel()].cpu(), values)
+
+    def _put(self, bound: BoundChunk, values: Tensor | None) -> None:
+        if values is not None:
+            self._published[bound.chunk.id] = values
+            bound.flat[: values.numel()].copy_(values)
+            torch.autograd.graph.increment_version(bound.parameters)
+
     def _missing(self) -> list[int]:
         shard_of = self._connection.shard_of
         return sorted({shard_of[chunk_id] for chunk_id in self._chunks if chunk_id not in self._staged})
@@ -121,9 +153,11 @@ class NewParameters:
         if self._asked is None or message.clock < self._asked or bound is None:
             return  # an answer to a pull that was given up
         self.clock = message.clock
-        self._staged[message.chunk] = values_of(payload, bound, shard)
-        if message.staleness and shard == LOG:
-            self._connection.staleness(message.staleness)
+        values = values_of(payload, bound, shard)
+        if self._publishing:  # while the next one is on its way
+            self._put(bound, values)
+        self._staged[message.chunk] = None if self._publishing else values
+        self._connection.staleness(message.staleness)  # the same from every shard
 
 
 class Exchange(Reducer):
@@ -135,6 +169,32 @@ class Exchange(Reducer):
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
         self.seconds_waiting += self.parameters.publish()
+
+    def before_step(self) -> None:
+        self.before_use()
+        self.parameters.check_unchanged()
+        super().before_step()
+
+    def refresh(self) -> None:
+        """Fetch the parameters as the shards have them now: others may have moved them on."""
+        self.before_use()
+        self.parameters.pull(self.steps)
+        self.before_use()
+
+    def close(self) -> None:
+        """Let the model go, with the parameters that the last step asked for, unless an error ends it."""
+        if sys.exc_info()[0] is None:
+            self.before_use()
+        super().close()
+
+    def _check_forward(self) -> None:
+        """Raise UserError if gradients have come from a forward that `before_use` has not seen."""
+        if self.parameters.on_their_way:
+            raise UserError(
+                f"iteration {self.steps}: a backward through the model whose forward was not called, so that "
+                "it used the parameters of the iteration before; with sync.lazy call the model itself, not "
+                "a method or a part of it, or set sync.lazy to false"
+            )
 
     @abstractmethod
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
@@ -202,17 +262,13 @@ class MeanExchange(SendingReducer, Exchange):
     @torch.no_grad()
     def reduce(self) -> None:
         """Send what has not left, commit, and wait for the mean."""
+        self._check_forward()
         if any(message.dirty for message in self._order):
             raise RunError(
                 f"iteration {self.steps}: a gradient changed after its chunk had left for the shards (a "
                 "parameter in a reentrant checkpoint, only now and then?); use use_reentrant=False"
             )
         own = self._contribute()
-        if self._committed == self.steps:
-            raise UserError(
-                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
-                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up"
-            )
         self._committed = self.steps
         for message in self._order[self._next :]:
             self._leave(message)
@@ -238,6 +294,28 @@ class MeanExchange(SendingReducer, Exchange):
         if self._first:
             self.sends_early = False
 
+    def drop_kept(self) -> None:
+        super().drop_kept()
+        if self._reduced and self._committed == self.steps:
+            self._leave_out()
+
+    @torch.no_grad()
+    def _leave_out(self) -> None:
+        """A backward begins, and no step was made with the mean before: the script has skipped it, as a
+        GradScaler does. Raises UserError where gradients of it are left, to be added to."""
+        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
+        if any(parameter.grad is view and bool(view.any()) for parameter, view in views):
+            raise UserError(
+                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
+                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
+                "skip a step, call optimizer.zero_grad()"
+            )
+        self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
+        self._reduced = False
+        self.steps += 1
+        self.parameters.pull(self.steps)
+        self.seconds_waiting += self.parameters.discard()
+
     def clip(self, clip: Callable[[], float]) -> None:
         """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
         edited = self._edited()
@@ -248,11 +326,12 @@ class MeanExchange(SendingReducer, Exchange):
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        edited = self._edited()
-        shards = self.connection.shards
+        edited = self._edited() if accepted else []  # what is left out needs no gradients
+        shards, edits = self.connection.shards, hashlib.blake2b(digest_size=16)
         for chunk_id in edited:
             chunk = self._gradients[chunk_id]
             present = chunk.collect()
+            edits.update(bytes(present) + bytes_of(chunk.published.flat))
             shards.send(
                 self.connection.shard_of[chunk_id],
                 Replace(
@@ -263,6 +342,15 @@ class MeanExchange(SendingReducer, Exchange):
                 ),
                 bytes_of(chunk.published.flat),
             )
+        self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
+        self.parameters.pull(self.steps + 1)
+        if not self._lazy or edited:
+            self.seconds_waiting += self.parameters.publish()
+
+    def _say_step(
+        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
+    ) -> None:
+        shards = self.connection.shards
         shards.send(
             LOG,
             Step(
@@ -271,13 +359,11 @@ class MeanExchange(SendingReducer, Exchange):
                 scale=self._scale_at_step,
                 hyperparameters=hyperparameters,
                 edited=edited,
+                edits=edits,
                 accepted=accepted,
             ),
         )
         self._scale_at_step = 1.0
-        self.parameters.pull(self.steps + 1)
-        if not self._lazy or edited:
-            self.seconds_waiting += self.parameters.publish()
 
     def _edited(self) -> list[int]:
         """The chunks in which the script has changed or replaced a gradient since it was published."""
@@ -324,11 +410,12 @@ class AsyncExchange(Exchange):
         connection.shards.on(Committed, lambda *_: None)
 
     def close(self) -> None:
-        self._outgoing.clear()
         super().close()
+        self._outgoing.clear()
 
     def reduce(self) -> None:
         """A backward has ended: nothing leaves before `step`."""
+        self._check_forward()
         self._weighed = self._contribute()
         super().reduce()
 

@@ -7,7 +7,7 @@ the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class ChunkGradients:
         self.kept = [parameter.grad for parameter in self.bound.parameters]
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
+
+    def slots(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter, and its place in the published buffer."""
+        return zip(self.bound.parameters, self.published.views, strict=True)
 
     def own(self) -> list[Tensor | None]:
         """This worker's own gradients of the iteration."""

@@ -177,7 +177,8 @@ class Prepared:
             own = [self.norm.culprit] if self.norm.culprit else own  # clipping has changed them
             return _blamed([f"{name!r} on worker {self._workers.place.rank}" for name in own[:1]])
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
-        return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in enumerate(found) if names])
+        ranked = zip(self._workers.ranks, found, strict=True)
+        return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])
 
     def _after_step(self) -> None:
         self.norm.forget()

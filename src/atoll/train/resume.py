@@ -43,10 +43,11 @@ class TrainingState:
         self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Worker 0 writes; raises CheckpointError on every worker if it cannot."""
-        trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": self._collect()}
+        """The first worker writes; raises CheckpointError on every worker if it cannot."""
+        state = self._collect()
         failure = ""
-        if self._workers.place.rank == 0:
+        if self._workers.is_first:
+            trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
             try:
                 write_checkpoint(path, model=self._models(), trees=trees)
             except CheckpointError as error:
@@ -161,7 +162,8 @@ class TrainingState:
             self.resumed_random = None
 
     def _raise_together(self, failure: str, what: str) -> None:
-        for rank, message in enumerate(self._workers.gather(failure, what)):
+        everyone = self._workers.gather(failure, what)
+        for rank, message in zip(self._workers.ranks, everyone, strict=True):
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
 

@@ -23,11 +23,16 @@ class ServedWorkers(Workers):
         super().__init__(place, None)
         self._shards, self._number = shards, 0
         self._met: dict[int, list[bytes]] = {}
+        self._ranks = list(range(place.world))
         shards.on(Met, self._handle_met)
 
     @property
     def alone(self) -> bool:
         return False
+
+    @property
+    def ranks(self) -> list[int]:
+        return self._ranks
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
@@ -45,7 +50,7 @@ class ServedWorkers(Workers):
         held = list(tensors)
         if not held:
             return
-        own = b"".join(_bytes_of(tensor) for tensor in held) if self.place.rank == 0 else b""
+        own = b"".join(_bytes_of(tensor) for tensor in held) if self.is_first else b""
         values = memoryview(bytearray(self.gather_bytes(own, what)[0]))
         offset = 0
         for tensor in held:
@@ -76,6 +81,7 @@ class ServedWorkers(Workers):
             parts.append(bytes(payload[offset : offset + size]) if payload is not None else b"")
             offset += size
         self._met[message.number] = parts
+        self._ranks = list(message.workers)
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
@@ -31,19 +30,23 @@ class Service:
         keys = _keys()
         run = os.environ.get(RUN_VARIABLE, "")
         self.hub = HubClient(address, keys, run=run, timeout=config.timeout_seconds)
-        self.welcome = self.hub.join(int(os.environ.get(RANK_VARIABLE, "-1")))
-        self.shards = Shards(
-            self.hub.shards(),
-            keys,
-            run=self.welcome.run,
-            worker=self.welcome.worker,
-            incarnation=self.welcome.incarnation,
-            timeout=config.timeout_seconds,
-            limit=_LIMIT,
-        )
+        try:
+            self.welcome = self.hub.join(int(os.environ.get(RANK_VARIABLE, "-1")))
+            self.shards = Shards(
+                self.hub.shards(),
+                keys,
+                run=self.welcome.run,
+                worker=self.welcome.worker,
+                incarnation=self.welcome.incarnation,
+                timeout=config.timeout_seconds,
+                limit=_LIMIT,
+            )
+        except BaseException:  # a rank that is held, and never trains, would hold up the others
+            self.hub.goodbye()
+            self.hub.close()
+            raise
         self.samplers: list[LeasedSampler] = []
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
-        self.on_staleness: Callable[[float], None] = lambda _value: None
 
     @property
     def place(self) -> Place:
@@ -72,7 +75,6 @@ class Service:
 
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
-        self.on_staleness(value)
 
     def close(self) -> None:
         """Leave the run: what this worker had leased and not used is the others'."""

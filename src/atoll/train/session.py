@@ -69,7 +69,11 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     if place is None and (config.run.strategy == "server" or os.environ.get(HUB_VARIABLE)):
         config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, strategy="server"))
         service = Service(config)
-        return Session(config, service.place, service)
+        try:
+            return Session(config, service.place, service)
+        except BaseException:
+            service.close()
+            raise
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
 
 
@@ -126,8 +130,9 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is worker 0, which prints and writes for all."""
-        return self.rank == 0
+        """Whether this is worker 0, which prints and writes for all; the first of those that live, where
+        workers may die alone."""
+        return self._workers.is_first
 
     @property
     def group(self) -> Group:
@@ -275,8 +280,13 @@ class Session:
         self._emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:
-        """Return when every worker has called it."""
+        """Return when every worker has called it.
+
+        Where workers go at their own pace (`ssp`, `asp`), each then has the newest parameters: call it before
+        an evaluation.
+        """
         self._workers.barrier()
+        self._strategy.refresh()
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
         """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
@@ -312,6 +322,9 @@ class Session:
         CheckpointError on every worker if it cannot be written.
         """
         self._require_prepared("session.save")
+        if not self._strategy.collective:  # when all are here, nothing moves any more
+            self._workers.barrier("session.save")
+            self._strategy.refresh()
         self._state.save(path)
         self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
@@ -362,23 +375,24 @@ class Session:
         self._closed = True
         with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
             self._read_logged()
-        for prepared in self._state.prepared:
-            prepared.close()
-        if self._journal is not None:
-            self._journal.close()
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = None
-        self._workers.close()
-        if self._service is not None:
-            self._service.close()
-        self._summarise()
+        with contextlib.ExitStack() as ends:  # from the last on, and whatever one raises, the others too
+            ends.callback(self._summarise)
+            if self._service is not None:
+                ends.callback(self._service.close)
+            ends.callback(self._workers.close)
+            if self._ring is not None:
+                ends.callback(self._ring.close)
+            self._ring = None
+            if self._journal is not None:
+                ends.callback(self._journal.close)
+            for prepared in self._state.prepared:
+                ends.callback(prepared.close)
 
     # Inside
 
     def _make_strategy(self) -> Strategy:
         if self._service is not None:
-            return Served(self._service, self.config)
+            return Served(self._service, self._workers, self.config)
         return Alone() if self._ring is None else OverRing(self._ring)
 
     def _make_ring(self, timeout: float) -> Ring | None:
@@ -443,6 +457,8 @@ class Session:
             self._service.stepped(self._state.iteration)
         if self._journal is None:
             return
+        if self._service is not None and not self._strategy.collective:
+            self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
         now = time.perf_counter()
         waiting = sum(p.reducer.seconds_waiting for p in self._state.prepared)
         sent = sum(p.reducer.bytes_sent for p in self._state.prepared)

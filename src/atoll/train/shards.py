@@ -6,14 +6,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net.endpoint import Client, poll
 from atoll.net.keys import Keys
-from atoll.wire.messages import VERSION, AnyMessage, Hello, Refused, Welcome, decode_untrusted, encode
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Hello,
+    Missing,
+    Refused,
+    Welcome,
+    WhoIsMissing,
+    decode_untrusted,
+    encode,
+)
 
 Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
 
 LOG = 0  # the shard that keeps the log
+_EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
 _POLL_SECONDS = 0.5  # between looks at connections that may have failed
 
 
@@ -42,7 +53,11 @@ class Shards:
             Client(address, keys, limit=limit, name=f"shard {index}")
             for index, address in enumerate(addresses)
         ]
-        self._greet()
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -68,14 +83,14 @@ class Shards:
         """Take what comes until `done()`; returns the seconds that it took.
 
         `missing()` says which shards are waited for. Raises DeadlineError, naming them and `what`, after the
-        timeout, and UserError with a shard's reason where one refuses.
+        timeout, PeerLostError when a shard has gone, and UserError with a shard's reason where one refuses.
         """
         start = time.monotonic()
         self._take(0.0)
         while not done():
             waited = time.monotonic() - start
             if waited > self.timeout:
-                raise DeadlineError(self._late(missing(), what, waited))
+                raise DeadlineError(self._late(missing(), what, waited, self._who_is_missing()))
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
         return time.monotonic() - start
 
@@ -83,12 +98,21 @@ class Shards:
         """Hand out what is there, or comes within `timeout` seconds."""
         ready = poll(self._clients, timeout)
         if not ready:
-            for client in self._clients:
-                client.check()
+            self._check_connections()
         for client in ready:
             while (received := client.receive(0.0)) is not None:
                 header, payload = received
                 self._handle(self._clients.index(client), decode_untrusted(header), payload)
+
+    def _check_connections(self) -> None:
+        """Raise for a shard that refuses this worker, or has gone: what was sent to it is lost."""
+        for shard, client in enumerate(self._clients):
+            client.check()
+            if client.losses:
+                raise PeerLostError(
+                    f"worker {self.worker} lost shard {shard} at {self.addresses[shard]}: the connection "
+                    "broke off; a shard's end is the run's, so go on from a checkpoint (session.save)"
+                )
 
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         if isinstance(message, Refused):
@@ -117,8 +141,25 @@ class Shards:
             "their welcome",
         )
 
-    def _late(self, missing: Sequence[int], what: str, waited: float) -> str:
+    def _who_is_missing(self) -> list[str]:
+        """What the log says of who is waited for; nothing where it does not answer."""
+        lines: list[list[str]] = []
+
+        def take(_shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+            assert isinstance(message, Missing)
+            lines.append(message.lines)
+
+        self.on(Missing, take)
+        self.send(LOG, WhoIsMissing())
+        until = time.monotonic() + _EXPLAIN_SECONDS
+        while not lines and time.monotonic() < until:
+            self._take(0.1)
+        return lines[0] if lines else []
+
+    def _late(self, missing: Sequence[int], what: str, waited: float, behind: Sequence[str]) -> str:
         who = " and ".join(f"shard {shard} at {self.addresses[shard]}" for shard in missing) or "a shard"
+        if behind:
+            who += f", which waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''},"
         return (
             f"worker {self.worker} waited {waited:.1f} s for {who} on {what} "
             f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"

@@ -29,6 +29,7 @@ from atoll.train.exchange import (
 from atoll.train.reducer import Calls, Reducer
 from atoll.train.ring import Ring, RingReducer
 from atoll.train.service import Service
+from atoll.train.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -72,6 +73,9 @@ class Strategy(Protocol):
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every worker."""
 
+    def refresh(self) -> None:
+        """Give this worker the newest parameters, where others go on without it."""
+
 
 class Alone:
     """Nothing is reduced, so no gradient is copied into a chunk either."""
@@ -85,6 +89,9 @@ class Alone:
 
     def loaded(self) -> None:
         """There is nobody to tell."""
+
+    def refresh(self) -> None:
+        """What is here is the newest."""
 
 
 class OverRing:
@@ -115,14 +122,17 @@ class OverRing:
     def loaded(self) -> None:
         """Every worker has loaded the same."""
 
+    def refresh(self) -> None:
+        """Every worker has the same."""
+
 
 class Served:
     """Shards of a parameter server combine gradients, and make the steps."""
 
     brings_parameters = True
 
-    def __init__(self, service: Service, config: Config) -> None:
-        self._service = service
+    def __init__(self, service: Service, workers: Workers, config: Config) -> None:
+        self._service, self._workers = service, workers
         self.collective = config.sync.consistency == "bsp"
         self._models: list[ServedModel] = []
 
@@ -132,7 +142,7 @@ class Served:
                 "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
                 "prepare that, with one optimizer"
             )
-        model = ServedModel(training, self._service)
+        model = ServedModel(training, self._service, self._workers)
         self._models.append(model)
         model.set_up()
         stepper = RemoteOptimizer(
@@ -148,12 +158,17 @@ class Served:
         for model in self._models:
             model.set_up()
 
+    def refresh(self) -> None:
+        if not self.collective:
+            for model in self._models:
+                model.exchange.refresh()
+
 
 class ServedModel:
     """One model at the shards."""
 
-    def __init__(self, training: Training, service: Service) -> None:
-        self._training, self._service = training, service
+    def __init__(self, training: Training, service: Service, workers: Workers) -> None:
+        self._training, self._service, self._workers = training, service, workers
         shards = service.shards
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
@@ -178,7 +193,7 @@ class ServedModel:
         """Let the first worker describe the model to the shards and bring its values; wait until they are
         ready for it."""
         shards, digest = self._service.shards, self._digest()
-        if self._service.welcome.worker == 0:
+        if self._workers.is_first:
             for shard in range(len(shards)):
                 shards.send(shard, self._setup(shard, digest))
             for bound in self._training.chunks:
@@ -225,7 +240,9 @@ class ServedModel:
         held = [state.get(parameter, {}) for parameter in bound.parameters]
         elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
         scalars = [
-            {key: _number(value) for key, value in slot.items() if key not in elementwise} for slot in held
+            {key: _number(value) for key, value in slot.items() if key not in elementwise}
+            | {key: None for key in elementwise if key not in slot}  # zeros there are none of its own
+            for slot in held
         ]
         values = bound.flat[: bound.chunk.extent].detach().cpu().clone()
         shards.send(shard, SetChunk(chunk=bound.chunk.id, values=scalars), bytes_of(values))
@@ -246,6 +263,7 @@ class ServedModel:
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it."""
         shards = self._service.shards
+        self.exchange.before_use()  # the step that was made last is then in the state
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
         shards.send_all(PullState(incarnation=shards.incarnation))
@@ -254,12 +272,16 @@ class ServedModel:
             lambda: [shard for shard in range(len(shards)) if shard not in self._ended],
             "the optimizer's state",
         )
-        return {
-            parameter: found
+        states = {
+            parameter: self._state_of(bound, index)
             for bound in self._training.chunks
             for index, parameter in enumerate(bound.parameters)
-            if (found := self._state_of(bound, index))
         }
+        # In torch's order: that in which the optimizer would have stepped them.
+        known = (
+            parameter for group in self._training.optimizer.param_groups for parameter in group["params"]
+        )
+        return {parameter: states[parameter] for parameter in known if states.get(parameter)}
 
     def _state_of(self, bound: BoundChunk, index: int) -> dict[str, Any]:
         """One parameter's state; a shard says None for an element-wise value that it lacks."""

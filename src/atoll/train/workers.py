@@ -44,6 +44,16 @@ class Workers:
         return self._channel is None
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of those who took part in the latest collective, in the order of `gather`."""
+        return list(range(self.place.world))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker writes, and describes, for all."""
+        return self.place.rank == self.ranks[0]
+
+    @property
     def channel(self) -> Channel | None:
         """The channel to the other workers; None when alone. Raises UserError once closed."""
         self.check_open()

@@ -232,6 +232,7 @@ class Step(Message, frozen=True):
     scale: float
     hyperparameters: Hyperparameters
     edited: list[Count] = []
+    edits: Name = ""  # a digest of what was made of the edited chunks: the same from all
     accepted: bool = True  # False: leave this step out (NaN, policy "skip")
 
 
@@ -315,6 +316,16 @@ class Met(Message, frozen=True):
     sizes: list[Count]
 
 
+class WhoIsMissing(Message, frozen=True):
+    """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
+
+
+class Missing(Message, frozen=True):
+    """Who is waited for and on what, a line each; empty where the log waits for nobody."""
+
+    lines: Annotated[list[Text], Meta(max_length=8192)]
+
+
 # -- between shards ---------------------------------------------------------------------------------------
 
 
@@ -344,7 +355,7 @@ class Entry(Message, frozen=True):
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
-    PullState, State, StateEnd, Meet, Met, Follow, Staged, Entry,
+    PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

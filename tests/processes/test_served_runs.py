@@ -1,0 +1,162 @@
+"""`atoll run --strategy server` with real processes that die: what counts, what is said, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from run_command import DEADLINE, Command, wait_for
+
+SAMPLES, EPOCHS, BATCH = 150, 2, 3
+DYING = 1  # the worker that is killed
+
+# Each line of a worker's notes is one iteration: the samples of the batch, noted before it is committed.
+UNEVEN = f"""
+import json, time
+import torch
+import atoll
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn({SAMPLES}, 4), torch.arange({SAMPLES}))
+with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) as notes:
+    session.prepare(model, optimizer)
+    sampler = session.sampler(data, seed=5)
+    loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
+    for epoch in range({EPOCHS}):
+        sampler.set_epoch(epoch)
+        for x, indices in loader:
+            time.sleep(0.03 if session.rank == 2 else 0.12)  # speeds of 1 : 1 : 4
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            print(json.dumps(indices.tolist()), file=notes)
+            optimizer.step()
+            session.log(loss=float(epoch))
+"""
+
+
+def served(
+    command: Command, script: str, *options: str, workers: int, shards: int = 2
+) -> subprocess.Popen[str]:
+    """`atoll run --strategy server`, started."""
+    # The command's own arguments would come behind the script's name: its options go into the file.
+    settings = [f"[run]\nstrategy = 'server'\nshards = {shards}\n", "[sync]\n", *options]
+    (command.directory / "atoll.toml").write_text("\n".join(settings))
+    return command.start(script, workers=workers)
+
+
+def pid_of_worker(command: Command, rank: int) -> int:
+    journal = command.directory / "run" / "workers" / f"{rank}.jsonl"
+    pid: int = json.loads(journal.read_text().splitlines()[0])["pid"]
+    return pid
+
+
+def notes(command: Command, rank: int) -> list[list[int]]:
+    path = command.directory / f"notes-{rank}"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def decisions(command: Command) -> list[dict[str, Any]]:
+    path = command.directory / "run" / "service" / "decisions.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(command: Command) -> None:
+    process = served(command, UNEVEN, "consistency = 'asp'", workers=3)
+    wait_for(lambda: len(notes(command, DYING)) >= 3, "the slow worker's first iterations")
+    assert sum(len(notes(command, rank)) for rank in range(3)) < SAMPLES // BATCH, "in mid epoch"
+    os.kill(pid_of_worker(command, DYING), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert f"worker {DYING} was killed by SIGKILL; the others go on without it" in err
+
+    told = decisions(command)
+    (died,) = [each for each in told if each["what"] == "worker died"]
+    assert died["choice"].startswith(f"worker {DYING},")
+    (fenced,) = [each for each in told if each["what"] == "fenced" and each["choice"] == died["choice"]]
+    counted = int(fenced["reason"].split()[0])  # "N iterations of it count; ..."
+    over = [each["what"] for each in told if each["choice"] == "over"]
+    assert over == [f"epoch {epoch} of sampler 0" for epoch in range(EPOCHS)]
+
+    noted = {rank: notes(command, rank) for rank in range(3)}
+    assert counted in (len(noted[DYING]) - 1, len(noted[DYING]))  # the last one may have come too late
+    noted[DYING] = noted[DYING][:counted]
+    count = Counter(index for lines in noted.values() for batch in lines for index in batch)
+    assert count == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    # The faster one has taken more.
+    assert len(noted[2]) > 2 * len(noted[0])
+    summary = command.summary()
+    assert [each["message"] for each in summary["events"] if each["event"] == "warned"]
+    assert [each["worker"] for each in summary["each_worker"]] == [0, 1, 2]
+
+
+STEADY = """
+import time
+import torch
+import atoll
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 300))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with atoll.join() as session:
+    session.prepare(model, optimizer)
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+"""
+
+
+def test_a_shard_that_is_killed_ends_the_run_with_one_line(command: Command) -> None:
+    process = served(command, STEADY, workers=2)
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    (shard,) = [each for each in command.alive() if "--shard 1" in " ".join(each.cmdline())]
+    began = time.monotonic()
+    shard.send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("atoll: shard 1 was killed by SIGKILL, and the run cannot go on without it")
+    assert "run/logs/server-1.log" in last
+    assert "Traceback" not in err
+    assert command.alive() == []
+    assert command.summary()["steps"] > 3
+
+
+def test_strategy_server_by_hand_needs_a_hub(tmp_path: Path) -> None:
+    """The script on its own, and with a hub's address at which nobody listens."""
+    (tmp_path / "train.py").write_text("import atoll\natoll.join()\n")
+    (tmp_path / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[sync]\ntimeout = '1s'\n")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env={**clean, **extra},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for extra in ({}, {"ATOLL_HUB": "tcp://127.0.0.1:1"}, {"ATOLL_HUB": "127.0.0.1"})
+    ]
+    ends = [(*each.communicate(timeout=DEADLINE), each.returncode) for each in started]
+    expected = [
+        (2, "atoll: strategy 'server' needs a hub, and ATOLL_HUB is not set; start the run with `atoll run"),
+        (1, "atoll: waited 1.0 s for hub at tcp://127.0.0.1:1 on a rank in the run"),
+        (2, "atoll: hub: '127.0.0.1' is no address; write tcp://HOST:PORT"),
+    ]
+    for (out, err, status), (code, said) in zip(ends, expected, strict=True):
+        assert (out, status) == ("", code), err
+        assert err.startswith(said)
+        assert err.count("\n") == 1
