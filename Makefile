@@ -22,7 +22,8 @@ soak: $(READY)
 	$(BIN)/python -m pytest -m soak
 
 bench: $(READY)
-	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py; do \
+	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
+			benchmarks/server.py benchmarks/consistency.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 

@@ -16,6 +16,7 @@ from typing import Any
 from common import MIB, RESULTS, ROOT, milliseconds
 
 Record = Mapping[str, Any]
+VERDICTS = {None: "none", True: "met", False: "missed"}
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,10 +53,15 @@ def ratios(record: Record) -> str:
 
 def _ratio_row(case: Record) -> list[str]:
     numbers = [case["ratio"][key] for key in ("median", "bound95", "p10", "p90")]
-    verdict = {None: "none", True: "met", False: "missed"}[case["met"]]
     step = f"{milliseconds(case['seconds'])} / {milliseconds(case['rival_seconds'])}"
     own = [case["name"], str(case["workers"]), case["rival"]]
-    return [*own, *(f"{number:.3f}" for number in numbers), step, f"{case['cpu_ratio']:.3f}", verdict]
+    return [
+        *own,
+        *(f"{number:.3f}" for number in numbers),
+        step,
+        f"{case['cpu_ratio']:.3f}",
+        VERDICTS[case["met"]],
+    ]
 
 
 def memory(record: Record) -> str:
@@ -70,10 +76,37 @@ def _memory_row(case: Record) -> list[str]:
     return [*own, *peaks, rivals, "met" if case["met"] else "missed"]
 
 
+def served(record: Record) -> str:
+    """The exchanges, then the workers of uneven speed."""
+    exchanges = {**record, "cases": [case for case in record["cases"] if "ratio" in case]}
+    heads = ["consistency", "samples/s", "by worker", "sum of their speeds", "part of it", "target"]
+    rows = [_speed_row(case) for case in record["cases"] if "speeds" in case]
+    return f"{ratios(exchanges)}\n\n{table(heads, rows)}"
+
+
+def _speed_row(case: Record) -> list[str]:
+    each = ", ".join(f"{speed:.0f}" for speed in case["speeds"])
+    sums = [f"{sum(case['speeds']):.0f}", each, f"{sum(case['alone']):.0f}", f"{case['part']:.3f}"]
+    return [case["consistency"], *sums, VERDICTS[case["met"]]]
+
+
+def consistency(record: Record) -> str:
+    heads = ["task", "consistency", "held-out loss", "by seed", "against bsp", "steps", "staleness", "target"]
+    return table(heads, [_consistency_row(case) for case in record["cases"]])
+
+
+def _consistency_row(case: Record) -> list[str]:
+    seeds = ", ".join(f"{loss:.4f}" for loss in case["held_out"])
+    steps = "{} to {}".format(*case["steps"])
+    numbers = [f"{case['mean']:.4f}", seeds, f"{case['off']:+.1%}", steps, f"{case['staleness']:.2f}"]
+    return [case["task"], case["consistency"], *numbers, VERDICTS[case["met"]]]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
-    for name, show in (("overhead", ratios), ("ring", ratios), ("memory", memory)):
+    shows = (ratios, ratios, memory, served, consistency)
+    for name, show in zip(("overhead", "ring", "memory", "server", "consistency"), shows, strict=True):
         path = folder / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
+from atoll.train.exchange import Exchange
 from common import MIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -84,6 +85,14 @@ class Workload:
         return block
 
 
+def fetch_newest(session: atoll.Session) -> None:
+    """Put the parameters as the shards have them now into the (only) model of an asynchronous session."""
+    exchange = session._state.prepared[0].reducer
+    assert isinstance(exchange, Exchange)
+    exchange.parameters.pull(exchange.steps)
+    exchange.parameters.publish()
+
+
 # -- the GPT of examples/gpt.py ----------------------------------------------------------------------------
 
 
@@ -114,12 +123,14 @@ def _gpt_batches(rank: int, count: int, batch: int | None = None) -> list[Batch]
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in stacked]
 
 
-def _example_adamw(model: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer:
-    """As examples/gpt.py makes it."""
+def gpt_adamw(
+    model: nn.Module, fused: bool | None = True, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.98)
+) -> torch.optim.Optimizer:
+    """In two param groups, as examples/gpt.py makes it."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -129,7 +140,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 # -- a small and a wide network of linear layers -----------------------------------------------------------
 
 
-def _digits() -> nn.Module:
+def digits_network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -153,11 +164,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-GPT_FUSED = Workload("GPT, AdamW fused", _gpt, _example_adamw, _gpt_batches)
-GPT_ADAMW = Workload("GPT, AdamW", _gpt, functools.partial(_example_adamw, fused=None), _gpt_batches)
+GPT_FUSED = Workload("GPT, AdamW fused", _gpt, gpt_adamw, _gpt_batches)
+GPT_ADAMW = Workload("GPT, AdamW", _gpt, functools.partial(gpt_adamw, fused=None), _gpt_batches)
 GPT_SGD = Workload("GPT, SGD with momentum", _gpt, _sgd, _gpt_batches)
 GPT_SMALL_BATCH = Workload(
-    "GPT, 2 windows a batch", _gpt, _example_adamw, functools.partial(_gpt_batches, batch=2), steps=2
+    "GPT, 2 windows a batch", _gpt, gpt_adamw, functools.partial(_gpt_batches, batch=2), steps=2
 )
-DIGITS = Workload("digits (MLP, 17k parameters)", _digits, _adamw, _noise(64, 32), steps=25, clip=None)
+DIGITS = Workload("digits (MLP, 17k parameters)", digits_network, _adamw, _noise(64, 32), steps=25, clip=None)
 WIDE = Workload("wide MLP (6.3M parameters)", _wide, _sgd, _noise(1024, 32), steps=1)
