@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE
 from atoll.core.errors import UserError
 from atoll.core.units import parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
 
-HUB_VARIABLE = "ATOLL_HUB"  # the hub's address
-KEY_FILE_VARIABLE = "ATOLL_KEY_FILE"
 _DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 _FRAME = 2**21  # bytes of a message of the hub's
 
@@ -23,7 +22,7 @@ _KeyFileOption = Annotated[
     typer.Option(
         "--key-file",
         metavar="FILE",
-        envvar=KEY_FILE_VARIABLE,
+        envvar=KEYS_VARIABLE,
         help="The run's keys; without them, only processes of this machine can take part.",
     ),
 ]
