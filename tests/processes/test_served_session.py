@@ -6,6 +6,7 @@ Hub and shards run in this process, on threads; workers in the pool's processes,
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -779,7 +780,8 @@ def test_shards_that_end_are_named_at_once() -> None:
         with pytest.raises(PeerLostError) as caught, session:
             loss_of(model, share(0, 1)).backward()
     assert time.monotonic() - began < 10
-    assert "worker 0 lost shard 0 at tcp://127.0.0.1:" in one_line(str(caught.value))
+    # Both end; which of them is seen first is chance.
+    assert re.search(r"worker 0 lost shard [01] at tcp://127\.0\.0\.1:\d+: ", one_line(str(caught.value)))
 
 
 def test_a_run_with_keys_takes_whoever_has_them_and_nobody_else(tmp_path: Path) -> None:
