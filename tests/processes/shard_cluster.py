@@ -202,12 +202,22 @@ class Worker(Peer):
         for shard in range(self.model.shards if wait else 0):
             self.expect(shard, m.Ready)
 
-    def push(self, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = ()) -> None:
+    def push(
+        self, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = (), pull: bool = False
+    ) -> None:
+        """All chunks; with `pull`, each shard's last one asks for what comes of them."""
         for chunk, shard in self.model.shard_of.items():
-            self.push_chunk(shard, chunk, iteration, tensors, missing)
+            last = chunk == self.model.held(shard)[-1]
+            self.push_chunk(shard, chunk, iteration, tensors, missing, pull and last)
 
     def push_chunk(
-        self, shard: int, chunk: int, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = ()
+        self,
+        shard: int,
+        chunk: int,
+        iteration: int,
+        tensors: list[Tensor],
+        missing: tuple[int, ...] = (),
+        pull: bool = False,
     ) -> None:
         zeroed = [torch.zeros_like(t) if i in missing else t for i, t in enumerate(tensors)]
         present = bytes(slot.parameter not in missing for slot in self.model.layout.chunks[chunk].slots)
@@ -217,6 +227,7 @@ class Worker(Peer):
             chunk=chunk,
             chunks_in_all=len(self.model.held(shard)),
             present=present,
+            pull=pull,
         )
         self.send(shard, message, payload_of(self.model.flat(chunk, zeroed)))
 
@@ -228,9 +239,9 @@ class Worker(Peer):
             ),
         )
 
-    def means(self, iteration: int) -> dict[int, tuple[Tensor, bytes]]:
+    def means(self, iteration: int, ask: bool = True) -> dict[int, tuple[Tensor, bytes]]:
         found = {}
-        for shard in range(self.model.shards):
+        for shard in range(self.model.shards if ask else 0):
             self.send(shard, m.PullMean(incarnation=self.incarnation, iteration=iteration))
         for shard in range(self.model.shards):
             for _ in self.model.held(shard):

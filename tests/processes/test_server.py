@@ -158,6 +158,42 @@ def test_asynchronous_contributions_are_stepped_one_by_one(start: Callable[..., 
     assert message.staleness == 2.0  # three of one other worker since: two global iterations too late
 
 
+def test_a_push_may_be_a_pull(start: Callable[..., Run]) -> None:
+    asynchronous = start(2, 1, consistency="asp")
+    (worker,) = asynchronous.workers
+    for iteration in range(2):
+        worker.push(iteration, gradients(iteration), pull=True)
+        worker.commit(iteration, hyperparameters=asynchronous.model.hyperparameters())
+        found = worker.parameters(iteration + 1)
+        asynchronous.model.step_plain(gradients(iteration))
+        worker.assert_has(found)
+    synchronous = start(2, 2)
+    for rank, worker in enumerate(synchronous.workers):
+        worker.push(0, gradients(rank), pull=True)
+        worker.commit(0)
+    mean = mean_of([gradients(0), gradients(1)], [1.0, 1.0])
+    for worker in synchronous.workers:
+        for chunk, (values, _) in worker.means(0, ask=False).items():
+            assert torch.equal(values, worker.model.flat(chunk, mean))
+
+
+def test_parameters_on_their_way_do_not_change(start: Callable[..., Run]) -> None:
+    run = start(1, 1, consistency="asp")
+    (worker,), model = run.workers, run.cluster.shards[0]._model
+    assert model is not None
+    lent = {chunk: model.lend(chunk) for chunk in model.chunks}  # as by a message that is not sent yet
+    before = {chunk: bytes(payload) for chunk, payload in lent.items()}
+    addresses = {chunk: model.optimizer.values(chunk).data_ptr() for chunk in model.chunks}
+    for iteration in range(3):
+        worker.push(iteration, gradients(iteration), pull=True)
+        worker.commit(iteration, hyperparameters=run.model.hyperparameters())
+        found = worker.parameters(iteration + 1)
+        run.model.step_plain(gradients(iteration))
+        worker.assert_has(found)
+        assert {chunk: bytes(payload) for chunk, payload in lent.items()} == before
+    assert all(model.optimizer.values(chunk).data_ptr() != addresses[chunk] for chunk in model.chunks)
+
+
 def test_ssp_lets_nobody_run_ahead(start: Callable[..., Run]) -> None:
     run = start(2, 2, consistency="ssp", slack=2)
     fast, slow = run.workers

@@ -8,17 +8,17 @@ import sys
 
 import pytest
 
-from atoll.train.heap import keep_freed_memory
+from atoll.core.heap import keep_freed_memory
 
 KEPT = """
 import sys
 from pathlib import Path
 import torch
-from atoll.train.heap import keep_freed_memory
+from atoll.core.heap import keep_freed_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 if sys.argv[1] == "keep":
-    assert keep_freed_memory({})
+    assert keep_freed_memory(environment={})
 before = resident()
 held = [torch.ones(250_000) for _ in range(64)]  # 64 MB in all
 del held
@@ -39,4 +39,4 @@ def test_freed_memory_stays_for_the_next_allocation() -> None:
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_what_the_user_has_set_is_left_alone(name: str) -> None:
-    assert not keep_freed_memory({name: "1"})
+    assert not keep_freed_memory(environment={name: "1"})

@@ -237,3 +237,19 @@ def test_state_of_another_optimizer_is_refused() -> None:
         shard.state_dtype(0, "momentum_buffer")
     with pytest.raises(UserError, match="states of"):
         shard.set_state(0, {}, [{"step": 1.0}] * 99)
+
+
+@pytest.mark.parametrize("class_", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_chunk_that_moves_goes_on_as_it_was(class_: type[torch.optim.Optimizer]) -> None:
+    twins = Twins(class_, torch.float32, [{"lr": 0.1}, {"lr": 0.01}])
+    for number in range(4):
+        twins.step(number, missing=(1,) if number == 2 else ())
+        lent = {id_: shard.values(id_) for shard in twins.shards for id_ in shard.chunks}
+        were = {id_: values.clone() for id_, values in lent.items()}
+        for shard in twins.shards:
+            for id_ in shard.chunks:
+                shard.move(id_)
+        twins.assert_equal()
+        twins.step(10 + number)
+        twins.assert_equal()
+        assert all(torch.equal(lent[id_], were[id_]) for id_ in lent)

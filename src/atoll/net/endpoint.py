@@ -65,6 +65,7 @@ class Endpoint:
         self._generation = process.generation()
         self._closed = False
         self._socket: zmq.Socket[bytes] = process.context().socket(kind)
+        self._most = 3 + (kind == zmq.ROUTER)  # frames; for a router, who sent it stands before the rest
         self._monitor: zmq.Socket[bytes] | None = None
         self.user = threading.get_ident()
         process.opened(self)
@@ -87,10 +88,9 @@ class Endpoint:
             frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
-        most = 3 + (self._socket.type == zmq.ROUTER)  # who sent it stands before the rest
         while frames[-1].more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            if len(frames) < most:
+            if len(frames) < self._most:
                 frames.append(frame)
             else:
                 frames[-1] = frame  # read on to the message's end, and keep nothing
@@ -183,7 +183,7 @@ class Server(Endpoint):
         while True:
             frames = self._take()
             if frames is None:
-                if not self._wait(until):
+                if not timeout or not self._wait(until):
                     return None
             elif 2 <= len(frames) <= 3 and len(frames[1]) <= HEADER_BYTES:
                 payload = frames[2].buffer if len(frames) == 3 else None
@@ -323,7 +323,7 @@ class Client(Endpoint):
         while True:
             frames = self._take()
             if frames is None:
-                if not self._wait(until):
+                if not timeout or not self._wait(until):
                     return None
             elif len(frames) <= 2 and len(frames[0]) <= HEADER_BYTES:
                 return frames[0].bytes, frames[1].buffer if len(frames) == 2 else None

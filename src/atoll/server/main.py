@@ -3,7 +3,6 @@ stop."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import signal
@@ -17,6 +16,7 @@ from types import FrameType
 import torch
 
 from atoll.core.events import AnyEvent, Decided, Warned
+from atoll.core.heap import keep_freed_memory
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
 from atoll.observe.journal import Journal
@@ -26,7 +26,6 @@ from atoll.server.snapshot import Snapshots
 
 LARGEST_FRAME = 2**31 - 1  # bytes
 _JOURNAL = "journal.jsonl"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them, in malloc.h
 
 
 def serve(
@@ -56,7 +55,7 @@ def serve(
     Raises UserError for what was given wrong, RunError when the run cannot go on.
     """
     torch.set_num_threads(1)  # chunks are stepped one by one, and a machine holds several shards
-    kept = _keep_freed_memory()
+    kept = keep_freed_memory(messages=True)
     keys = read_keys(keys_file) if keys_file is not None else None
     with ExitStack() as stack:
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
@@ -117,16 +116,3 @@ def _told_to_stop(stop: threading.Event) -> Iterator[threading.Event]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next message; returns whether it was told so.
-
-    Without this, each chunk that comes is memory that the system first has to fill with zeros.
-    """
-    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in chosen):
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    largest = 2**25  # bytes: glibc takes no higher bound
-    return bool(mallopt(_MMAP_THRESHOLD, largest)) and bool(mallopt(_TRIM_THRESHOLD, 2**30))

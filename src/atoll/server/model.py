@@ -14,13 +14,13 @@ from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.optimizer import ShardOptimizer
-from atoll.server.payloads import tensor_of, weighted_mean
+from atoll.server.payloads import Lent, tensor_of, weighted_mean
 from atoll.server.snapshot import Heading
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.shard import ShardState
-from atoll.wire.messages import Push, Replace, SetChunk, Setup
+from atoll.store.shard import AnyPull, ShardState
+from atoll.wire.messages import Pull, PullMean, Push, Replace, SetChunk, Setup
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
@@ -62,6 +62,7 @@ class Model:
         self._numbers: dict[int, list[dict[str, Any]]] = {}
         self._payloads: dict[int, memoryview] = {}  # what is in flight, by handle
         self._handles = 0
+        self._lent: dict[int, Lent] = {}  # chunks whose values are, or were, on their way to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self.iterations = setup.steps
 
@@ -126,6 +127,13 @@ class Model:
         self.complete = True
         return ""
 
+    def lend(self, chunk: int) -> memoryview:
+        """A chunk's values as a payload: where they lie, not copied, and unchanged by later steps."""
+        lent = self._lent.get(chunk)
+        if lent is None:
+            lent = self._lent[chunk] = Lent(self.optimizer.values(chunk))
+        return lent.payload()
+
     # -- contributions ------------------------------------------------------------------------------------
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
@@ -139,6 +147,12 @@ class Model:
         if outcome.keep:
             self._keep(payload)
         return outcome.refused, outcome.staged
+
+    def pull_with(self, push: Push) -> AnyPull:
+        """What a push asks for that is a pull as well: the mean under bsp, else the parameters."""
+        if self.setup.consistency == "bsp":
+            return PullMean(incarnation=push.incarnation, iteration=push.iteration)
+        return Pull(incarnation=push.incarnation, clock=push.iteration + 1)
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -235,6 +249,9 @@ class Model:
         if not self.optimizer.trains(chunk) or not any(present):
             return
         before(chunk)
+        lent = self._lent.pop(chunk, None)
+        if lent is not None and lent.is_held:
+            self.optimizer.move(chunk)  # those on their way stay as they are
         try:
             self.optimizer.step(chunk, gradients, present, lr_scale=scale)
         except Exception as error:  # an optimizer of the operator's may raise anything

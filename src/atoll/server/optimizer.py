@@ -97,12 +97,18 @@ class _HeldChunk:
         ]
         self.bound = BoundChunk(chunk, [str(slot.parameter) for slot in chunk.slots], self.parameters)
         self.bound.bind(torch.zeros(chunk.numel, dtype=dtype))
-        self.flat = self.bound.flat[: chunk.extent]
+        self.flat = self.bound.flat[: chunk.extent]  # its values, where they lie now
+        self.nbytes = self.flat.nbytes
         self.kind: _Kind | None = None
         if settings is not None:
             self._gradients: tuple[Tensor, tuple[bool, ...]] | None = None
             self.optimizer = _make(class_, self.parameters, settings)
             self.settings = settings
+
+    def move(self) -> None:
+        """Let the values lie elsewhere from now on."""
+        self.bound.move()
+        self.flat = self.bound.flat[: self.chunk.extent]
 
     def begin(self, kind: _Kind) -> None:
         """Let the chunk be stepped; `kind` is what its param group's optimizer keeps."""
@@ -186,8 +192,7 @@ class ShardOptimizer:
 
     def nbytes(self, chunk: int) -> int:
         """Bytes of a chunk's values, and so of its gradients."""
-        flat = self._chunks[chunk].flat
-        return flat.numel() * flat.element_size()
+        return self._chunks[chunk].nbytes
 
     def dtype(self, chunk: int) -> torch.dtype:
         return self._chunks[chunk].flat.dtype
@@ -244,6 +249,10 @@ class ShardOptimizer:
     def values(self, chunk: int) -> Tensor:
         """A chunk's parameters where they lie: the next step changes them."""
         return self._chunks[chunk].flat
+
+    def move(self, chunk: int) -> None:
+        """Let a chunk lie in new memory: what `values` gave before stays as it is."""
+        self._chunks[chunk].move()
 
     def set_values(self, chunk: int, values: Tensor) -> None:
         self._chunks[chunk].flat.copy_(values)

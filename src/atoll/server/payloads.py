@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -29,6 +31,30 @@ def payload_of(flat: Tensor) -> memoryview:
     """The memory of a 1-D contiguous tensor on the CPU, as it is."""
     raw: memoryview = flat.view(torch.uint8).numpy().data
     return raw
+
+
+class Lent:
+    """Values that are sent from where they lie, by messages which are let go of one by one.
+
+    ZeroMQ drops a payload once all of it is the system's; until then the memory must not change.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._held: weakref.ref[numpy.ndarray[Any, Any]] | None = None
+
+    def payload(self) -> memoryview:
+        """The memory, as a message's payload."""
+        array = self._held() if self._held is not None else None
+        if array is None:
+            array = self._flat.view(torch.uint8).numpy()
+            self._held = weakref.ref(array)
+        return array.data
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some message is not sent yet."""
+        return self._held is not None and self._held() is not None
 
 
 def weighted_mean(parts: Sequence[Part]) -> tuple[Tensor, bytes]:

@@ -328,19 +328,17 @@ class Shard:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def _handle_push(
-        self, _peer: bytes, hello: Hello, push: messages.Push, payload: memoryview | None
-    ) -> str:
+    def _handle_push(self, peer: bytes, hello: Hello, push: messages.Push, payload: memoryview | None) -> str:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
         reason, staged = self._model.push(hello.worker, push, payload)
-        if not staged:
-            return reason
-        if self._log is not None:
-            return self._log.handle_staged(0, hello.worker, push.incarnation, push.iteration)
-        if self._link is not None:
+        if staged and self._log is not None:
+            reason = self._log.handle_staged(0, hello.worker, push.incarnation, push.iteration)
+        elif staged and self._link is not None:
             self._link.staged(hello.worker, push.incarnation, push.iteration)
-        return ""
+        if push.pull and not reason:
+            return self._handle_pull(peer, hello, self._model.pull_with(push), None)
+        return reason
 
     def _handle_replace(
         self, _peer: bytes, hello: Hello, replace: messages.Replace, payload: memoryview | None
@@ -427,9 +425,6 @@ class Shard:
             if model.mean is not None and model.mean.iteration == pull.iteration:
                 self._send_mean(peer, chunk)
             return
-        values = model.optimizer.values(chunk)
-        # Under bsp nothing changes before every member, who needs these values first, has contributed anew.
-        payload = payload_of(values if model.setup.consistency == "bsp" else values.clone())
         self._peers.send(
             peer,
             messages.Parameters(
@@ -438,7 +433,7 @@ class Shard:
                 version=model.state.versions[chunk],
                 staleness=model.state.staleness_of(worker),
             ),
-            payload,
+            model.lend(chunk),
         )
 
     def _send_mean(self, peer: bytes, chunk: int) -> None:

@@ -75,7 +75,15 @@ class BoundChunk:
         with torch.no_grad():
             for parameter, view in zip(self.parameters, buffer.views, strict=True):
                 view.copy_(parameter)
-                parameter.data = view
+        self._lie_in(buffer)
+
+    def move(self) -> None:
+        """Lie in a copy of the chunk's memory; whoever still reads the old memory sees no later change."""
+        self._lie_in(Buffer(self.chunk, self.parameters, self.flat.clone()))
+
+    def _lie_in(self, buffer: Buffer) -> None:
+        for parameter, view in zip(self.parameters, buffer.views, strict=True):
+            parameter.data = view
         self.data = buffer
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
 

@@ -37,8 +37,15 @@ class Segment:
         self.chunk, self.first, self.last = chunk, first, last
         self.start, self.end = slots[first].offset, slots[last].offset + slots[last].numel
         self.parameter = nn.Parameter(chunk.flat[self.start : self.end])
+        self._memory = chunk.flat
         self.state: State = {}
         self._gradient: tuple[Tensor, Tensor] | None = None  # the chunk's gradients, and its part of them
+
+    def follow(self) -> None:
+        """Lie where the chunk lies: its memory may have moved since the last step."""
+        if self._memory is not self.chunk.flat:
+            self._memory = self.chunk.flat
+            self.parameter.data = self._memory[self.start : self.end]
 
     def gradient(self, buffer: Tensor) -> Tensor:
         """This segment's part of the chunk's gradients; the same view as long as the buffer is the same."""
@@ -370,6 +377,7 @@ class ChunkOptimizer:
                 chunk_state.cut(present, bool(optimizer.param_groups[group].get("fused")))
             buffers.append(buffer)
             for segment in chunk_state.segments:
+                segment.follow()
                 segment.parameter.grad = segment.gradient(buffer)
                 segments[group].append(segment.parameter)
                 if segment.state:

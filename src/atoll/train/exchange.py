@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,6 @@ from atoll.wire.messages import (
     Mean,
     Parameters,
     Pull,
-    PullMean,
     Push,
     Replace,
     Step,
@@ -70,11 +70,15 @@ class NewParameters:
 
     def pull(self, clock: int) -> None:
         """Ask for the parameters with which a worker that has committed `clock` iterations goes on."""
-        self._staged.clear()
-        self._asked = clock
+        self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
             shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock))
+
+    def expect(self, clock: int) -> None:
+        """As `pull`, where the contribution before has asked for them."""
+        self._staged.clear()
+        self._asked = clock
 
     def publish(self) -> float:
         """Wait for what was asked for and put it into the parameters; returns the seconds waited."""
@@ -166,6 +170,13 @@ class Exchange(Reducer):
     connection: Connection
     parameters: NewParameters
 
+    def _connect(self, connection: Connection, lazy: bool) -> None:
+        self.connection, self._lazy = connection, lazy
+        self.parameters = NewParameters(self._chunks, connection)
+        self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
+        self._pushed: Counter[int] = Counter()  # of them, in this iteration
+        connection.shards.on(Committed, lambda *_: None)
+
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
         self.seconds_waiting += self.parameters.publish()
@@ -201,15 +212,19 @@ class Exchange(Reducer):
         """The script's `optimizer.step()`: let the shards make it, and ask for the new parameters."""
 
     def _send_chunk(self, chunk_id: int, flat: Tensor, present: Sequence[bool]) -> None:
-        """Push one chunk of this iteration's contribution; `flat` must stay as it is until the answer."""
-        shards, shard_of = self.connection.shards, self.connection.shard_of
-        shard = shard_of[chunk_id]
+        """Push one chunk of this iteration's contribution; `flat` must stay as it is until the answer.
+
+        A shard's last chunk asks for what comes of them all.
+        """
+        shards, shard = self.connection.shards, self.connection.shard_of[chunk_id]
+        self._pushed[shard] += 1
         message = Push(
             incarnation=shards.incarnation,
             iteration=self.steps,
             chunk=chunk_id,
-            chunks_in_all=sum(where == shard for where in shard_of.values()),
+            chunks_in_all=self._held_by[shard],
             present=bytes(present),
+            pull=self._pushed[shard] == self._held_by[shard],
         )
         shards.send(shard, message, bytes_of(flat))
         self.bytes_sent += flat.numel() * flat.element_size()
@@ -235,16 +250,13 @@ class MeanExchange(SendingReducer, Exchange):
         self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
     ) -> None:
         super().__init__(chunks, calls, message_bytes=0)
-        self.connection = connection
-        self.parameters = NewParameters(chunks, connection)
-        self._lazy = lazy
+        self._connect(connection, lazy)
         self._first = True  # nothing leaves early: some parameters may get their gradients more than once
         self._committed = -1  # the last iteration that was
         self._scale_at_step = 1.0  # of this iteration's means: by clipping
         self._means: dict[int, Mean] = {}
         self._published: list[tuple[Tensor | None, int]] = []
         connection.shards.on(Mean, self._handle_mean)
-        connection.shards.on(Committed, lambda *_: None)
 
     def _scale(self) -> float:
         self._contribute()
@@ -270,14 +282,11 @@ class MeanExchange(SendingReducer, Exchange):
             )
         own = self._contribute()
         self._committed = self.steps
+        self._means.clear()
         for message in self._order[self._next :]:
             self._leave(message)
         self._commit(own, [])
-        self._means.clear()
-        shards = self.connection.shards
-        for shard in sorted(set(self.connection.shard_of.values())):
-            shards.send(shard, PullMean(incarnation=shards.incarnation, iteration=self.steps))
-        self.seconds_waiting += shards.wait(
+        self.seconds_waiting += self.connection.shards.wait(
             lambda: len(self._means) == len(self._gradients),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
             f"the mean of iteration {self.steps}",
@@ -291,6 +300,7 @@ class MeanExchange(SendingReducer, Exchange):
 
     def begin(self) -> None:
         super().begin()
+        self._pushed.clear()
         if self._first:
             self.sends_early = False
 
@@ -399,15 +409,9 @@ class AsyncExchange(Exchange):
         self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
     ) -> None:
         super().__init__(chunks, calls)
-        self.connection = connection
-        self.parameters = NewParameters(chunks, connection)
-        self._lazy = lazy
-        self._outgoing = {
-            bound.chunk.id: Buffer(bound.chunk, bound.parameters, bound.flat.new_zeros(bound.chunk.extent))
-            for bound in chunks
-        }
+        self._connect(connection, lazy)
+        self._outgoing: dict[int, Buffer] = {}  # by chunk, for gradients that cannot be sent as they are
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
-        connection.shards.on(Committed, lambda *_: None)
 
     def close(self) -> None:
         super().close()
@@ -422,17 +426,40 @@ class AsyncExchange(Exchange):
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
+        self._pushed.clear()
         for bound in self._chunks:
-            outgoing, present = self._outgoing[bound.chunk.id], []
-            for parameter, view in zip(bound.parameters, outgoing.views, strict=True):
-                here = parameter.grad is not None and own.weight > 0
-                view.copy_(parameter.grad) if here else view.zero_()  # type: ignore[arg-type]
-                present.append(here)
-            self._send_chunk(bound.chunk.id, outgoing.flat, present)
+            present = [own.weight > 0 and parameter.grad is not None for parameter in bound.parameters]
+            flat = None if self._lazy else gradient_as_it_lies(bound, present)
+            self._send_chunk(bound.chunk.id, self._gather(bound, present) if flat is None else flat, present)
         self._commit(own, hyperparameters)
-        self.parameters.pull(self.steps + 1)
+        self.parameters.expect(self.steps + 1)
         if not self._lazy:
             self.seconds_waiting += self.parameters.publish()
+
+    def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
+        """A copy of a chunk's gradients, zeros where there are none."""
+        outgoing = self._outgoing.get(bound.chunk.id)
+        if outgoing is None:
+            memory = bound.flat.new_zeros(bound.chunk.extent)
+            outgoing = self._outgoing[bound.chunk.id] = Buffer(bound.chunk, bound.parameters, memory)
+        for parameter, view, here in zip(bound.parameters, outgoing.views, present, strict=True):
+            view.copy_(parameter.grad) if here else view.zero_()  # type: ignore[arg-type]
+        return outgoing.flat
+
+
+def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | None:
+    """The gradient of a chunk of one parameter, flat and in place, if it lies as the chunk would have it.
+
+    It must not change before the shard's answer; so not under sync.lazy, where the script goes on at once.
+    """
+    parameter = bound.parameters[0]
+    gradient = parameter.grad
+    if len(present) > 1 or not present[0] or gradient is None or gradient.layout != torch.strided:
+        return None
+    alike = gradient.dtype == bound.flat.dtype and gradient.stride() == parameter.stride()
+    if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
+        return None
+    return gradient.detach().as_strided((bound.chunk.extent,), (1,))
 
 
 def bytes_of(flat: Tensor) -> memoryview:

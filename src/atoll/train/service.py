@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
 from atoll.core.errors import ConfigError
+from atoll.core.heap import keep_freed_memory
 from atoll.net.keys import Keys, read_keys
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
@@ -27,6 +28,7 @@ class Service:
                 f"strategy 'server' needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
                 f"run --strategy server`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
             )
+        self.keeps_memory = keep_freed_memory(messages=True)
         keys = _keys()
         run = os.environ.get(RUN_VARIABLE, "")
         self.hub = HubClient(address, keys, run=run, timeout=config.timeout_seconds)

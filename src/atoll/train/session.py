@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from atoll.core import events
 from atoll.core.config import HUB_VARIABLE, Config, load_config
 from atoll.core.errors import ConfigError, PrepareError, UserError
+from atoll.core.heap import keep_freed_memory
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.backward import BackwardEnd
 from atoll.train.channel import Channel
-from atoll.train.heap import keep_freed_memory
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -107,7 +107,7 @@ class Session:
             device=str(self.device),
             pid=os.getpid(),
         )
-        if self.device.type == "cpu" and keep_freed_memory():
+        if service.keeps_memory if service is not None else self._keeps_memory():
             self._decided(
                 "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
             )
@@ -170,10 +170,6 @@ class Session:
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
         self._state.prepared.append(prepared)
-        if self.device.type == "cpu" and keep_freed_memory():
-            self._decided(
-                "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
-            )
         self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at = time.perf_counter()
         return model, optimizer
@@ -394,6 +390,9 @@ class Session:
         if self._service is not None:
             return Served(self._service, self._workers, self.config)
         return Alone() if self._ring is None else OverRing(self._ring)
+
+    def _keeps_memory(self) -> bool:
+        return self.device.type == "cpu" and keep_freed_memory()
 
     def _make_ring(self, timeout: float) -> Ring | None:
         if self._place.store is None:

@@ -193,7 +193,8 @@ class Push(Message, frozen=True):
     """A chunk of this worker's contribution to `iteration`. Payload: gradients, applied by the commit alone.
 
     `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
-    of this iteration the worker sends to this shard.
+    of this iteration the worker sends to this shard. `pull`: answer, too, with what comes of the iteration,
+    as to a PullMean of it under bsp, else to a Pull at the clock after it.
     """
 
     incarnation: Count
@@ -201,6 +202,7 @@ class Push(Message, frozen=True):
     chunk: Count
     chunks_in_all: Count
     present: bytes  # one byte a slot
+    pull: bool = False
 
 
 class Commit(Message, frozen=True):
