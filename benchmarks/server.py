@@ -3,9 +3,10 @@
     python benchmarks/server.py [--quick]
 
 Hub and shards are processes of their own, started as a user would (`atoll hub`, `atoll server`). Two worker
-processes, with one torch thread each, take turns on all exchanges: Gloo's all-reduce between the two, worker
-0 alone with one shard (unsealed, and sealed with CURVE), and both workers with two shards. A turn's time is
-that of its slowest worker. Afterwards four workers, one of them four times slower, train under asp and bsp.
+processes, with one torch thread each, take turns on all exchanges: Gloo's all-reduce between the two, by
+itself and with the step that the shard makes, worker 0 alone with one shard (unsealed, and sealed with
+CURVE), and both workers with two shards. A turn's time is that of its slowest worker. Afterwards four
+workers, one of them four times slower, train under asp and bsp.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ PARAMETERS, SIZE = 25, 1_000_000  # 100 MB of float32, in chunks of one paramete
 CHUNK = "4MiB"
 LR = 0.01
 PAIRS, WARM_UP = 60, 4
-GLOO, ONE, SEALED, TWO = "Gloo's all-reduce", "one shard", "one shard, CURVE", "two shards, two workers"
+GLOO, STEPPED = "Gloo's all-reduce", "Gloo's all-reduce and a step"
+ONE, SEALED, TWO = "one shard", "one shard, CURVE", "two shards, two workers"
 
 COMPUTE = (0.04, 0.04, 0.04, 0.16)  # seconds that a worker's forward and backward take
 BATCH = 32
@@ -194,7 +196,18 @@ def time_exchanges(place: Place, runs: dict[str, Address], pairs: int) -> dict[s
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=place.store, rank=place.rank, world_size=place.world)
     reduced = torch.zeros(PARAMETERS * SIZE)
-    contestants: dict[str, Callable[[int], object]] = {GLOO: lambda _: dist.all_reduce(reduced)}
+    stepped = torch.optim.SGD([nn.Parameter(torch.zeros(SIZE)) for _ in range(PARAMETERS)], lr=LR)
+    for index, parameter in enumerate(stepped.param_groups[0]["params"]):
+        parameter.grad = reduced[index * SIZE : (index + 1) * SIZE]
+
+    def reduce_and_step(_pair: int) -> None:
+        dist.all_reduce(reduced)
+        stepped.step()
+
+    contestants: dict[str, Callable[[int], object]] = {
+        GLOO: lambda _: dist.all_reduce(reduced),
+        STEPPED: reduce_and_step,
+    }
     exchanges: list[Exchange] = []
     with ExitStack() as stack:
         for name, run in runs.items():
@@ -252,6 +265,7 @@ def compare_exchanges(pool: WorkerPool, quick: bool) -> list[Case]:
         timings = over_workers(pool.run(time_exchanges, runs, 4 if quick else PAIRS, world=2))
     cases = [
         ("push and pull of 100 MB", ONE, GLOO, 1, TARGET),
+        ("push, step and pull of 100 MB", ONE, STEPPED, 1, None),
         ("the same under CURVE", SEALED, GLOO, 1, None),
         (TWO, TWO, ONE, 2, None),
     ]
