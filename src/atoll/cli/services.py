@@ -45,7 +45,7 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to wri
 
 def hub(
     workers: Annotated[int, typer.Option(metavar="N", help="Workers that the run begins with.")],
-    shards: Annotated[int, typer.Option(metavar="M", help="Its server shards.")] = 1,
+    shards: Annotated[int, typer.Option(metavar="M", help="Its server shards; 0: a ring.")] = 1,
     listen: Annotated[str, typer.Option(metavar="ADDRESS", help="tcp://HOST:PORT.")] = _DEFAULT_LISTEN,
     key_file: _KeyFileOption = None,
     run: Annotated[str, typer.Option(metavar="NAME", help="The run's name; else a new one.")] = "",
@@ -54,7 +54,8 @@ def hub(
         str, typer.Option(metavar="SPAN", help="How long a worker may be silent before it counts as dead.")
     ] = "10s",
 ) -> None:
-    """Be the hub of a run: who takes part, where the shards are, which samples are whose.
+    """Be the hub of a run: who takes part, where the shards are, which samples are whose, and how a ring
+    meets.
 
     It serves until it is stopped, and prints each decision with its reason.
     """

@@ -37,7 +37,8 @@ def serve(
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
-    """Be the hub of a run that begins with `workers` workers and has `shards` shards.
+    """Be the hub of a run that begins with `workers` workers and has `shards` shards; without shards the
+    workers are a ring, which has no fewer and no more.
 
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
     `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
@@ -65,7 +66,7 @@ def serve(
             decisions.add(
                 "hub",
                 f"listens at {server.address}",
-                f"run {run!r} of {workers} workers and {shards} shards, "
+                f"run {run!r} of {workers} workers and {shards or 'no'} shards, "
                 + ("with keys" if keys else "without keys: only this machine can reach it"),
             )
             if where is not None:
@@ -80,8 +81,8 @@ def serve(
 def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None:
     if not 1 <= workers <= RANKS:
         raise UserError(f"a run of {workers} workers: from 1 to {RANKS}")
-    if not 1 <= shards <= SHARDS:
-        raise UserError(f"a run of {shards} shards: from 1 to {SHARDS}")
+    if not 0 <= shards <= SHARDS:
+        raise UserError(f"a run of {shards} shards: from 0, for a ring, to {SHARDS}")
     if not 0 < heartbeat < patience / 2:
         raise UserError(
             f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "

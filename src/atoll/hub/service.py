@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.hub.loglink import LogLink
+from atoll.hub.rings import Rings
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.store.leases import Leases
@@ -21,6 +22,7 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Fenced,
+    Gather,
     Goodbye,
     Heartbeat,
     Hello,
@@ -28,6 +30,7 @@ from atoll.wire.messages import (
     Leased,
     Refused,
     Shards,
+    StoreCall,
     Used,
     Welcome,
     WhereAreShards,
@@ -91,6 +94,7 @@ class Hub:
             keys, run, self._handle_fenced, lambda line: decisions.add("log", "not reached", line)
         )
         self._clock = Clock(max(_LOOK_SECONDS * 2, membership.patience / 4))
+        self._rings = Rings(membership, decisions, self._clock.now, self._send, self._refuse)
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._parked: list[_Parked] = []
         self._asking: dict[bytes, None] = {}  # who waits for the shards' addresses, in order
@@ -108,7 +112,7 @@ class Hub:
         endpoints: list[Endpoint] = [self._server]
         if self._log.client is not None:
             endpoints.append(self._log.client)
-        poll(endpoints, timeout)
+        poll(endpoints, self._rings.soon(timeout))
         for _ in range(_MESSAGES):
             received = self._server.receive(0)
             if received is None:
@@ -118,6 +122,7 @@ class Hub:
         self._poll_deaths()
         self._poll_parked()
         self._poll_shards()
+        self._rings.poll()
 
     def close(self) -> None:
         """Close the connection to the log; the server is the caller's."""
@@ -138,6 +143,8 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
+        elif isinstance(message, (Gather, StoreCall)):
+            self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
@@ -160,7 +167,7 @@ class Hub:
             self._welcome(peer, known, hello.incarnation)
         elif hello.incarnation:
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
-        elif hello.role == "worker" and hello.worker in self._members.live():
+        elif hello.role == "worker" and self._members.must_wait(hello.worker):
             self._park(peer, hello)
         else:
             self._admit(peer, hello)
@@ -195,6 +202,7 @@ class Hub:
             worker=worker,
             incarnation=incarnation,
             workers=self._members.workers,
+            shards=self._members.shards,
             heartbeat=self._heartbeat,
             patience=self._members.patience,
         )
@@ -210,12 +218,11 @@ class Hub:
         self._parked.append(_Parked(peer, hello, until))
 
     def _poll_parked(self) -> None:
-        now, live = self._clock.now(), self._members.live()
+        now = self._clock.now()
         for parked in list(self._parked):
-            if parked.hello.worker not in live or now >= parked.until:
+            if now >= parked.until or not self._members.must_wait(parked.hello.worker):
                 self._parked.remove(parked)
                 self._admit(parked.peer, parked.hello)
-                live = self._members.live()
 
     def _handle_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
         if not self._members.handle_heartbeat(self._clock.now(), beat.incarnation, beat.iteration):
@@ -239,6 +246,9 @@ class Hub:
     # -- shards -------------------------------------------------------------------------------------------
 
     def _handle_where(self, peer: bytes) -> None:
+        if not self._members.shards:
+            self._refuse(peer, "this run has no shards: its workers are a ring", "WhereAreShards")
+            return
         if len(self._asking) >= _WAITING:
             self._refuse(peer, "too many wait for the shards", "WhereAreShards")
             return
@@ -246,7 +256,7 @@ class Hub:
 
     def _poll_shards(self) -> None:
         addresses = self._members.shard_addresses()
-        if addresses is None:
+        if not addresses:
             return
         if addresses != self._known_shards:
             self._known_shards = addresses
@@ -272,7 +282,9 @@ class Hub:
 
     def _fence(self, rank: int, incarnation: int) -> None:
         self._owners.pop(incarnation, None)
-        self._log.fence(rank, incarnation)
+        self._rings.left(incarnation)
+        if self._members.shards:
+            self._log.fence(rank, incarnation)
 
     def _handle_fenced(self, fenced: Fenced, asked: bool) -> None:
         """The log's word on what an incarnation's commits have used: all of it where the hub asked."""

@@ -442,7 +442,8 @@ def _milliseconds(seconds: float) -> int:
     return -1 if seconds == math.inf else max(0, min(math.ceil(seconds * 1000), 2**31 - 1))
 
 
-def _host_and_port(address: str) -> tuple[str, int] | None:
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """What "tcp://HOST:PORT" names; None for what is no such address."""
     found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^\[\]/;:]+)):(\d{1,5}|\*)", address)
     port = int(found[3].replace("*", "0")) if found else 0
     return (found[1] or found[2], port) if found and port < 2**16 else None
@@ -450,7 +451,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 def _is_local(address: str) -> bool:
     """Whether only this machine's processes can reach the address."""
-    place = _host_and_port(address)
+    place = host_and_port(address)
     if place is None or place[0] == "localhost":
         return True  # a path
     try:
@@ -460,7 +461,7 @@ def _is_local(address: str) -> bool:
 
 
 def _check_address(address: str, name: str) -> None:
-    if _host_and_port(address) is None and not address.startswith("ipc://"):
+    if host_and_port(address) is None and not address.startswith("ipc://"):
         raise UserError(f"{name}: {address!r} is no address; write tcp://HOST:PORT or ipc://PATH")
 
 
@@ -475,7 +476,7 @@ def _why_not_bound(address: str, error: zmq.ZMQError) -> str:
 def _greeting_of(address: str) -> bytes | None:
     """The first bytes that whoever listens at `address` says unasked; empty where it hangs up, None where it
     is silent."""
-    place = _host_and_port(address)
+    place = host_and_port(address)
     try:
         if place is not None:
             link = sockets.create_connection(place, _PROBE_SECONDS)

@@ -28,6 +28,7 @@ class _Member:
 class Membership:
     """Workers by rank and shards by index. `patience` is for how many seconds silence is borne.
 
+    A run without shards is a ring, whose ranks are those below `workers`. Elsewhere any number may come.
     Incarnations come from one counter, from 1; who comes back has a higher one. Shards have them too, so that
     their heartbeats can be told apart.
     """
@@ -37,7 +38,7 @@ class Membership:
         self.patience = patience
         self._workers: dict[int, _Member] = {}
         self._shards: dict[int, _Member] = {}
-        self._shard_count = shards
+        self.shards = shards
         self._incarnations = 0
 
     def handle_hello(
@@ -54,6 +55,8 @@ class Membership:
         if wish in self._workers:
             return Admission(refused=f"rank {wish} is taken: its worker lives")
         rank = wish if wish >= 0 else next(r for r in range(RANKS + 1) if r not in self._workers)
+        if not self.shards and rank >= self.workers:
+            return Admission(refused=self._beyond(wish))
         if rank >= RANKS:
             return Admission(refused=f"rank {rank} is beyond {RANKS - 1}, the highest")
         self._incarnations += 1
@@ -61,9 +64,22 @@ class Membership:
         reason = "the rank it wished for" if wish >= 0 else "the lowest free rank"
         return Admission(rank, self._incarnations, reason=reason)
 
+    def _beyond(self, wish: int) -> str:
+        """Why a worker cannot be in the run's ring."""
+        what = f"there is no rank {wish}" if wish >= 0 else "all of them are there"
+        return f"the run is a ring of {self.workers} workers, and {what}; `atoll hub --workers` sets how many"
+
+    def must_wait(self, wish: int) -> bool:
+        """Whether a worker with this wish (-1: any rank) has to wait until another one leaves or is dead."""
+        if wish >= 0 or self.shards:
+            return wish in self._workers
+        return len(self._workers) >= self.workers
+
     def _admit_shard(self, now: float, shard: int, address: str) -> Admission:
-        if not 0 <= shard < self._shard_count:
-            return Admission(refused=f"there is no shard {shard}: the run has {self._shard_count}, from 0")
+        if not self.shards:
+            return Admission(refused="the run has no shards: its hub was started with --shards 0")
+        if not 0 <= shard < self.shards:
+            return Admission(refused=f"there is no shard {shard}: the run has {self.shards}, from 0")
         if not address:
             return Admission(refused=f"shard {shard} does not say where it is")
         there = self._shards.get(shard)
@@ -141,6 +157,6 @@ class Membership:
 
     def shard_addresses(self) -> list[str] | None:
         """All shards' addresses, by index, once all are there."""
-        if len(self._shards) < self._shard_count:
+        if len(self._shards) < self.shards:
             return None
-        return [self._shards[index].address for index in range(self._shard_count)]
+        return [self._shards[index].address for index in range(self.shards)]

@@ -6,6 +6,7 @@ group, which stays the script's. Every wait goes through `Channel.wait`, which n
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.train.place import Place
@@ -43,7 +44,7 @@ class Channel:
                 options._timeout = deadline
                 self._group: Any = dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
             else:
-                self._group = ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+                self._group = _gloo(self._store, place, deadline)
 
     def sum(self, tensor: Tensor) -> Work:
         """Begin to replace `tensor`, on every worker, by the sum over workers."""
@@ -99,10 +100,15 @@ class Channel:
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         """The error to raise in place of c10d's."""
+        if isinstance(error, AtollError):
+            return error
         first_line = _essence(str(error)) or type(error).__name__
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+            # Where the store may go with a worker, who started the workers says which one died.
+            suspects = self._who_is_missing() if self.place.store_lasts else []
+            who = " or ".join(f"worker {rank}" for rank in suspects) or "another worker"
             return PeerLostError(
-                f"worker {self.place.rank} lost touch with another worker, waiting for {what}: {first_line}"
+                f"worker {self.place.rank} lost touch with {who}, waiting for {what}: {first_line}"
             )
         missing = self._who_is_missing()
         who = " and ".join(f"worker {rank}" for rank in missing) or "another worker"
@@ -112,7 +118,8 @@ class Channel:
         )
 
     def _who_is_missing(self) -> list[int]:
-        """Ask the store which workers are late too; those that are not, are the ones waited for."""
+        """Ask the store which workers are late, or lost someone, too; those that are not, are the ones waited
+        for."""
         self._lates += 1
         others = [rank for rank in range(self.place.world) if rank != self.place.rank]
         try:
@@ -123,8 +130,18 @@ class Channel:
                 missing = [rank for rank in missing if not self._store.check([f"late/{self._lates}/{rank}"])]
                 time.sleep(0.05)
             return missing
-        except RuntimeError:  # the store went with the worker that held it: nobody can be asked
+        except (RuntimeError, AtollError):  # the store went with the worker that held it: nobody can be asked
             return []
+
+
+def _gloo(store: Store, place: Place, deadline: timedelta) -> ProcessGroupGloo:
+    """A group that listens at `place.host`, unless $GLOO_SOCKET_IFNAME or nothing says where."""
+    if not place.host or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo(store, place.rank, place.world, deadline)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = deadline
+    options._devices = [ProcessGroupGloo.create_device(hostname=place.host)]
+    return ProcessGroupGloo(store, place.rank, place.world, options)
 
 
 def _essence(message: str) -> str:

@@ -14,6 +14,8 @@ from atoll.net.requests import Answer, RefusedError, ask, late
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Gather,
+    Gathered,
     Goodbye,
     Heartbeat,
     Hello,
@@ -45,6 +47,7 @@ class HubClient:
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
+        self._gatherings = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._given_up = ""
@@ -67,6 +70,26 @@ class HubClient:
     def shards(self) -> list[str]:
         """The shards' addresses, by index, once all are there. Raises DeadlineError when they are not."""
         return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
+
+    def gather(self) -> int:
+        """Form the run's ring with all its workers; returns the ring's number, which names its keys.
+
+        Raises DeadlineError, naming those who did not come.
+        """
+        self._gatherings += 1
+        wish = Gather(incarnation=self._incarnation, number=self._gatherings, seconds=self._timeout)
+        assert self.welcome is not None
+        # The hub answers when the time is over: if it does not, it is gone.
+        ring = self._ask(wish, Gathered, "the ring's other workers", self._timeout + self.welcome.patience)
+        if not ring.group:
+            rank, world = self.welcome.worker, self.welcome.workers
+            who = " and ".join(f"worker {missing}" for missing in ring.missing)
+            raise DeadlineError(
+                f"worker {rank} waited {self._timeout:.1f} s for {who} to join the ring at the hub at "
+                f"{self._address} (deadline sync.timeout, {self._timeout:g} s); {world - len(ring.missing)} "
+                f"of {world} workers are there"
+            )
+        return ring.group
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
         """Up to `count` positions of an epoch of `length` samples.
@@ -125,9 +148,11 @@ class HubClient:
             raise RunError(f"hub at {self._address}: this worker has not joined, or has left")
         return self.welcome.incarnation
 
-    def _ask(self, message: AnyMessage, expected: type[Answer], what: str) -> Answer:
+    def _ask(
+        self, message: AnyMessage, expected: type[Answer], what: str, timeout: float | None = None
+    ) -> Answer:
         """Ask; after a lost connection say who we are on the new one, and ask again."""
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + (self._timeout if timeout is None else timeout)
         while True:
             self.check()
             try:

@@ -19,12 +19,18 @@ _joins = itertools.count()
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all."""
+    """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all.
+
+    `store_lasts`: it does not go with any worker. `host` is the IP address by which the others reach this
+    worker; empty: c10d finds one itself.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     store: Store | None = None
+    store_lasts: bool = False
+    host: str = ""
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:

@@ -1,8 +1,9 @@
-"""A worker's part in a served run: its place from the hub, its shards, and the data that it leases."""
+"""A worker's part in a run that has a hub: its place, its shards, and the data that it leases."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
@@ -12,41 +13,62 @@ from atoll.net.keys import Keys, read_keys
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
+from atoll.train.rendezvous import HubRing
 from atoll.train.shards import Shards
 from atoll.wire.messages import Used
 
 _LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 
-class Service:
-    """The hub and the shards, as one worker sees them."""
+def enter(config: Config) -> Service | HubRing:
+    """Join the run at $ATOLL_HUB: as a worker of its shards, or of the ring that a run without shards is.
 
-    def __init__(self, config: Config) -> None:
-        address = os.environ.get(HUB_VARIABLE, "")
-        if not address:
+    Raises ConfigError where the environment or the strategy is wrong, and what HubClient raises.
+    """
+    address = os.environ.get(HUB_VARIABLE, "")
+    if not address:
+        raise ConfigError(
+            f"strategy 'server' needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
+            f"run --strategy server`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
+        )
+    kept = keep_freed_memory(messages=True)
+    keys = _keys()
+    hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
+    try:
+        welcome = hub.join(_wish())
+        if welcome.shards:
+            return Service(config, hub, keys, keeps_memory=kept)
+        if config.run.strategy == "server":
             raise ConfigError(
-                f"strategy 'server' needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
-                f"run --strategy server`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
+                f"strategy 'server' needs shards, and the run at {address} has none: its workers are a ring; "
+                "set run.strategy to ring, or start the hub with --shards 1 or more"
             )
-        self.keeps_memory = keep_freed_memory(messages=True)
-        keys = _keys()
-        run = os.environ.get(RUN_VARIABLE, "")
-        self.hub = HubClient(address, keys, run=run, timeout=config.timeout_seconds)
-        try:
-            self.welcome = self.hub.join(int(os.environ.get(RANK_VARIABLE, "-1")))
-            self.shards = Shards(
-                self.hub.shards(),
-                keys,
-                run=self.welcome.run,
-                worker=self.welcome.worker,
-                incarnation=self.welcome.incarnation,
-                timeout=config.timeout_seconds,
-                limit=_LIMIT,
-            )
-        except BaseException:  # a rank that is held, and never trains, would hold up the others
-            self.hub.goodbye()
-            self.hub.close()
-            raise
+        _tell_of_torchrun(welcome.workers)
+        return HubRing(hub, address, keys, config.timeout_seconds)
+    except BaseException:  # a rank that is held, and never trains, would hold up the others
+        hub.goodbye()
+        hub.close()
+        raise
+
+
+class Service:
+    """The hub, which this worker has joined, and the shards, as one worker sees them."""
+
+    def __init__(
+        self, config: Config, hub: HubClient, keys: Keys | None, *, keeps_memory: bool = False
+    ) -> None:
+        assert hub.welcome is not None
+        self.keeps_memory = keeps_memory
+        self.hub, self.welcome = hub, hub.welcome
+        self.shards = Shards(
+            self.hub.shards(),
+            keys,
+            run=self.welcome.run,
+            worker=self.welcome.worker,
+            incarnation=self.welcome.incarnation,
+            timeout=config.timeout_seconds,
+            limit=_LIMIT,
+        )
         self.samplers: list[LeasedSampler] = []
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
 
@@ -83,6 +105,26 @@ class Service:
         self.hub.goodbye()
         self.shards.close()
         self.hub.close()
+
+
+def _tell_of_torchrun(workers: int) -> None:
+    """Say which of two places counts, where torchrun gave this worker one among several too."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0":
+        print(
+            f"atoll: {HUB_VARIABLE} is set, so the ring is of the hub's {workers} workers, and torchrun's "
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} does not count; unset {HUB_VARIABLE} for torchrun's own",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _wish() -> int:
+    """The rank that this worker wishes for; -1: any."""
+    given = os.environ.get(RANK_VARIABLE, "-1")
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"{RANK_VARIABLE} is {given!r}; it must be a whole number") from None
 
 
 def _keys() -> Keys | None:

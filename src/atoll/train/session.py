@@ -34,11 +34,12 @@ from atoll.train.channel import Channel
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
+from atoll.train.rendezvous import HubRing
 from atoll.train.resume import Stateful, TrainingState
 from atoll.train.ring import Ring
 from atoll.train.sampler import ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service
+from atoll.train.service import Service, enter
 from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
@@ -58,7 +59,8 @@ class Group:
 def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
     """Take this process's place in the run: from torchrun's variables, or alone.
 
-    With ATOLL_HUB set, or strategy `server`, the place is the hub's to give.
+    With ATOLL_HUB set, or strategy `server`, the place is the hub's to give: in a ring where the hub's run
+    has no shards, else as a worker of its shards. torchrun's variables then only say which device is whose.
 
     `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
     defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
@@ -67,12 +69,15 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     show_errors_as_one_line()
     config = config if isinstance(config, Config) else load_config(config)
     if place is None and (config.run.strategy == "server" or os.environ.get(HUB_VARIABLE)):
-        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, strategy="server"))
-        service = Service(config)
+        member = enter(config)
+        if isinstance(member, Service):
+            config = msgspec.structs.replace(
+                config, run=msgspec.structs.replace(config.run, strategy="server")
+            )
         try:
-            return Session(config, service.place, service)
+            return Session(config, member.place, member)
         except BaseException:
-            service.close()
+            member.close()
             raise
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
 
@@ -80,8 +85,9 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
 class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
-    def __init__(self, config: Config, place: Place, service: Service | None = None) -> None:
-        self.config, self._place, self._service = config, place, service
+    def __init__(self, config: Config, place: Place, member: Service | HubRing | None = None) -> None:
+        self.config, self._place, self._member = config, place, member
+        self._service = service = member if isinstance(member, Service) else None
         self.device = _device(place)
         self._sampling: ShardedSampler | LeasedSampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
@@ -111,6 +117,8 @@ class Session:
             self._decided(
                 "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
             )
+        if isinstance(member, HubRing):
+            self._decided("place", f"of {place.world}, by the hub", member.describe())
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
         else:
@@ -373,8 +381,8 @@ class Session:
             self._read_logged()
         with contextlib.ExitStack() as ends:  # from the last on, and whatever one raises, the others too
             ends.callback(self._summarise)
-            if self._service is not None:
-                ends.callback(self._service.close)
+            if self._member is not None:
+                ends.callback(self._member.close)
             ends.callback(self._workers.close)
             if self._ring is not None:
                 ends.callback(self._ring.close)
@@ -452,8 +460,8 @@ class Session:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
-        if self._service is not None:
-            self._service.stepped(self._state.iteration)
+        if self._member is not None:
+            self._member.stepped(self._state.iteration)
         if self._journal is None:
             return
         if self._service is not None and not self._strategy.collective:

@@ -7,14 +7,14 @@ Sizes, counts and names are bounded here, before anything is allocated for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, Union
+from typing import Annotated, Any, Literal, TypeAlias, Union
 
 import msgspec
 from msgspec import Meta
 
 from atoll.core.errors import AtollError
 
-VERSION = 1  # of the protocol; both sides must have the same
+VERSION = 2  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -22,6 +22,8 @@ Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 Weight: TypeAlias = Annotated[float, Meta(ge=0)]
+Key: TypeAlias = Annotated[str, Meta(max_length=1024)]  # of the rings' store
+Value: TypeAlias = Annotated[bytes, Meta(max_length=2**20)]
 Hyperparameters: TypeAlias = list[dict[str, Any]]  # for each param group of the optimizer: numbers, booleans
 
 
@@ -56,12 +58,14 @@ class Hello(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
-    often to send a Heartbeat, and for how long silence is borne (seconds)."""
+    many shards it has (0: its workers are a ring), how often to send a Heartbeat, and for how long silence is
+    borne (seconds)."""
 
     run: Name
     worker: int = -1
     incarnation: Count = 0
     workers: Count = 0
+    shards: Count = 0
     heartbeat: Seconds = 0.0
     patience: Seconds = 0.0
 
@@ -149,6 +153,45 @@ class Fenced(Message, frozen=True):
     incarnation: Count
     iteration: Count  # how many it had committed
     used: list[Used]
+
+
+class Gather(Message, frozen=True):
+    """A worker wants to form the run's ring. Answered by Gathered once every rank wants it, or after
+    `seconds`. `number` counts this worker's wishes: one sent twice is answered twice and counted once."""
+
+    incarnation: Count
+    number: Count
+    seconds: Seconds
+
+
+class Gathered(Message, frozen=True):
+    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come."""
+
+    group: Count
+    missing: Annotated[list[Count], Meta(max_length=4096)] = []
+
+
+class StoreCall(Message, frozen=True):
+    """One call of c10d's Store on a ring's keys, answered by StoreAnswer. store/rendezvous.py says what each
+    operation wants; `seconds` is for how long "get" and "wait" wait for keys. `number` counts this worker's
+    calls: what is sent twice counts once."""
+
+    incarnation: Count
+    group: Count
+    number: Count
+    operation: Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "num_keys"]
+    keys: Annotated[list[Key], Meta(max_length=4096)] = []
+    values: Annotated[list[Value], Meta(max_length=2)] = []
+    amount: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
+    seconds: Seconds = 0.0
+
+
+class StoreAnswer(Message, frozen=True):
+    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time."""
+
+    value: Value = b""
+    count: int = 0
+    missing: Annotated[list[Key], Meta(max_length=4096)] = []
 
 
 # -- a shard ----------------------------------------------------------------------------------------------
@@ -356,6 +399,7 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
+    Gather, Gathered, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
 ]  # fmt: skip

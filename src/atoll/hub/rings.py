@@ -1,0 +1,74 @@
+"""The hub's part in rings: who asks, what is answered to whom, and what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from atoll.core.errors import UserError
+from atoll.hub.decisions import Decisions
+from atoll.store.members import Membership
+from atoll.store.rendezvous import Answer, Rendezvous
+from atoll.wire.messages import AnyMessage, Gather, StoreCall
+
+
+class Rings:
+    """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
+
+    A call says by its incarnation whose it is, and comes over a connection of its own: the one that said
+    Hello is its worker's other thread's. Who has the run's keys is trusted with that.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        decisions: Decisions,
+        now: Callable[[], float],
+        send: Callable[[bytes, AnyMessage], None],
+        refuse: Callable[[bytes, str, str], None],
+    ) -> None:
+        self._members, self._decisions = members, decisions
+        self._now, self._send, self._refuse = now, send, refuse
+        self._rendezvous = Rendezvous(members.workers)
+
+    def handle(self, peer: bytes, message: Gather | StoreCall) -> None:
+        """A worker's wish to form a ring, or its call of the ring's store."""
+        rank = self._members.rank_of(message.incarnation)
+        try:
+            if rank is None:
+                raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
+            if isinstance(message, StoreCall):
+                self._answer(self._rendezvous.handle_call(self._now(), peer, message))
+            else:
+                self._gather(peer, rank, message)
+        except UserError as error:
+            self._refuse(peer, str(error), type(message).__name__)
+
+    def _gather(self, peer: bytes, rank: int, gather: Gather) -> None:
+        before = self._rendezvous.formed
+        self._answer(self._rendezvous.handle_gather(self._now(), peer, rank, gather))
+        if self._rendezvous.formed != before:
+            members = self._members.live()
+            self._decisions.add(
+                "ring",
+                f"ring {self._rendezvous.formed} of {len(members)} workers",
+                "all are there: "
+                + ", ".join(f"worker {rank}, incarnation {member}" for rank, member in members.items()),
+            )
+
+    def left(self, incarnation: int) -> None:
+        """A worker said goodbye or died."""
+        self._rendezvous.handle_left(incarnation)
+
+    def poll(self) -> None:
+        """Answer those whose time is over."""
+        self._answer(self._rendezvous.poll(self._now()))
+
+    def soon(self, seconds: float) -> float:
+        """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
+        deadline = self._rendezvous.next_deadline()
+        return seconds if deadline is None else max(0.0, min(seconds, deadline - self._now()))
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        for peer, message in answers:
+            assert isinstance(peer, bytes)
+            self._send(peer, message)

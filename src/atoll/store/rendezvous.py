@@ -1,0 +1,285 @@
+"""How the workers of a ring meet: who is in it, and the keys by which its members find one another.
+
+The keys are c10d's Store (torch.distributed.Store), operation by operation. Each ring has keys of its own, so
+that a ring that is made again meets nothing of the one before; they go when the last member has.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from atoll.core.errors import UserError
+from atoll.wire.messages import Gather, Gathered, StoreAnswer, StoreCall
+
+Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
+Answer: TypeAlias = tuple[Peer, "Gathered | StoreAnswer"]
+
+KEYS = 2**18  # the most, of all rings together
+TOTAL_BYTES = 2**28  # of all keys and values together
+VALUE_BYTES = 2**20  # of one value, however it grew
+WAITERS = 2**14  # the most calls that wait at a time
+_LARGEST = 2**63  # an int64 is below
+_REMEMBERED = 64  # answers of each worker's that may have to be given again
+
+# How many keys and values each operation wants; None: any number of keys.
+_SHAPES: dict[str, tuple[int | None, int]] = {
+    "set": (1, 1),
+    "get": (1, 0),
+    "wait": (None, 0),
+    "check": (None, 0),
+    "add": (1, 0),
+    "append": (1, 1),
+    "compare_set": (1, 2),  # values: expected, desired
+    "delete": (1, 0),
+    "num_keys": (0, 0),
+}
+
+
+@dataclass
+class _Comer:
+    """A rank that waits for the others."""
+
+    peer: Peer
+    gather: Gather
+    until: float
+
+
+@dataclass
+class _Ring:
+    members: dict[int, int]  # incarnation -> the number of its wish
+    keys: dict[str, bytes] = field(default_factory=dict)
+    waiters: dict[str, list[_Waiter]] = field(default_factory=dict)  # by a key that is not there
+
+
+@dataclass(eq=False)
+class _Waiter:
+    peer: Peer
+    call: StoreCall
+    missing: set[str]
+    done: bool = False
+
+
+class Rendezvous:
+    """The rings of a run, each of which is of all its `workers`. Times are in the caller's seconds.
+
+    What is given back are answers, each with the peer that it is for: a set may answer others' waits too.
+    """
+
+    def __init__(
+        self, workers: int, *, keys: int = KEYS, total_bytes: int = TOTAL_BYTES, waiters: int = WAITERS
+    ) -> None:
+        self.formed = 0  # rings: the number of the latest
+        self.bytes_held = 0  # of keys and values
+        self.keys_held = 0
+        self.waiting = 0  # calls
+        self._workers = workers
+        self._most_keys, self._most_bytes, self._most_waiters = keys, total_bytes, waiters
+        self._comers: dict[int, _Comer] = {}  # by rank
+        self._rings: dict[int, _Ring] = {}
+        self._ring_of: dict[int, int] = {}  # incarnation -> the latest ring that it is in
+        self._deadlines: list[tuple[float, int, _Waiter]] = []  # a heap; the number only breaks ties
+        self._ties = itertools.count()
+        self._counted: dict[int, dict[int, int]] = {}  # incarnation -> call -> what it gave, of the latest
+
+    # -- who is in the ring -------------------------------------------------------------------------------
+
+    def handle_gather(self, now: float, peer: Peer, rank: int, gather: Gather) -> list[Answer]:
+        """A worker that is there wants to form the ring; it is formed when all ranks want it. Raises
+        UserError for a rank that is in no ring of this run."""
+        if rank >= self._workers:
+            raise UserError(f"worker {rank} is in no ring: the run's are of {self._workers} workers, from 0")
+        ring = self._ring_of.get(gather.incarnation)
+        if ring is not None and self._rings[ring].members[gather.incarnation] == gather.number:
+            return [(peer, Gathered(group=ring))]  # it asks again, for the answer was lost
+        self._comers[rank] = _Comer(peer, gather, now + gather.seconds)
+        return self._form() if len(self._comers) == self._workers else []
+
+    def _form(self) -> list[Answer]:
+        self.formed += 1
+        comers = [self._comers[rank] for rank in sorted(self._comers)]
+        for comer in comers:
+            self._leave_ring(comer.gather.incarnation)
+            self._ring_of[comer.gather.incarnation] = self.formed
+        members = {comer.gather.incarnation: comer.gather.number for comer in comers}
+        self._rings[self.formed] = _Ring(members)
+        self._comers.clear()
+        return [(comer.peer, Gathered(group=self.formed)) for comer in comers]
+
+    def handle_left(self, incarnation: int) -> None:
+        """A worker said goodbye or died: it waits for nothing any more. With a ring's last member its keys
+        go."""
+        self._comers = {
+            rank: comer for rank, comer in self._comers.items() if comer.gather.incarnation != incarnation
+        }
+        self._counted.pop(incarnation, None)
+        self._leave_ring(incarnation)
+
+    def _leave_ring(self, incarnation: int) -> None:
+        number = self._ring_of.pop(incarnation, None)
+        if number is None:
+            return
+        ring = self._rings[number]
+        for waiter in {id(w): w for waiters in ring.waiters.values() for w in waiters}.values():
+            if waiter.call.incarnation == incarnation:
+                self._end(ring, waiter)
+        if number not in self._ring_of.values():
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        """A ring is given up: its keys go."""
+        ring = self._rings.pop(number)
+        self.keys_held -= len(ring.keys)
+        self.bytes_held -= sum(_size(key, value) for key, value in ring.keys.items())
+
+    # -- its keys -----------------------------------------------------------------------------------------
+
+    def handle_call(self, now: float, peer: Peer, call: StoreCall) -> list[Answer]:
+        """What a member asks of its ring's keys. Raises UserError, and changes nothing, for a ring that is
+        not the member's, for keys or values that the operation does not want, and beyond a bound."""
+        ring = self._rings.get(call.group)
+        if ring is None or call.incarnation not in ring.members:
+            raise UserError(f"ring {call.group} is not incarnation {call.incarnation}'s, or is no more")
+        keys, values = _SHAPES[call.operation]
+        if len(call.values) != values or (len(call.keys) != keys if keys is not None else not call.keys):
+            raise UserError(
+                f"{call.operation} of {len(call.keys)} keys and {len(call.values)} values: it takes "
+                f"{'some' if keys is None else keys} keys and {values} values"
+            )
+        if call.operation in ("get", "wait"):
+            return self._wait(now, peer, ring, call)
+        if call.operation == "check":
+            return [(peer, StoreAnswer(count=all(key in ring.keys for key in call.keys)))]
+        if call.operation == "num_keys":
+            return [(peer, StoreAnswer(count=len(ring.keys)))]
+        return self._change(peer, ring, call)
+
+    def _change(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+        key = call.keys[0]
+        if call.operation == "set":
+            return [(peer, StoreAnswer()), *self._put(ring, key, call.values[0])]
+        if call.operation == "compare_set":
+            return self._compare_set(peer, ring, call)
+        remembered = self._counted.setdefault(call.incarnation, {})
+        if call.number in remembered:  # it was sent twice, and counts once
+            return [(peer, StoreAnswer(count=remembered[call.number]))]
+        count, others = self._change_once(ring, call)
+        remembered[call.number] = count
+        if len(remembered) > _REMEMBERED:
+            del remembered[next(iter(remembered))]
+        return [(peer, StoreAnswer(count=count)), *others]
+
+    def _change_once(self, ring: _Ring, call: StoreCall) -> tuple[int, list[Answer]]:
+        """What does not come out the same when it is done again."""
+        key, there = call.keys[0], ring.keys.get(call.keys[0])
+        if call.operation == "delete":
+            if there is not None:
+                del ring.keys[key]
+                self.keys_held -= 1
+                self.bytes_held -= _size(key, there)
+            return int(there is not None), []
+        if call.operation == "append":
+            value = (there or b"") + call.values[0]
+            return len(value), self._put(ring, key, value)
+        total = _number(key, there) + call.amount
+        if abs(total) >= _LARGEST:
+            raise UserError(f"key {key!r}: a sum of {total} does not fit into 64 bits")
+        return total, self._put(ring, key, b"%d" % total)
+
+    def _compare_set(self, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+        """As TCPStore's: a key that is not there is set where "" was expected, else what was expected comes
+        back."""
+        key, (expected, desired) = call.keys[0], call.values
+        there = ring.keys.get(key)
+        if there == expected or (there is None and not expected):
+            return [(peer, StoreAnswer(value=desired)), *self._put(ring, key, desired)]
+        return [(peer, StoreAnswer(value=expected if there is None else there))]
+
+    def _put(self, ring: _Ring, key: str, value: bytes) -> list[Answer]:
+        there = ring.keys.get(key)
+        more_keys = there is None
+        more_bytes = _size(key, value) - (0 if there is None else _size(key, there))
+        if len(value) > VALUE_BYTES:
+            raise UserError(f"key {key!r}: {len(value)} bytes, where {VALUE_BYTES} are the most")
+        if self.keys_held + more_keys > self._most_keys:
+            raise UserError(f"key {key!r}: the hub keeps {self._most_keys} keys for rings, and no more")
+        if self.bytes_held + more_bytes > self._most_bytes:
+            raise UserError(
+                f"key {key!r}: with its {len(value)} bytes the hub would keep more than the "
+                f"{self._most_bytes} bytes that it has for rings"
+            )
+        ring.keys[key] = value
+        self.keys_held += more_keys
+        self.bytes_held += more_bytes
+        return self._wake(ring, key)
+
+    # -- waits --------------------------------------------------------------------------------------------
+
+    def _wait(self, now: float, peer: Peer, ring: _Ring, call: StoreCall) -> list[Answer]:
+        missing = {key for key in call.keys if key not in ring.keys}
+        if not missing:
+            return [(peer, _found(ring, call))]
+        if self.waiting >= self._most_waiters:
+            raise UserError(f"{self.waiting} calls wait for keys already, and no more may")
+        waiter = _Waiter(peer, call, missing)
+        for key in missing:
+            ring.waiters.setdefault(key, []).append(waiter)
+        self.waiting += 1
+        heapq.heappush(self._deadlines, (now + call.seconds, next(self._ties), waiter))
+        return []
+
+    def _wake(self, ring: _Ring, key: str) -> list[Answer]:
+        """A key has come: those who waited for it, and for nothing else any more, get their answers."""
+        answers: list[Answer] = []
+        for waiter in ring.waiters.pop(key, ()):
+            waiter.missing.discard(key)
+            if not waiter.missing:
+                self._end(ring, waiter)
+                answers.append((waiter.peer, _found(ring, waiter.call)))
+        return answers
+
+    def _end(self, ring: _Ring, waiter: _Waiter) -> None:
+        for key in waiter.missing:
+            ring.waiters[key].remove(waiter)
+            if not ring.waiters[key]:
+                del ring.waiters[key]
+        waiter.done = True
+        self.waiting -= 1
+
+    def poll(self, now: float) -> list[Answer]:
+        """The answers to those whose time is over: they are told what is missing."""
+        answers: list[Answer] = []
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].done):
+            waiter = heapq.heappop(self._deadlines)[2]
+            if not waiter.done:
+                self._end(self._rings[waiter.call.group], waiter)
+                answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
+        late = {rank for rank, comer in self._comers.items() if comer.until <= now}
+        missing = [rank for rank in range(self._workers) if rank not in self._comers]
+        for rank in sorted(late):
+            answers.append((self._comers.pop(rank).peer, Gathered(group=0, missing=missing)))
+        return answers
+
+    def next_deadline(self) -> float | None:
+        """When `poll` may next have answers."""
+        ends = [comer.until for comer in self._comers.values()]
+        ends += [until for until, _, _ in self._deadlines[:1]]
+        return min(ends, default=None)
+
+
+def _found(ring: _Ring, call: StoreCall) -> StoreAnswer:
+    return StoreAnswer(value=ring.keys[call.keys[0]] if call.operation == "get" else b"")
+
+
+def _number(key: str, value: bytes | None) -> int:
+    try:
+        return int(value or b"0")
+    except ValueError:
+        raise UserError(f"key {key!r} holds no whole number, so nothing can be added to it") from None
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key) + len(value)

@@ -1,0 +1,246 @@
+"""How a ring meets at the hub: c10d's Store, kept by the hub, and a worker's place in the ring."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.net.endpoint import Client
+from atoll.net.keys import Keys
+from atoll.net.requests import ask
+from atoll.net.route import own_address
+from atoll.train.hub_client import LIMIT, HubClient
+from atoll.train.place import Place
+from atoll.wire.messages import StoreAnswer, StoreCall, Welcome
+
+_LOOK_SECONDS = 0.01  # how often a new connection is looked at
+
+
+class HubLostError(RunError, dist.DistNetworkError):
+    """The hub is gone, or has given this worker up; for c10d, a store that cannot be reached."""
+
+
+class HubStore(Store):
+    """The keys of ring `group`, kept by the hub at `address`; `welcome` is what the hub gave to this worker.
+
+    It is as torch's TCPStore, but for queues and listings of keys, which no process group needs: `timeout`
+    (seconds; `set_timeout` changes it) is for how long `get` and `wait` wait for keys, and then they raise
+    torch.distributed.DistStoreError. A hub that is gone for as long as its own patience raises HubLostError.
+
+    c10d calls it from threads of its own: each call has a connection to itself, so none waits for another's.
+    Whoever gives it to a process group keeps this object for as long as the group lives: C++ does not.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, welcome: Welcome, group: int, timeout: float) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout))
+        self._address, self._keys, self._welcome, self._group = address, keys, welcome, group
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._idle: list[Client] = []
+        self._closed = False
+
+    # What c10d calls; those in camelCase are what its C++ side calls.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set `key`."""
+        self._call("set", [key], [_bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, once it is there."""
+        return self._wait("get", [key], self._seconds()).value
+
+    def add(self, key: str, value: int) -> int:
+        """Add to the number at `key`, which begins at 0; the new one."""
+        return self._call("add", [key], amount=value).count
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+        return not keys or bool(self._call("check", keys).count)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set `key` if it holds what is expected ("": if it is not there); what it then holds."""
+        values = [_bytes(expected_value), _bytes(desired_value)]
+        return self._call("compare_set", [key], values).value
+
+    def delete_key(self, key: str) -> bool:
+        """Delete `key`; whether it was there."""
+        return bool(self._call("delete", [key]).count)
+
+    def num_keys(self) -> int:
+        """How many keys the ring has."""
+        return self._call("num_keys").count
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all of them are there."""
+        if keys:
+            self._wait("wait", keys, self._seconds() if timeout is None else timeout.total_seconds())
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add `value` to the end of what `key` holds."""
+        self._call("append", [key], [_bytes(value)])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Their values, once they are there."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """Set them, one after the other."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether append, multi_get and multi_set work."""
+        return True
+
+    def clone(self) -> HubStore:
+        """For another thread, which needs none of its own."""
+        return self
+
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def close(self) -> None:
+        """Close the connections; calls raise from now on. Closing twice does no harm."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+    # The calls
+
+    def _seconds(self) -> float:
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout.total_seconds()
+
+    def _wait(self, operation: str, keys: list[str], seconds: float) -> StoreAnswer:
+        answer = self._call(operation, keys, seconds=max(0.0, seconds))
+        if answer.missing:
+            missing = ", ".join(map(repr, answer.missing[:8]))
+            more = f" and {len(answer.missing) - 8} more" if len(answer.missing) > 8 else ""
+            raise dist.DistStoreError(
+                f"timed out: worker {self._welcome.worker} waited {seconds:g} s for {missing}{more} in the "
+                f"store of ring {self._group} at the hub at {self._address}"
+            )
+        return answer
+
+    def _call(
+        self,
+        operation: str,
+        keys: Sequence[str] = (),
+        values: Sequence[bytes] = (),
+        amount: int = 0,
+        seconds: float = 0.0,
+    ) -> StoreAnswer:
+        call = StoreCall(
+            incarnation=self._welcome.incarnation,
+            group=self._group,
+            number=next(self._numbers),
+            operation=operation,  # type: ignore[arg-type]
+            keys=list(keys),
+            values=list(values),
+            amount=amount,
+            seconds=seconds,
+        )
+        link = self._take()
+        try:
+            answer = self._ask(link, call)
+        except BaseException:
+            link.close()  # its answer may come yet, and is nobody's
+            raise
+        self._give_back(link)
+        return answer
+
+    def _ask(self, link: Client, call: StoreCall) -> StoreAnswer:
+        """Ask until there is an answer, on a new connection where one is lost."""
+        began, patience = time.monotonic(), self._welcome.patience
+        while True:
+            self._connect(link)
+            left = max(0.0, began + call.seconds - time.monotonic())
+            what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
+            try:
+                again = msgspec.structs.replace(call, seconds=left)
+                return ask(link, again, StoreAnswer, left + patience, what)[0]
+            except PeerLostError:
+                if time.monotonic() > began + call.seconds + patience:
+                    raise self._lost("breaks every connection") from None
+            except DeadlineError:
+                raise self._lost(f"did not answer to {what} within {left + patience:.1f} s") from None
+
+    def _connect(self, link: Client) -> None:
+        """Return when the connection stands; a hub that cannot be reached for its own patience is gone."""
+        until = time.monotonic() + self._welcome.patience
+        while not link.connected:
+            link.check()
+            if time.monotonic() > until:
+                raise self._lost(f"cannot be reached for {self._welcome.patience:g} s: {link.trouble}")
+            link.receive(_LOOK_SECONDS)
+
+    def _lost(self, how: str) -> HubLostError:
+        return HubLostError(f"worker {self._welcome.worker}: the hub at {self._address} {how}")
+
+    def _take(self) -> Client:
+        with self._lock:
+            if self._closed:
+                raise self._lost("was left: the session is closed")
+            if self._idle:
+                return self._idle.pop()
+        return Client(self._address, self._keys, limit=LIMIT, name="hub")
+
+    def _give_back(self, link: Client) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+class HubRing:
+    """This worker's part in a ring that meets at a hub: its place, and its signs of life.
+
+    The hub is needed for meeting, and not for training: a ring that stands goes on without it.
+    """
+
+    def __init__(self, hub: HubClient, address: str, keys: Keys | None, timeout: float) -> None:
+        """`hub` has joined; waits up to `timeout` seconds for all others. Raises DeadlineError with those
+        who are missing."""
+        assert hub.welcome is not None
+        self.hub, self.welcome, self._address = hub, hub.welcome, address
+        self._store = HubStore(address, keys, self.welcome, hub.gather(), timeout)
+        self.place = Place(
+            rank=self.welcome.worker,
+            world=self.welcome.workers,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            store=self._store if self.welcome.workers > 1 else None,
+            store_lasts=True,
+            host=own_address(address),
+        )
+
+    def describe(self) -> str:
+        """Why the place is the hub's to give, in a few words."""
+        before = "; torchrun's RANK and WORLD_SIZE do not count" if "WORLD_SIZE" in os.environ else ""
+        return f"ATOLL_HUB is {self._address}{before}"
+
+    def stepped(self, iteration: int) -> None:
+        """Note how far this worker is, for the hub to know."""
+        self.hub.iteration = iteration
+
+    def close(self) -> None:
+        """Leave the run in good order."""
+        self._store.close()
+        self.hub.goodbye()
+        self.hub.close()
