@@ -461,7 +461,7 @@ def test_a_hub_that_stood_still_buries_nobody() -> None:
     ("options", "said"),
     [
         ({"workers": 0}, "0 workers"),
-        ({"shards": 0}, "0 shards"),
+        ({"shards": -1}, "-1 shards"),
         ({"patience": 0.1}, "more than two heartbeats"),
         ({"listen": "somewhere"}, "no address"),
         ({"listen": "tcp://0.0.0.0:0"}, "a key file is needed"),

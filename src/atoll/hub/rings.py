@@ -8,7 +8,7 @@ from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.store.members import Membership
 from atoll.store.rendezvous import Answer, Rendezvous
-from atoll.wire.messages import AnyMessage, Gather, StoreCall
+from atoll.wire.messages import AnyMessage, Gather, Silences, StoreCall, WhoIsSilent
 
 
 class Rings:
@@ -30,16 +30,18 @@ class Rings:
         self._now, self._send, self._refuse = now, send, refuse
         self._rendezvous = Rendezvous(members.workers)
 
-    def handle(self, peer: bytes, message: Gather | StoreCall) -> None:
-        """A worker's wish to form a ring, or its call of the ring's store."""
+    def handle(self, peer: bytes, message: Gather | StoreCall | WhoIsSilent) -> None:
+        """A worker's wish to form a ring, its call of the ring's store, or its question after the others."""
         rank = self._members.rank_of(message.incarnation)
         try:
             if rank is None:
                 raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
             if isinstance(message, StoreCall):
                 self._answer(self._rendezvous.handle_call(self._now(), peer, message))
-            else:
+            elif isinstance(message, Gather):
                 self._gather(peer, rank, message)
+            else:
+                self._send(peer, Silences(seconds=self._members.silences(self._now())))
         except UserError as error:
             self._refuse(peer, str(error), type(message).__name__)
 

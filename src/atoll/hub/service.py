@@ -34,6 +34,7 @@ from atoll.wire.messages import (
     Used,
     Welcome,
     WhereAreShards,
+    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -143,7 +144,7 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
-        elif isinstance(message, (Gather, StoreCall)):
+        elif isinstance(message, (Gather, StoreCall, WhoIsSilent)):
             self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)

@@ -151,6 +151,11 @@ class Membership:
         """How many iterations each has committed, by its last heartbeat."""
         return {rank: member.iteration for rank, member in sorted(self._workers.items())}
 
+    def silences(self, now: float) -> list[float]:
+        """For how many seconds each rank below `workers` was not heard; -1 where nobody has it."""
+        there = {rank: now - member.heard for rank, member in self._workers.items()}
+        return [there.get(rank, -1.0) for rank in range(self.workers)]
+
     def rank_of(self, incarnation: int) -> int | None:
         """The rank of a worker that is there."""
         return next((r for r, member in self._workers.items() if member.incarnation == incarnation), None)

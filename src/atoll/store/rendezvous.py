@@ -152,7 +152,7 @@ class Rendezvous:
         if call.operation in ("get", "wait"):
             return self._wait(now, peer, ring, call)
         if call.operation == "check":
-            return [(peer, StoreAnswer(count=all(key in ring.keys for key in call.keys)))]
+            return [(peer, StoreAnswer(count=int(all(key in ring.keys for key in call.keys))))]
         if call.operation == "num_keys":
             return [(peer, StoreAnswer(count=len(ring.keys)))]
         return self._change(peer, ring, call)

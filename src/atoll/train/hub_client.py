@@ -23,8 +23,10 @@ from atoll.wire.messages import (
     Leased,
     Refused,
     Shards,
+    Silences,
     Welcome,
     WhereAreShards,
+    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -90,6 +92,12 @@ class HubClient:
                 f"of {world} workers are there"
             )
         return ring.group
+
+    def silences(self) -> list[float]:
+        """For how many seconds the hub has heard nothing of each rank; -1 where nobody has it."""
+        assert self.welcome is not None
+        question = WhoIsSilent(incarnation=self._incarnation)
+        return self._ask(question, Silences, "who is silent", self.welcome.patience).seconds
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
         """Up to `count` positions of an epoch of `length` samples.

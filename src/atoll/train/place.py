@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,15 +21,16 @@ _joins = itertools.count()
 class Place:
     """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all.
 
-    `store_lasts`: it does not go with any worker. `host` is the IP address by which the others reach this
-    worker; empty: c10d finds one itself.
+    `silent` gives the ranks that give no sign of life, and may take some seconds; None where nobody knows,
+    and where the store may go with a worker. `host` is the IP address by which the others reach this worker;
+    empty: c10d finds one itself.
     """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     store: Store | None = None
-    store_lasts: bool = False
+    silent: Callable[[], list[int]] | None = None
     host: str = ""
 
     @staticmethod

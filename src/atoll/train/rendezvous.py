@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -13,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import ask
@@ -226,7 +227,7 @@ class HubRing:
             world=self.welcome.workers,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             store=self._store if self.welcome.workers > 1 else None,
-            store_lasts=True,
+            silent=self._silent,
             host=own_address(address),
         )
 
@@ -234,6 +235,19 @@ class HubRing:
         """Why the place is the hub's to give, in a few words."""
         before = "; torchrun's RANK and WORLD_SIZE do not count" if "WORLD_SIZE" in os.environ else ""
         return f"ATOLL_HUB is {self._address}{before}"
+
+    def _silent(self) -> list[int]:
+        """The ranks of which the hub has not heard for two heartbeats; none where it cannot be asked."""
+        heartbeat = self.welcome.heartbeat
+        until = time.monotonic() + 3 * heartbeat
+        with contextlib.suppress(AtollError):
+            while True:
+                silences = self.hub.silences()
+                silent = [rank for rank, span in enumerate(silences) if span > 2 * heartbeat or span < 0]
+                if silent or time.monotonic() > until:
+                    return silent
+                time.sleep(heartbeat / 4)
+        return []
 
     def stepped(self, iteration: int) -> None:
         """Note how far this worker is, for the hub to know."""
