@@ -363,6 +363,25 @@ def test_sessions_one_after_another_each_have_a_ring_of_their_own(pool: WorkerPo
     assert told(tmp_path, "ring") == [f"ring {number} of 2 workers" for number in (1, 2, 3)]
 
 
+def goes_on(_place: Place, address: str, folder: Path) -> list[Tensor]:
+    """Wait, once the ring stands, until the hub is gone; then train."""
+    with served_worker(address, ANY), atoll.join(ring_config()) as session:
+        session.barrier()
+        (folder / f"stands-{session.rank}").touch()
+        wait_for((folder / "hub is gone").exists, "the hub's end")
+        return train(session, 2)
+
+
+def test_a_ring_that_stands_goes_on_without_its_hub(pool: WorkerPool, tmp_path: Path) -> None:
+    with hub_of(2, patience=0.5) as served:
+        pool.submit(goes_on, served.address, tmp_path, world=2)
+        wait_for(lambda: all((tmp_path / f"stands-{rank}").exists() for rank in range(2)), "the ring")
+        served.stop()
+        (tmp_path / "hub is gone").touch()
+        first, second = pool.collect()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
 def test_a_ring_of_one_is_alone_and_known_to_the_hub(tmp_path: Path) -> None:
     with hub_of(1, folder=tmp_path) as served:
         with served_worker(served.address, ANY), atoll.join(ring_config()) as session:

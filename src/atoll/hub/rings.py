@@ -14,8 +14,8 @@ from atoll.wire.messages import AnyMessage, Gather, Silences, StoreCall, WhoIsSi
 class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
 
-    A call says by its incarnation whose it is, and comes over a connection of its own: the one that said
-    Hello is its worker's other thread's. Who has the run's keys is trusted with that.
+    A call says by its incarnation whose it is, since it comes over another connection than the worker's
+    Hello: whoever was let in, by the run's keys, is trusted with that.
     """
 
     def __init__(
