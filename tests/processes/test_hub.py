@@ -46,8 +46,9 @@ from atoll.wire.messages import (
     encode,
 )
 
-DEADLINE = 30.0
-PATIENCE, HEARTBEAT = 1.5, 0.1
+DEADLINE = 60.0
+# Tests of deaths last as long as the patience; on a busy machine a thread may stand still for a second.
+PATIENCE, HEARTBEAT = 3.0, 0.1
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
@@ -280,10 +281,13 @@ def test_a_worker_that_computes_for_long_lives(folder: Path) -> None:
     with hub_of(folder) as service, client(service) as one:
         one.join()
         one.iteration = 7
-        time.sleep(PATIENCE * 2)
+        silent = client(service)
+        silent.join()
+        silent.close()  # without a goodbye: its death tells that the hub's patience has passed for both
+        (died,) = wait_for(lambda: service.decisions("worker died"), "the death of the one that is silent")
+        assert died.choice.startswith("worker 1,")
         one.check()
         assert one.lease(0, 0, 10, 4).stop == 4
-        assert service.decisions("worker died") == []
 
 
 def test_a_rank_is_given_again_after_its_workers_death(folder: Path) -> None:
@@ -431,18 +435,17 @@ class Forwarder:
 
 
 def test_a_hub_that_is_not_there(folder: Path) -> None:
-    with hub_of(folder) as service:
-        address = service.address
-    with (
-        HubClient(address, None, timeout=0.5) as nobody,
-        pytest.raises(DeadlineError, match="nothing listens"),
-    ):
-        nobody.join()
+    # Nobody is given port 1; that of a hub that has ended may be another process's by now.
+    with HubClient("tcp://127.0.0.1:1", None, timeout=0.5) as nobody:
+        wait_for(lambda: nobody._client.trouble == "nothing listens there", "the port's answer")
+        with pytest.raises(DeadlineError, match="nothing listens"):
+            nobody.join()
 
 
 def test_shards_that_do_not_come(folder: Path) -> None:
-    with hub_of(folder, shards=2) as service, client(service, timeout=0.5) as one:
+    with hub_of(folder, shards=2) as service, client(service) as one:
         one.join()
+        one._timeout = 0.5  # joining may take longer
         with pytest.raises(DeadlineError, match="the shards' addresses"):
             one.shards()
 
@@ -548,13 +551,11 @@ def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.key"
     write_keys(other, make_keys())
     with hub_command(folder, "--listen", "tcp://127.0.0.1:0", "--key-file", str(file)) as (_, address):
-        begun = time.monotonic()
         for options, what in ((["--key-file", str(other)], "refuses this key"), ([], "wants a key")):
             status, _, err = ended(start("server", "--hub", address, "--shard", "0", *options))
             assert status == 2, err
             assert err.strip().splitlines() == [err.strip()]
             assert what in err
-        assert time.monotonic() - begun < DEADLINE
 
 
 @pytest.mark.parametrize(
@@ -568,7 +569,7 @@ def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
         (["server", "--shard", "0", "--hub", "x"], "no address"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:1"], "own"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--optimizer", "Lion"], "module:Class"),
-        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "1s"], "nothing listens"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "3s"], "nothing listens"),
     ],
 )
 def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: str) -> None:
@@ -581,6 +582,7 @@ def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: s
 
 # -- data ---------------------------------------------------------------------------------------------------
 
+# With "dies": it stops after an epoch, with a batch in hand, and lives on until it is killed.
 WORKER = """
 import itertools, sys, time
 from atoll.net.endpoint import Client
@@ -590,24 +592,27 @@ from atoll.train.leased_sampler import LeasedSampler
 from atoll.wire.messages import VERSION, Commit, Committed, Hello, Welcome
 
 address, seconds, epochs, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-with HubClient(address, None, timeout=30) as hub:
+dies = "dies" in sys.argv
+with HubClient(address, None, timeout=60) as hub:
     me = hub.join()
     (shard,) = hub.shards()
     log = Client(shard, None, limit=2**20, name="shard 0")
     hello = Hello(version=VERSION, run=me.run, role="worker", worker=me.worker, incarnation=me.incarnation)
-    ask(log, hello, Welcome, 30, "a welcome")
+    ask(log, hello, Welcome, 60, "a welcome")
     sampler = LeasedSampler(length, lease=hub.lease, wait=4 * me.patience)
-    print(me.worker, flush=True)
     iteration = 0
     for epoch in range(epochs):
         indices = iter(sampler)
         while batch := list(itertools.islice(indices, 4)):
             time.sleep(seconds)
+            if dies and epoch:
+                print(me.worker, len(batch), flush=True)
+                sys.stdin.read()
             sampler.consumed += len(batch)
             commit = Commit(
                 incarnation=me.incarnation, iteration=iteration, weight=len(batch), used=sampler.used()
             )
-            ask(log, commit, Committed, 30, "a commit")
+            ask(log, commit, Committed, 60, "a commit")
             iteration += 1
             hub.iteration = iteration
     log.close()
@@ -616,24 +621,26 @@ with HubClient(address, None, timeout=30) as hub:
 
 def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Path) -> None:
     epochs, length = 3, 302
-    with hub_of(folder, workers=3, patience=3.0) as service:
+    with hub_of(folder, workers=3, patience=5.0) as service:
         log = FakeLog(service.address)
         workers = [
             subprocess.Popen(
-                [sys.executable, "-c", WORKER, service.address, str(seconds), str(epochs), str(length)],
+                [sys.executable, "-c", WORKER, service.address, seconds, str(epochs), str(length), *more],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            for seconds in (0.04, 0.04, 0.01)
+            for seconds, *more in (("0.04", "dies"), ("0.04",), ("0.01",))
         ]
         try:
-            killed = int(workers[0].stdout.readline())  # type: ignore[union-attr]  # its rank
-            wait_for(lambda: log.by(killed)[1], "the one to die in the second epoch", 120.0)
+            told = workers[0].stdout.readline()  # type: ignore[union-attr]
+            assert told, workers[0].communicate()
+            killed, held = map(int, told.split())  # its rank, and the samples of its batch
             workers[0].kill()
             for worker in workers[1:]:
-                _, said = worker.communicate(timeout=60.0)
+                _, said = worker.communicate(timeout=2 * DEADLINE)
                 assert worker.returncode == 0, said
         finally:
             for worker in workers:
@@ -641,9 +648,10 @@ def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Pat
                 worker.communicate(timeout=DEADLINE)
         for epoch in range(epochs):
             assert log.counts(epoch) == Counter(range(length))
-        assert len(service.decisions("worker died")) == 1
-        assert " 0 samples" not in service.decisions("fenced")[0].reason  # it held some
-        assert log.by(killed)[2] == 0
+        (died,) = service.decisions("worker died")
+        (fenced,) = [each for each in service.decisions("fenced") if each.choice == died.choice]
+        assert int(fenced.reason.split("; ")[1].split()[0]) >= held
+        assert log.by(killed)[1] == log.by(killed)[2] == 0
         over = [decision for decision in service.decisions() if decision.choice == "over"]
         assert [decision.what for decision in over] == [f"epoch {e} of sampler 0" for e in range(epochs)]
         log.close()
@@ -653,11 +661,13 @@ def test_leases_are_quick(folder: Path) -> None:
     """Many batches a second ask for leases: one takes far less than a step."""
     with hub_of(folder) as service, client(service) as one:
         one.join()
-        begun = time.monotonic()
+        times = []
         for _ in range(200):
+            begun = time.monotonic()
             one.lease(0, 0, 10**6, 64)
-        each = (time.monotonic() - begun) / 200
-        assert each < 0.05, f"{each * 1000:.2f} ms"
+            times.append(time.monotonic() - begun)
+        usual = sorted(times)[len(times) // 2]  # other work on the machine delays some of them
+        assert usual < 0.05, f"{usual * 1000:.2f} ms"
 
 
 def test_shards_message_of_the_most_shards_fits() -> None:
