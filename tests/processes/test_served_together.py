@@ -25,7 +25,7 @@ def config(consistency: str, **sync: Any) -> Config:
     return Config(
         run=Run(strategy="server"),
         chunks=Chunks(size="1KiB"),
-        sync=Sync(consistency=consistency, timeout="30s", **sync),  # type: ignore[arg-type]
+        sync=Sync(consistency=consistency, timeout="60s", **sync),  # type: ignore[arg-type]
     )
 
 
@@ -203,7 +203,7 @@ def test_the_others_go_on_and_save_without_worker_0(pool: WorkerPool, tmp_path: 
 def comes_alone(place: Place, address: str) -> None:
     with served_worker(address, place.rank):
         atoll.join(
-            Config(run=Run(strategy="server"), sync=Sync(timeout="2s")),
+            Config(run=Run(strategy="server"), sync=Sync(timeout="5s")),  # the shards are there: time enough
         )
 
 
