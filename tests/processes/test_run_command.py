@@ -66,6 +66,24 @@ def test_a_whole_run(command: Command) -> None:
     assert len(list((run / "tensorboard").iterdir())) == 1
 
 
+SERVED_RUN = {
+    "ATOLL_HUB": "tcp://127.0.0.1:1",
+    "ATOLL_KEY_FILE": "no.key",
+    "ATOLL_RUN": "r",
+    "ATOLL_RANK": "7",
+}
+
+
+def test_a_served_run_that_the_shell_takes_part_in_is_no_business_of_a_ring(command: Command) -> None:
+    """With ATOLL_HUB alone a worker would join that run (docs/several-machines.md)."""
+    code, out, err = command.run(
+        PREAMBLE + f"print([name for name in {list(SERVED_RUN)} if name in os.environ])\n",
+        environment=SERVED_RUN,
+    )
+    assert code == 0, err
+    assert out == "[]\n"
+
+
 def test_the_first_traceback_whole_and_once(command: Command) -> None:
     code, out, err = command.run(
         PREAMBLE

@@ -706,9 +706,10 @@ def test_a_parameter_that_the_script_writes_is_named(consistency: str, lazy: boo
         assert "session.load" in one_line(str(caught.value))
 
 
-def test_with_lazy_parameters_a_method_in_place_of_the_model_is_told_so() -> None:
+@pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
+def test_with_lazy_parameters_a_method_in_place_of_the_model_is_told_so(consistency: str) -> None:
     model, optimizer = make()
-    with ServedRun(1) as served, joined(served.address, 0, lazy=True) as session:
+    with ServedRun(1) as served, joined(served.address, 0, consistency, lazy=True) as session:
         session.prepare(model, optimizer)
         for step in range(2):
             loss = model.forward(share(0, step)).square().mean()

@@ -55,7 +55,8 @@ class ServedLaunch:
         where = folder / "hub.address"
         where.unlink(missing_ok=True)
         common = ["--run", self._directory.path.name, "--directory", str(folder)]
-        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *common])
+        patience = ["--patience", f"{self._config.patience_seconds:g}"]
+        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
         address = self._address_in(where)
         for shard in range(shards):

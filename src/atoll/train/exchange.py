@@ -407,9 +407,17 @@ class AsyncExchange(Exchange):
             for bound in chunks
         }
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        # A backward whose forward was not called is seen by its gradients alone: see `_check_forward`.
+        watched = [parameter for bound in chunks if lazy for parameter in bound.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _: calls.arm())  # type: ignore[no-untyped-call]
+            for parameter in watched
+        ]
         connection.shards.on(Committed, lambda *_: None)
 
     def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         super().close()
         self._outgoing.clear()
 
