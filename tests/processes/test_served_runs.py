@@ -168,6 +168,18 @@ def test_another_run_that_the_shell_takes_part_in_does_not_disturb(command: Comm
     assert out == "0 run 0 None\n"
 
 
+def test_a_worker_that_is_killed_before_the_run_begins_ends_it_at_once(command: Command) -> None:
+    """The others would wait for one in its place, up to `sync.timeout`, and nobody will start one."""
+    dies = "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    process = served(command, dies + STEADY, "timeout = '1h'", workers=2)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1, err
+    last = err.splitlines()[-1]
+    assert last.startswith("atoll: worker 1 was killed by SIGKILL before the run began")
+    assert "the others go on" not in err
+    assert command.alive() == []
+
+
 def test_strategy_server_by_hand_needs_a_hub(tmp_path: Path) -> None:
     """The script on its own, and with a hub's address at which nobody listens."""
     (tmp_path / "train.py").write_text("import atoll\natoll.join()\n")

@@ -17,6 +17,7 @@ from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
+from atoll.train.service import Service
 
 SAMPLES = 60
 
@@ -198,6 +199,24 @@ def test_the_others_go_on_and_save_without_worker_0(pool: WorkerPool, tmp_path: 
     assert not served.failures
     assert seen == [(False, []), (True, [1, 2]), (False, [1, 2])]
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def trains_a_little(place: Place, address: str) -> tuple[int, list[int]]:
+    with served_worker(address, place.rank), atoll.join(config("bsp")) as session:
+        model, optimizer = session.prepare(*make())
+        loss_of(model).backward()
+        optimizer.step()
+        return session.world, session.gather(session.rank)
+
+
+def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(pool: WorkerPool) -> None:
+    with ServedRun(2, patience=3.0) as served:
+        with served_worker(served.address, 1):
+            dies = Service(config("bsp"))  # it is known at the shards, and alone there
+        dies.hub.close()  # without a goodbye
+        dies.shards.close()
+        assert pool.run(trains_a_little, served.address, world=2) == [(2, [0, 1]), (2, [0, 1])]
+    assert not served.failures
 
 
 def comes_alone(place: Place, address: str) -> None:

@@ -260,6 +260,56 @@ def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:
     run.iterate(3)
 
 
+def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew() -> None:
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 2)
+    hub, one = Peer(cluster.addresses), Worker(cluster.addresses, 0, model)
+    peers = [hub, one]
+    try:
+        hub.send(0, m.Hello(version=m.VERSION, run="test", role="hub"))
+        hub.expect(0, m.Welcome)
+        hub.send(0, m.Fence(worker=0, incarnation=1))
+        hub.expect(0, m.Fenced)
+        two = Worker(cluster.addresses, 1, model)
+        peers.append(two)
+        two.send(0, m.Meet(incarnation=2, number=0, what="start"), b"two")
+        two.send(0, m.WhoIsMissing())
+        (line,) = two.expect(0, m.Missing)[0].lines
+        assert line.startswith("1 of 2 workers, to join (of those who came, worker 0 died or left")
+        assert not two.come[0][m.Met]
+        anew = Worker(cluster.addresses, 0, model, 3)
+        peers.append(anew)
+        anew.send(0, m.Meet(incarnation=3, number=0, what="start"), b"one")
+        for worker in (anew, two):
+            assert worker.expect(0, m.Met)[0].workers == [0, 1]
+    finally:
+        for peer in peers:
+            peer.close()
+        cluster.close()
+    assert not cluster.errors
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_checkpoint_is_loaded_by_those_who_are_left(start: Callable[..., Run], consistency: str) -> None:
+    """A Setup begins the log anew, and the dead are not waited for again."""
+    run = start(2, 3, consistency=consistency)
+    hub, (one, two, _three) = run.hub(), run.workers
+    hub.send(0, m.Fence(worker=2, incarnation=3))
+    hub.expect(0, m.Fenced)
+    two.ready("loaded", wait=False)
+    one.set_up(3, digest="loaded", consistency=consistency)
+    one.ready("loaded")
+    for shard in range(2):
+        two.expect(shard, m.Ready)
+    run.workers = [one, two]
+    if consistency == "bsp":
+        run.iterate(0)
+    else:
+        one.push(0, gradients(1))
+        one.commit(0, hyperparameters=run.model.hyperparameters())
+        one.ask(1)
+        one.parameters(1)
+
+
 def test_what_is_sent_twice_counts_once(start: Callable[..., Run]) -> None:
     run = start(1, 1)
     (worker,) = run.workers
