@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from atoll.hub.service import Clock
 from atoll.net.endpoint import Client, Server
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.requests import RefusedError, ask
+from atoll.train import hub_client as hub_client_module
 from atoll.train.hub_client import HubClient
 from atoll.wire.messages import (
     VERSION,
@@ -183,7 +185,8 @@ def hub_of(folder: Path, **options: Any) -> Iterator[Service]:
 
 
 def client(service: Service, **options: Any) -> HubClient:
-    return HubClient(service.address, None, timeout=options.pop("timeout", DEADLINE), **options)
+    options = {"address": service.address, "keys": None, "timeout": DEADLINE, **options}
+    return HubClient(**options)
 
 
 def asked(link: Client, message: Any, expected: Any) -> Any:
@@ -399,20 +402,71 @@ def _try(call: Callable[[], Any]) -> Any:
         return None
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Its connection is lost, and no other is let in; or it stands still with the connection open."""
+    monkeypatch.setattr(hub_client_module, "SILENCE", 0.3)
+    told: list[str] = []
+    with hub_of(folder, patience=600.0, heartbeat=0.1) as service:
+        door = Forwarder(service.address)
+        with client(service, address=door.address, tell=told.append, meanwhile="on") as one:
+            one.join()
+            assert one.lease(0, 0, 100, 10).stop == 10
+            door.stand_still()
+            if gone:
+                door.hang_up()
+            found: list[Leased] = []
+            asking = threading.Thread(target=lambda: found.append(one.lease(0, 0, 100, 10)), daemon=True)
+            asking.start()
+            wait_for(lambda: told, "word of it")
+            assert re.fullmatch(
+                rf"the hub at {door.address} has not answered for \d+\.\d s( \(.*\))?; on", told[0]
+            )
+            assert asking.is_alive()
+            door.go_on()
+            asking.join(DEADLINE)
+            assert found[0].start in (10, 20)  # the first answer may be lost
+            wait_for(lambda: len(told) > 1, "word that it is back")
+        door.close()
+    assert told[1:] == [f"the hub at {door.address} answers again"]
+
+
+def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Path) -> None:
+    with hub_of(folder) as service:
+        one = client(service)
+        one.join()
+        one.lease(0, 3, 30, 20)
+    wait_for(lambda: not one._client.connected, "the end of the connection")
+    one._timeout = 1.0
+    with pytest.raises(DeadlineError) as caught:
+        one.lease(0, 3, 30, 20)
+    assert re.fullmatch(
+        rf"waited 1\.0 s for hub at {service.address} on samples of epoch 3 "
+        r"\(deadline sync\.timeout, 1 s; (the connection was lost|nothing listens there)\)",
+        str(caught.value),
+    )
+    one.close()
+
+
 class Forwarder:
-    """A port that passes bytes on, and can cut what it passes."""
+    """A port that passes bytes on, and can cut what it passes, or stand still."""
 
     def __init__(self, address: str) -> None:
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._links: list[socket.socket] = []
+        self._open = threading.Event()
+        self._open.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._open.wait()
                 far = socket.create_connection(self._target)
                 self._links += [near, far]
                 for source, sink in ((near, far), (far, near)):
@@ -421,7 +475,14 @@ class Forwarder:
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                self._open.wait()
                 sink.sendall(data)
+
+    def stand_still(self) -> None:
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
 
     def hang_up(self) -> None:
         links, self._links = self._links, []

@@ -22,10 +22,18 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
-from atoll.core.errors import AtollError, NonFiniteGradientError, PeerLostError, PrepareError, UserError
+from atoll.core.errors import (
+    AtollError,
+    DeadlineError,
+    NonFiniteGradientError,
+    PeerLostError,
+    PrepareError,
+    UserError,
+)
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
+from atoll.train import hub_client
 from atoll.train.exchange import Exchange
 from atoll.train.place import Place
 from atoll.train.session import Session
@@ -795,6 +803,47 @@ def test_shards_that_end_are_named_at_once() -> None:
     assert time.monotonic() - began < AT_ONCE
     # Both end; which of them is seen first is chance.
     assert re.search(r"worker 0 lost shard [01] at tcp://127\.0\.0\.1:\d+: ", one_line(str(caught.value)))
+
+
+def test_without_its_hub_training_goes_on_while_leases_last_and_both_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "SILENCE", 1.0)
+    model, optimizer = make()
+    chosen = Config(
+        run=Run(strategy="server", directory=str(tmp_path / "run")),
+        chunks=CHUNKS,
+        sync=Sync(consistency="asp", timeout="5s"),
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(200, 5, dtype=torch.float64))
+    journal, trained = tmp_path / "run" / "workers" / "0.jsonl", 0
+    with (  # noqa: PT012
+        ServedRun(1, shards=2) as served,
+        served_worker(served.address, 0),
+        pytest.raises(DeadlineError) as caught,
+        atoll.join(chosen) as session,
+    ):
+        session.prepare(model, optimizer)
+        sampler = session.sampler(data, seed=0)
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+            trained += 1
+            if trained == 2:
+                served.stop_hub()
+                wait_for(lambda: "warned" in journal.read_text(), "word that the hub is gone")
+    assert trained > 2
+    waited = rf"waited 5\.0 s for hub at {served.address} on samples of epoch 0 "
+    waited += r"\(deadline sync\.timeout, 5 s; (the connection was lost|nothing listens there)\)"
+    assert re.fullmatch(waited, one_line(str(caught.value)))
+    said = rf"worker 0: the hub at {served.address} has not answered for \d+\.\d s \(.*\); "
+    said += "training goes on while leased samples last"
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    (warned,) = [event for event in events if event["event"] == "warned"]
+    assert re.fullmatch(said, warned["message"])
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("atoll: ")]
+    assert re.fullmatch(f"atoll: {said}", line)
 
 
 def test_a_run_with_keys_takes_whoever_has_them_and_nobody_else(tmp_path: Path) -> None:

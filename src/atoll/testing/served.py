@@ -51,7 +51,7 @@ class ServedRun:
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
         self.failures: list[BaseException] = []
-        self._stop = threading.Event()
+        self._stop, self._stop_hub = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ServedRun:
@@ -72,7 +72,7 @@ class ServedRun:
                 self._folder,
                 self._patience,
                 self._heartbeat,
-                until=self._stop.is_set,
+                until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
             ),
         )
@@ -123,6 +123,11 @@ class ServedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def stop_hub(self) -> None:
+        """End the hub alone, as if its machine were gone."""
+        self._stop_hub.set()
+        self._threads[0].join(STOP_SECONDS)
 
     def stop(self) -> None:
         """End hub and shards, as if their machine were gone."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
@@ -14,6 +16,8 @@ from atoll.train.place import Place
 from atoll.train.shards import Shards
 from atoll.wire.messages import Used
 
+_WITHOUT_HUB = "training goes on while leased samples last"
+_WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
 _LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 
@@ -29,7 +33,15 @@ class Service:
             )
         keys = _keys()
         run = os.environ.get(RUN_VARIABLE, "")
-        self.hub = HubClient(address, keys, run=run, timeout=config.timeout_seconds)
+        self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
+        self.hub = HubClient(
+            address,
+            keys,
+            run=run,
+            timeout=config.timeout_seconds,
+            tell=self._tell,
+            meanwhile=_WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB,
+        )
         try:
             self.welcome = self.hub.join(int(os.environ.get(RANK_VARIABLE, "-1")))
             self.shards = Shards(
@@ -76,11 +88,21 @@ class Service:
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 
+    def _tell(self, line: str) -> None:
+        """Something about the hub; on the thread of the heartbeats."""
+        welcome = self.hub.welcome
+        self.warn(line if welcome is None else f"worker {welcome.worker}: {line}")
+
     def close(self) -> None:
         """Leave the run: what this worker had leased and not used is the others'."""
         self.hub.goodbye()
         self.shards.close()
         self.hub.close()
+
+
+def print_warning(line: str) -> None:
+    """For a script that no `atoll run` watches."""
+    print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 def _keys() -> Keys | None:
