@@ -39,6 +39,7 @@ from atoll.wire.messages import (
     Hello,
     Lease,
     Leased,
+    Over,
     Refused,
     Shards,
     Step,
@@ -86,10 +87,14 @@ class Service:
     def decisions(self, what: str = "") -> list[Decision]:
         return [decision for decision in read_decisions(self.folder) if what in ("", decision.what)]
 
+    def ended(self, deadline: float = DEADLINE) -> bool:
+        """Whether the hub ends by itself."""
+        self._thread.join(deadline)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(DEADLINE)
-        assert not self._thread.is_alive()
+        assert self.ended()
         assert not self.error
 
 
@@ -101,6 +106,9 @@ class FakeLog:
         self.hellos: list[Hello] = []
         self.used: dict[tuple[int, int], list[Used]] = {}  # (worker, incarnation)
         self.fenced: set[tuple[int, int]] = set()
+        self.told_over: list[
+            set[tuple[int, int]]
+        ] = []  # who was fenced when the hub said that the run is over
         self.silent = False  # whether fences are left without an answer
         self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
         self.address = self._server.address
@@ -120,6 +128,10 @@ class FakeLog:
             received = self._server.receive(0.02)
             if received is not None:
                 self._handle(received.peer, decode_untrusted(received.header), peers)
+            told = self._to_hub.receive(0)
+            if told is not None and isinstance(decode_untrusted(told[0]), Over):
+                self.told_over.append(set(self.fenced))
+                self._to_hub.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def _handle(self, peer: bytes, message: Any, peers: dict[bytes, Hello]) -> None:
         if isinstance(message, Hello):
@@ -228,6 +240,38 @@ def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path
             with raw(service) as link:
                 assert asked(link, guest, Welcome).run == names[-1]
     assert names[0] != names[1]
+
+
+def test_until_done_the_hub_ends_its_shards_and_itself_when_all_who_began_have_left(folder: Path) -> None:
+    with hub_of(folder, workers=2, until_done=True) as service:
+        log = FakeLog(service.address)
+        with client(service) as early:
+            early.join()
+        wait_for(lambda: service.decisions("fenced"), "its goodbye")
+        assert not log.told_over  # the run has not begun
+        one, two = client(service), client(service)
+        one.join()
+        two.join()
+        one.goodbye()
+        two.close()  # as if killed
+        wait_for(lambda: log.told_over, "the end")
+        assert log.told_over[:1] == [{(0, 2), (0, 3), (1, 4)}]  # what their commits used is known before
+        assert service.ended()
+        assert [each.choice for each in service.decisions("run")] == ["over"]
+        one.close()
+        log.close()
+
+
+def test_without_until_done_the_hub_serves_on(folder: Path) -> None:
+    with hub_of(folder) as service:
+        log = FakeLog(service.address)
+        for _ in range(2):
+            with client(service) as one:
+                one.join()
+        wait_for(lambda: len(service.decisions("fenced")) == 2, "both goodbyes")
+        assert not log.told_over
+        assert not service.ended(0)
+        log.close()
 
 
 def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> None:
@@ -599,6 +643,15 @@ def test_a_hub_is_stopped_by_ctrl_c(folder: Path) -> None:
     assert status == 130
     assert "Traceback" not in err
     assert f"listens at {address}" in out
+
+
+def test_a_hub_that_was_told_to_end_by_itself(folder: Path) -> None:
+    with hub_command(folder, "--listen", "tcp://127.0.0.1:0", "--until-done") as (process, address):
+        with HubClient(address, None, timeout=DEADLINE) as one:
+            one.join()
+        status, out, err = ended(process)
+    assert (status, err) == (0, "")
+    assert "run: over" in out
 
 
 def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:

@@ -219,6 +219,13 @@ def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(pool: Wor
     assert not served.failures
 
 
+def test_a_hub_until_done_ends_with_its_shards(pool: WorkerPool) -> None:
+    with ServedRun(2, shards=2, until_done=True) as served:
+        assert len(pool.run(trains_a_little, served.address, world=2)) == 2
+        assert served.ended()
+    assert not served.failures
+
+
 def comes_alone(place: Place, address: str) -> None:
     with served_worker(address, place.rank):
         atoll.join(

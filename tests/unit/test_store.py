@@ -604,3 +604,7 @@ def test_shards_are_known_by_index() -> None:
     members.handle_heartbeat(6.0, zero.incarnation)
     assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
     assert members.shard_addresses() is None
+    assert members.live_shards() == [0]
+    assert members.handle_shard_goodbye(one.incarnation) is None
+    assert members.handle_shard_goodbye(zero.incarnation) == 0
+    assert members.live_shards() == []

@@ -43,10 +43,11 @@ class ServedRun:
         heartbeat: float = 0.5,
         folder: Path | None = None,
         keys: Path | None = None,
+        until_done: bool = False,
     ) -> None:
-        """`patience` and `heartbeat` as the hub's; `folder` gets what hub and shards keep; `keys` is a key
-        file."""
-        self._keys = keys
+        """`patience`, `heartbeat` and `until_done` as the hub's; `folder` gets what hub and shards keep;
+        `keys` is a key file."""
+        self._keys, self._until_done = keys, until_done
         self._workers, self._shards = workers, shards
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
@@ -74,6 +75,7 @@ class ServedRun:
                 self._heartbeat,
                 until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
+                until_done=self._until_done,
             ),
         )
         self._await(listening, "the hub")
@@ -132,9 +134,14 @@ class ServedRun:
     def stop(self) -> None:
         """End hub and shards, as if their machine were gone."""
         self._stop.set()
+        self.ended()
+
+    def ended(self) -> bool:
+        """Whether hub and shards end by themselves, within 30 seconds."""
         until = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 @contextlib.contextmanager
