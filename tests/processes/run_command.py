@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-DEADLINE = 60.0  # seconds; a launch takes about five on a busy machine
+DEADLINE = 120.0  # seconds; a launch takes about five, and much longer on a busy machine
 
 
 class Command:
@@ -25,7 +25,9 @@ class Command:
         self._mark = uuid.uuid4().hex
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, script: str, *arguments: str, workers: int = 2) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, *arguments: str, workers: int = 2, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         path = self.directory / "train.py"
         path.write_text(script)
         options = ["--workers", str(workers), "--set", "run.directory=run"]
@@ -33,7 +35,7 @@ class Command:
         process = subprocess.Popen(
             [sys.executable, "-c", code, "run", *options, "train.py", *arguments],
             cwd=self.directory,
-            env={**os.environ, "ATOLL_TEST_MARK": self._mark, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "ATOLL_TEST_MARK": self._mark, "OMP_NUM_THREADS": "1", **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -41,9 +43,11 @@ class Command:
         self.started.append(process)
         return process
 
-    def run(self, script: str, *arguments: str, workers: int = 2) -> tuple[int, str, str]:
+    def run(
+        self, script: str, *arguments: str, workers: int = 2, environment: Mapping[str, str] | None = None
+    ) -> tuple[int, str, str]:
         """The exit status, stdout and stderr of a run that ends by itself."""
-        process = self.start(script, *arguments, workers=workers)
+        process = self.start(script, *arguments, workers=workers, environment=environment)
         out, err = process.communicate(timeout=DEADLINE)
         return process.returncode, out, err
 

@@ -22,7 +22,7 @@ from atoll.tensors.binding import specs_of
 from atoll.wire import messages as m
 from atoll.wire.messages import AnyMessage, decode_untrusted, encode, plain_hyperparameters
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 SHAPES = [(33, 5), (33,), (65, 7), (7,), (40, 16), (), (300,)]
 M = TypeVar("M", bound=m.Message)
 
@@ -100,6 +100,19 @@ class Peer:
             come[type(message)].append((message, received[1]))
         found: tuple[M, memoryview | None] = come[kind].popleft()
         return found
+
+    def heard(self, shard: int = 0) -> None:
+        """Return when the shard has handled all that was sent to it; what it has answered is in `come`."""
+        self.send(shard, m.WhoIsMissing())
+        end = time.monotonic() + DEADLINE
+        while True:
+            received = self.clients[shard].receive(max(0.0, end - time.monotonic()))
+            assert received is not None, f"shard {shard} has not handled what was sent in {DEADLINE} s"
+            message = decode_untrusted(received[0])
+            # Who has not said Hello is refused, which is an answer too.
+            if isinstance(message, m.Missing) or getattr(message, "request", "") == m.WhoIsMissing.__name__:
+                return
+            self.come[shard][type(message)].append((message, received[1]))
 
     def refused(self, shard: int = 0) -> str:
         return self.expect(shard, m.Refused)[0].reason

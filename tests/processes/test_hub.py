@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from atoll.hub.service import Clock
 from atoll.net.endpoint import Client, Server
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.requests import RefusedError, ask
+from atoll.train import hub_client as hub_client_module
 from atoll.train.hub_client import HubClient
 from atoll.wire.messages import (
     VERSION,
@@ -37,6 +39,7 @@ from atoll.wire.messages import (
     Hello,
     Lease,
     Leased,
+    Over,
     Refused,
     Shards,
     Step,
@@ -46,8 +49,9 @@ from atoll.wire.messages import (
     encode,
 )
 
-DEADLINE = 30.0
-PATIENCE, HEARTBEAT = 1.5, 0.1
+DEADLINE = 60.0
+# Tests of deaths last as long as the patience; on a busy machine a thread may stand still for a second.
+PATIENCE, HEARTBEAT = 3.0, 0.1
 
 
 def wait_for(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
@@ -83,10 +87,14 @@ class Service:
     def decisions(self, what: str = "") -> list[Decision]:
         return [decision for decision in read_decisions(self.folder) if what in ("", decision.what)]
 
+    def ended(self, deadline: float = DEADLINE) -> bool:
+        """Whether the hub ends by itself."""
+        self._thread.join(deadline)
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(DEADLINE)
-        assert not self._thread.is_alive()
+        assert self.ended()
         assert not self.error
 
 
@@ -98,6 +106,9 @@ class FakeLog:
         self.hellos: list[Hello] = []
         self.used: dict[tuple[int, int], list[Used]] = {}  # (worker, incarnation)
         self.fenced: set[tuple[int, int]] = set()
+        self.told_over: list[
+            set[tuple[int, int]]
+        ] = []  # who was fenced when the hub said that the run is over
         self.silent = False  # whether fences are left without an answer
         self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
         self.address = self._server.address
@@ -117,6 +128,10 @@ class FakeLog:
             received = self._server.receive(0.02)
             if received is not None:
                 self._handle(received.peer, decode_untrusted(received.header), peers)
+            told = self._to_hub.receive(0)
+            if told is not None and isinstance(decode_untrusted(told[0]), Over):
+                self.told_over.append(set(self.fenced))
+                self._to_hub.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def _handle(self, peer: bytes, message: Any, peers: dict[bytes, Hello]) -> None:
         if isinstance(message, Hello):
@@ -182,7 +197,8 @@ def hub_of(folder: Path, **options: Any) -> Iterator[Service]:
 
 
 def client(service: Service, **options: Any) -> HubClient:
-    return HubClient(service.address, None, timeout=options.pop("timeout", DEADLINE), **options)
+    options = {"address": service.address, "keys": None, "timeout": DEADLINE, **options}
+    return HubClient(**options)
 
 
 def asked(link: Client, message: Any, expected: Any) -> Any:
@@ -224,6 +240,38 @@ def test_a_run_without_a_name_gets_one_and_tells_it(folder: Path, tmp_path: Path
             with raw(service) as link:
                 assert asked(link, guest, Welcome).run == names[-1]
     assert names[0] != names[1]
+
+
+def test_until_done_the_hub_ends_its_shards_and_itself_when_all_who_began_have_left(folder: Path) -> None:
+    with hub_of(folder, workers=2, until_done=True) as service:
+        log = FakeLog(service.address)
+        with client(service) as early:
+            early.join()
+        wait_for(lambda: service.decisions("fenced"), "its goodbye")
+        assert not log.told_over  # the run has not begun
+        one, two = client(service), client(service)
+        one.join()
+        two.join()
+        one.goodbye()
+        two.close()  # as if killed
+        wait_for(lambda: log.told_over, "the end")
+        assert log.told_over[:1] == [{(0, 2), (0, 3), (1, 4)}]  # what their commits used is known before
+        assert service.ended()
+        assert [each.choice for each in service.decisions("run")] == ["over"]
+        one.close()
+        log.close()
+
+
+def test_without_until_done_the_hub_serves_on(folder: Path) -> None:
+    with hub_of(folder) as service:
+        log = FakeLog(service.address)
+        for _ in range(2):
+            with client(service) as one:
+                one.join()
+        wait_for(lambda: len(service.decisions("fenced")) == 2, "both goodbyes")
+        assert not log.told_over
+        assert not service.ended(0)
+        log.close()
 
 
 def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> None:
@@ -280,10 +328,13 @@ def test_a_worker_that_computes_for_long_lives(folder: Path) -> None:
     with hub_of(folder) as service, client(service) as one:
         one.join()
         one.iteration = 7
-        time.sleep(PATIENCE * 2)
+        silent = client(service)
+        silent.join()
+        silent.close()  # without a goodbye: its death tells that the hub's patience has passed for both
+        (died,) = wait_for(lambda: service.decisions("worker died"), "the death of the one that is silent")
+        assert died.choice.startswith("worker 1,")
         one.check()
         assert one.lease(0, 0, 10, 4).stop == 4
-        assert service.decisions("worker died") == []
 
 
 def test_a_rank_is_given_again_after_its_workers_death(folder: Path) -> None:
@@ -395,20 +446,72 @@ def _try(call: Callable[[], Any]) -> Any:
         return None
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """Its connection is lost, and no other is let in; or it stands still with the connection open."""
+    monkeypatch.setattr(hub_client_module, "SILENCE", 0.3)
+    told: list[str] = []
+    with hub_of(folder, patience=600.0, heartbeat=0.1) as service:
+        door = Forwarder(service.address)
+        with client(service, address=door.address) as one:
+            one.tell, one.meanwhile = told.append, "on"
+            one.join()
+            assert one.lease(0, 0, 100, 10).stop == 10
+            door.stand_still()
+            if gone:
+                door.hang_up()
+            found: list[Leased] = []
+            asking = threading.Thread(target=lambda: found.append(one.lease(0, 0, 100, 10)), daemon=True)
+            asking.start()
+            wait_for(lambda: told, "word of it")
+            assert re.fullmatch(
+                rf"the hub at {door.address} has not answered for \d+\.\d s( \(.*\))?; on", told[0]
+            )
+            assert asking.is_alive()
+            door.go_on()
+            asking.join(DEADLINE)
+            assert found[0].start in (10, 20)  # the first answer may be lost
+            wait_for(lambda: len(told) > 1, "word that it is back")
+        door.close()
+    assert told[1:] == [f"the hub at {door.address} answers again"]
+
+
+def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Path) -> None:
+    with hub_of(folder) as service:
+        one = client(service)
+        one.join()
+        one.lease(0, 3, 30, 20)
+    wait_for(lambda: not one._client.connected, "the end of the connection")
+    one._timeout = 1.0
+    with pytest.raises(DeadlineError) as caught:
+        one.lease(0, 3, 30, 20)
+    assert re.fullmatch(
+        rf"waited 1\.0 s for hub at {service.address} on samples of epoch 3 "
+        r"\(deadline sync\.timeout, 1 s; (the connection was lost|nothing listens there)\)",
+        str(caught.value),
+    )
+    one.close()
+
+
 class Forwarder:
-    """A port that passes bytes on, and can cut what it passes."""
+    """A port that passes bytes on, and can cut what it passes, or stand still."""
 
     def __init__(self, address: str) -> None:
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._links: list[socket.socket] = []
+        self._open = threading.Event()
+        self._open.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._open.wait()
                 far = socket.create_connection(self._target)
                 self._links += [near, far]
                 for source, sink in ((near, far), (far, near)):
@@ -417,7 +520,14 @@ class Forwarder:
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                self._open.wait()
                 sink.sendall(data)
+
+    def stand_still(self) -> None:
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
 
     def hang_up(self) -> None:
         links, self._links = self._links, []
@@ -431,18 +541,17 @@ class Forwarder:
 
 
 def test_a_hub_that_is_not_there(folder: Path) -> None:
-    with hub_of(folder) as service:
-        address = service.address
-    with (
-        HubClient(address, None, timeout=0.5) as nobody,
-        pytest.raises(DeadlineError, match="nothing listens"),
-    ):
-        nobody.join()
+    # Nobody is given port 1; that of a hub that has ended may be another process's by now.
+    with HubClient("tcp://127.0.0.1:1", None, timeout=0.5) as nobody:
+        wait_for(lambda: nobody._client.trouble == "nothing listens there", "the port's answer")
+        with pytest.raises(DeadlineError, match="nothing listens"):
+            nobody.join()
 
 
 def test_shards_that_do_not_come(folder: Path) -> None:
-    with hub_of(folder, shards=2) as service, client(service, timeout=0.5) as one:
+    with hub_of(folder, shards=2) as service, client(service) as one:
         one.join()
+        one._timeout = 0.5  # joining may take longer
         with pytest.raises(DeadlineError, match="the shards' addresses"):
             one.shards()
 
@@ -537,6 +646,15 @@ def test_a_hub_is_stopped_by_ctrl_c(folder: Path) -> None:
     assert f"listens at {address}" in out
 
 
+def test_a_hub_that_was_told_to_end_by_itself(folder: Path) -> None:
+    with hub_command(folder, "--listen", "tcp://127.0.0.1:0", "--until-done") as (process, address):
+        with HubClient(address, None, timeout=DEADLINE) as one:
+            one.join()
+        status, out, err = ended(process)
+    assert (status, err) == (0, "")
+    assert "run: over" in out
+
+
 def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.key"
     status, _, err = ended(start("keys", str(file)))
@@ -548,13 +666,11 @@ def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.key"
     write_keys(other, make_keys())
     with hub_command(folder, "--listen", "tcp://127.0.0.1:0", "--key-file", str(file)) as (_, address):
-        begun = time.monotonic()
         for options, what in ((["--key-file", str(other)], "refuses this key"), ([], "wants a key")):
             status, _, err = ended(start("server", "--hub", address, "--shard", "0", *options))
             assert status == 2, err
             assert err.strip().splitlines() == [err.strip()]
             assert what in err
-        assert time.monotonic() - begun < DEADLINE
 
 
 @pytest.mark.parametrize(
@@ -568,7 +684,7 @@ def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
         (["server", "--shard", "0", "--hub", "x"], "no address"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:1"], "own"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--optimizer", "Lion"], "module:Class"),
-        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "1s"], "nothing listens"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "3s"], "nothing listens"),
     ],
 )
 def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: str) -> None:
@@ -581,6 +697,7 @@ def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: s
 
 # -- data ---------------------------------------------------------------------------------------------------
 
+# With "dies": it stops after an epoch, with a batch in hand, and lives on until it is killed.
 WORKER = """
 import itertools, sys, time
 from atoll.net.endpoint import Client
@@ -590,24 +707,27 @@ from atoll.train.leased_sampler import LeasedSampler
 from atoll.wire.messages import VERSION, Commit, Committed, Hello, Welcome
 
 address, seconds, epochs, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-with HubClient(address, None, timeout=30) as hub:
+dies = "dies" in sys.argv
+with HubClient(address, None, timeout=60) as hub:
     me = hub.join()
     (shard,) = hub.shards()
     log = Client(shard, None, limit=2**20, name="shard 0")
     hello = Hello(version=VERSION, run=me.run, role="worker", worker=me.worker, incarnation=me.incarnation)
-    ask(log, hello, Welcome, 30, "a welcome")
+    ask(log, hello, Welcome, 60, "a welcome")
     sampler = LeasedSampler(length, lease=hub.lease, wait=4 * me.patience)
-    print(me.worker, flush=True)
     iteration = 0
     for epoch in range(epochs):
         indices = iter(sampler)
         while batch := list(itertools.islice(indices, 4)):
             time.sleep(seconds)
+            if dies and epoch:
+                print(me.worker, len(batch), flush=True)
+                sys.stdin.read()
             sampler.consumed += len(batch)
             commit = Commit(
                 incarnation=me.incarnation, iteration=iteration, weight=len(batch), used=sampler.used()
             )
-            ask(log, commit, Committed, 30, "a commit")
+            ask(log, commit, Committed, 60, "a commit")
             iteration += 1
             hub.iteration = iteration
     log.close()
@@ -616,24 +736,26 @@ with HubClient(address, None, timeout=30) as hub:
 
 def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Path) -> None:
     epochs, length = 3, 302
-    with hub_of(folder, workers=3, patience=3.0) as service:
+    with hub_of(folder, workers=3, patience=5.0) as service:
         log = FakeLog(service.address)
         workers = [
             subprocess.Popen(
-                [sys.executable, "-c", WORKER, service.address, str(seconds), str(epochs), str(length)],
+                [sys.executable, "-c", WORKER, service.address, seconds, str(epochs), str(length), *more],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            for seconds in (0.04, 0.04, 0.01)
+            for seconds, *more in (("0.04", "dies"), ("0.04",), ("0.01",))
         ]
         try:
-            killed = int(workers[0].stdout.readline())  # type: ignore[union-attr]  # its rank
-            wait_for(lambda: log.by(killed)[1], "the one to die in the second epoch", 120.0)
+            told = workers[0].stdout.readline()  # type: ignore[union-attr]
+            assert told, workers[0].communicate()
+            killed, held = map(int, told.split())  # its rank, and the samples of its batch
             workers[0].kill()
             for worker in workers[1:]:
-                _, said = worker.communicate(timeout=60.0)
+                _, said = worker.communicate(timeout=2 * DEADLINE)
                 assert worker.returncode == 0, said
         finally:
             for worker in workers:
@@ -641,9 +763,10 @@ def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Pat
                 worker.communicate(timeout=DEADLINE)
         for epoch in range(epochs):
             assert log.counts(epoch) == Counter(range(length))
-        assert len(service.decisions("worker died")) == 1
-        assert " 0 samples" not in service.decisions("fenced")[0].reason  # it held some
-        assert log.by(killed)[2] == 0
+        (died,) = service.decisions("worker died")
+        (fenced,) = [each for each in service.decisions("fenced") if each.choice == died.choice]
+        assert int(fenced.reason.split("; ")[1].split()[0]) >= held
+        assert log.by(killed)[1] == log.by(killed)[2] == 0
         over = [decision for decision in service.decisions() if decision.choice == "over"]
         assert [decision.what for decision in over] == [f"epoch {e} of sampler 0" for e in range(epochs)]
         log.close()
@@ -653,11 +776,13 @@ def test_leases_are_quick(folder: Path) -> None:
     """Many batches a second ask for leases: one takes far less than a step."""
     with hub_of(folder) as service, client(service) as one:
         one.join()
-        begun = time.monotonic()
+        times = []
         for _ in range(200):
+            begun = time.monotonic()
             one.lease(0, 0, 10**6, 64)
-        each = (time.monotonic() - begun) / 200
-        assert each < 0.05, f"{each * 1000:.2f} ms"
+            times.append(time.monotonic() - begun)
+        usual = sorted(times)[len(times) // 2]  # other work on the machine delays some of them
+        assert usual < 0.05, f"{usual * 1000:.2f} ms"
 
 
 def test_shards_message_of_the_most_shards_fits() -> None:

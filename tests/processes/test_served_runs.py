@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from run_command import DEADLINE, Command, wait_for
 
 SAMPLES, EPOCHS, BATCH = 150, 2, 3
 DYING = 1  # the worker that is killed
+LAST = 6  # the iteration after which it does nothing any more, if it was not killed before
 
 # Each line of a worker's notes is one iteration: the samples of the batch, noted before it is committed.
 UNEVEN = f"""
@@ -34,7 +34,9 @@ with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) 
     for epoch in range({EPOCHS}):
         sampler.set_epoch(epoch)
         for x, indices in loader:
-            time.sleep(0.03 if session.rank == 2 else 0.12)  # speeds of 1 : 1 : 4
+            time.sleep(0.02 if session.rank == 2 else 0.2)
+            while session.rank == {DYING} and session.iteration >= {LAST}:
+                time.sleep(0.1)
             optimizer.zero_grad()
             model(x).square().mean().backward()
             print(json.dumps(indices.tolist()), file=notes)
@@ -44,13 +46,18 @@ with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) 
 
 
 def served(
-    command: Command, script: str, *options: str, workers: int, shards: int = 2
+    command: Command,
+    script: str,
+    *options: str,
+    workers: int,
+    shards: int = 2,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """`atoll run --strategy server`, started."""
     # The command's own arguments would come behind the script's name: its options go into the file.
     settings = [f"[run]\nstrategy = 'server'\nshards = {shards}\n", "[sync]\n", *options]
     (command.directory / "atoll.toml").write_text("\n".join(settings))
-    return command.start(script, workers=workers)
+    return command.start(script, workers=workers, environment=environment)
 
 
 def pid_of_worker(command: Command, rank: int) -> int:
@@ -71,9 +78,8 @@ def decisions(command: Command) -> list[dict[str, Any]]:
 
 
 def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(command: Command) -> None:
-    process = served(command, UNEVEN, "consistency = 'asp'", workers=3)
+    process = served(command, UNEVEN, "consistency = 'asp'", "[hub]", "patience = '5s'", workers=3)
     wait_for(lambda: len(notes(command, DYING)) >= 3, "the slow worker's first iterations")
-    assert sum(len(notes(command, rank)) for rank in range(3)) < SAMPLES // BATCH, "in mid epoch"
     os.kill(pid_of_worker(command, DYING), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
@@ -82,6 +88,7 @@ def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(comm
     told = decisions(command)
     (died,) = [each for each in told if each["what"] == "worker died"]
     assert died["choice"].startswith(f"worker {DYING},")
+    assert "and 5 s are borne" in died["reason"]
     (fenced,) = [each for each in told if each["what"] == "fenced" and each["choice"] == died["choice"]]
     counted = int(fenced["reason"].split()[0])  # "N iterations of it count; ..."
     over = [each["what"] for each in told if each["choice"] == "over"]
@@ -92,8 +99,8 @@ def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(comm
     noted[DYING] = noted[DYING][:counted]
     count = Counter(index for lines in noted.values() for batch in lines for index in batch)
     assert count == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
-    # The faster one has taken more.
-    assert len(noted[2]) > 2 * len(noted[0])
+    # The faster one has taken more: by far, whatever else the machine does.
+    assert len(noted[2]) > 1.5 * len(noted[0])
     summary = command.summary()
     assert [each["message"] for each in summary["events"] if each["event"] == "warned"]
     assert [each["worker"] for each in summary["each_worker"]] == [0, 1, 2]
@@ -121,10 +128,8 @@ def test_a_shard_that_is_killed_ends_the_run_with_one_line(command: Command) -> 
     process = served(command, STEADY, workers=2)
     wait_for(lambda: command.steps() > 3, "a few steps")
     (shard,) = [each for each in command.alive() if "--shard 1" in " ".join(each.cmdline())]
-    began = time.monotonic()
     shard.send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=DEADLINE)
-    assert time.monotonic() - began < 10
+    _, err = process.communicate(timeout=DEADLINE)  # a fifth of `sync.timeout`
     assert process.returncode == 1
     last = err.splitlines()[-1]
     assert last.startswith("atoll: shard 1 was killed by SIGKILL, and the run cannot go on without it")
@@ -132,6 +137,47 @@ def test_a_shard_that_is_killed_ends_the_run_with_one_line(command: Command) -> 
     assert "Traceback" not in err
     assert command.alive() == []
     assert command.summary()["steps"] > 3
+
+
+ALONE = """
+import os
+import torch
+import atoll
+
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with atoll.join() as session:
+    session.prepare(model, optimizer)
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    print(session.rank, os.environ["ATOLL_RUN"], os.environ["ATOLL_RANK"], os.environ.get("ATOLL_KEY_FILE"))
+"""
+
+
+def test_another_run_that_the_shell_takes_part_in_does_not_disturb(command: Command) -> None:
+    """Its hub, keys, name and rank are none of those that the command starts."""
+    foreign = {
+        "ATOLL_HUB": "tcp://127.0.0.1:1",
+        "ATOLL_KEY_FILE": "no.key",
+        "ATOLL_RUN": "r",
+        "ATOLL_RANK": "7",
+    }
+    process = served(command, ALONE, workers=1, shards=1, environment=foreign)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert out == "0 run 0 None\n"
+
+
+def test_a_worker_that_is_killed_before_the_run_begins_ends_it_at_once(command: Command) -> None:
+    """The others would wait for one in its place, up to `sync.timeout`, and nobody will start one."""
+    dies = "import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    process = served(command, dies + STEADY, "timeout = '1h'", workers=2)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1, err
+    last = err.splitlines()[-1]
+    assert last.startswith("atoll: worker 1 was killed by SIGKILL before the run began")
+    assert "the others go on" not in err
+    assert command.alive() == []
 
 
 def test_strategy_server_by_hand_needs_a_hub(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
+from atoll.train.service import Service
 
 SAMPLES = 60
 
@@ -25,7 +26,7 @@ def config(consistency: str, **sync: Any) -> Config:
     return Config(
         run=Run(strategy="server"),
         chunks=Chunks(size="1KiB"),
-        sync=Sync(consistency=consistency, timeout="30s", **sync),  # type: ignore[arg-type]
+        sync=Sync(consistency=consistency, timeout="60s", **sync),  # type: ignore[arg-type]
     )
 
 
@@ -200,10 +201,35 @@ def test_the_others_go_on_and_save_without_worker_0(pool: WorkerPool, tmp_path: 
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
+def trains_a_little(place: Place, address: str) -> tuple[int, list[int]]:
+    with served_worker(address, place.rank), atoll.join(config("bsp")) as session:
+        model, optimizer = session.prepare(*make())
+        loss_of(model).backward()
+        optimizer.step()
+        return session.world, session.gather(session.rank)
+
+
+def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(pool: WorkerPool) -> None:
+    with ServedRun(2, patience=3.0) as served:
+        with served_worker(served.address, 1):
+            dies = Service(config("bsp"))  # it is known at the shards, and alone there
+        dies.hub.close()  # without a goodbye
+        dies.shards.close()
+        assert pool.run(trains_a_little, served.address, world=2) == [(2, [0, 1]), (2, [0, 1])]
+    assert not served.failures
+
+
+def test_a_hub_until_done_ends_with_its_shards(pool: WorkerPool) -> None:
+    with ServedRun(2, shards=2, until_done=True) as served:
+        assert len(pool.run(trains_a_little, served.address, world=2)) == 2
+        assert served.ended()
+    assert not served.failures
+
+
 def comes_alone(place: Place, address: str) -> None:
     with served_worker(address, place.rank):
         atoll.join(
-            Config(run=Run(strategy="server"), sync=Sync(timeout="2s")),
+            Config(run=Run(strategy="server"), sync=Sync(timeout="5s")),  # the shards are there: time enough
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.net.endpoint import Server
+from atoll.server import snapshot as snapshot_module
 from atoll.server.main import serve
 from atoll.server.optimizer import ShardOptimizer, full_name
 from atoll.server.payloads import payload_of, tensor_of
@@ -294,6 +296,56 @@ def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:
     run.iterate(3)
 
 
+def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew() -> None:
+    model, cluster = Model(lambda p: torch.optim.SGD(p, lr=0.1), 1), Cluster(1, 2)
+    hub, one = Peer(cluster.addresses), Worker(cluster.addresses, 0, model)
+    peers = [hub, one]
+    try:
+        hub.send(0, m.Hello(version=m.VERSION, run="test", role="hub"))
+        hub.expect(0, m.Welcome)
+        hub.send(0, m.Fence(worker=0, incarnation=1))
+        hub.expect(0, m.Fenced)
+        two = Worker(cluster.addresses, 1, model)
+        peers.append(two)
+        two.send(0, m.Meet(incarnation=2, number=0, what="start"), b"two")
+        two.send(0, m.WhoIsMissing())
+        (line,) = two.expect(0, m.Missing)[0].lines
+        assert line.startswith("1 of 2 workers, to join (of those who came, worker 0 died or left")
+        assert not two.come[0][m.Met]
+        anew = Worker(cluster.addresses, 0, model, 3)
+        peers.append(anew)
+        anew.send(0, m.Meet(incarnation=3, number=0, what="start"), b"one")
+        for worker in (anew, two):
+            assert worker.expect(0, m.Met)[0].workers == [0, 1]
+    finally:
+        for peer in peers:
+            peer.close()
+        cluster.close()
+    assert not cluster.errors
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_checkpoint_is_loaded_by_those_who_are_left(start: Callable[..., Run], consistency: str) -> None:
+    """A Setup begins the log anew, and the dead are not waited for again."""
+    run = start(2, 3, consistency=consistency)
+    hub, (one, two, _three) = run.hub(), run.workers
+    hub.send(0, m.Fence(worker=2, incarnation=3))
+    hub.expect(0, m.Fenced)
+    two.ready("loaded", wait=False)
+    one.set_up(3, digest="loaded", consistency=consistency)
+    one.ready("loaded")
+    for shard in range(2):
+        two.expect(shard, m.Ready)
+    run.workers = [one, two]
+    if consistency == "bsp":
+        run.iterate(0)
+    else:
+        one.push(0, gradients(1))
+        one.commit(0, hyperparameters=run.model.hyperparameters())
+        one.ask(1)
+        one.parameters(1)
+
+
 def test_what_is_sent_twice_counts_once(start: Callable[..., Run]) -> None:
     run = start(1, 1)
     (worker,) = run.workers
@@ -334,6 +386,7 @@ def test_workers_meet_before_and_after_the_setup() -> None:
         two.send(0, m.Meet(incarnation=2, number=1, what="b"), b"22")
         assert one.expect(0, m.Met)[0].sizes == [1, 2]
         two.send(0, m.Meet(incarnation=2, number=2, what="x"), b"22")
+        two.heard()
         one.send(0, m.Meet(incarnation=1, number=2, what="y"), b"22")
         assert "same calls in the same order" in one.refused()
         two.close()
@@ -379,7 +432,9 @@ def test_a_checkpoint_goes_out_and_comes_back(start: Callable[..., Run]) -> None
     run.iterate(2)
     # session.load: the second is sooner there than the first, who brings the values.
     two.ready("loaded", wait=False)
-    assert two.silent(0, m.Ready, 0.1)
+    for shard in range(2):
+        two.heard(shard)
+        assert not two.come[shard][m.Ready]
     for shard in range(2):
         one.send(shard, run.model.setup(shard, workers=2, digest="loaded", steps=2))
         for chunk in run.model.held(shard):
@@ -493,8 +548,9 @@ def test_what_makes_no_sense_is_refused_and_disturbs_nothing(start: Callable[...
     assert "another model" in other.refused()
     other.send(0, model.setup(0, workers=1, digest="other"))
     assert "another model" in other.refused()
-    run.hub().send(0, m.Fence(worker=5, incarnation=50))
-    time.sleep(0.1)
+    hub = run.hub()
+    hub.send(0, m.Fence(worker=5, incarnation=50))
+    hub.expect(0, m.Fenced)
     run.iterate(0)
 
 
@@ -514,12 +570,10 @@ def test_garbage_is_dropped_and_counted(start: Callable[..., Run]) -> None:
                 header[chance.randrange(len(header))] = chance.randrange(256)
             cut = bytes(header[: chance.randrange(len(header))])
             peer.clients[0].send(cut, chance.choice([None, b"x" * 100]))
-    assert stranger.refused()
-    assert worker.refused()
+    for peer in (stranger, worker):
+        peer.heard()
+        assert peer.come[0][m.Refused]
     worker.come[0].clear()
-    time.sleep(0.2)
-    while worker.clients[0].receive(0.2) is not None:
-        pass
     assert run.cluster.shards[0].dropped > 300
     run.iterate(0)
 
@@ -579,33 +633,34 @@ def _snapshots(folder: Path, seconds: float = 0.05) -> Callable[[int], Snapshots
 def test_snapshots_are_of_one_moment(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(2, 1, snapshots=_snapshots(tmp_path, 0.01))
     moments: dict[int, dict[int, Tensor]] = {}
+
+    def look(shard: int) -> None:
+        """The shard's latest snapshot is whole, and of one moment."""
+        folder = latest(tmp_path / f"shard-{shard}")
+        assert folder is not None
+        held = run.model.held(shard)
+        fresh = ShardOptimizer(
+            run.model.layout, held, full_name(torch.optim.AdamW), run.model.hyperparameters()
+        )
+        steps = restore(folder, fresh).heading.steps
+        for chunk in held if steps else ():
+            assert torch.equal(fresh.values(chunk), moments[steps][chunk]), (steps, chunk)
+            assert fresh.state(chunk)[1][0] == {"step": float(steps)}
+
     for iteration in range(25):
         run.iterate(iteration)
         moments[iteration + 1] = {chunk: run.model.flat(chunk) for chunk in run.model.chunks}
+        for shard in range(2):
+            if latest(tmp_path / f"shard-{shard}") is not None:
+                with contextlib.suppress(CheckpointError, FileNotFoundError):  # a newer one came
+                    look(shard)
     end = time.monotonic() + DEADLINE
     while any(latest(tmp_path / f"shard-{shard}") is None for shard in range(2)):
         assert time.monotonic() < end
         time.sleep(0.02)
-    seen = 0
+    run.close()  # nothing takes the place of what is there any more
     for shard in range(2):
-        for _ in range(3):
-            folder = latest(tmp_path / f"shard-{shard}")
-            assert folder is not None
-            held = run.model.held(shard)
-            fresh = ShardOptimizer(
-                run.model.layout, held, full_name(torch.optim.AdamW), run.model.hyperparameters()
-            )
-            try:
-                contents = restore(folder, fresh)
-            except CheckpointError:
-                continue  # a newer one has taken its place
-            steps = contents.heading.steps
-            for chunk in held:
-                if steps:
-                    assert torch.equal(fresh.values(chunk), moments[steps][chunk]), (steps, chunk)
-                    assert fresh.state(chunk)[1][0] == {"step": float(steps)}
-            seen += 1
-    assert seen
+        look(shard)
 
 
 def test_a_folder_of_another_run_is_refused(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -633,6 +688,17 @@ def test_a_folder_of_another_run_is_refused(start: Callable[..., Run], tmp_path:
     (snapshot / "snapshot.json").write_bytes(b"{")
     with pytest.raises(CheckpointError, match="not a shard's snapshot"):
         read_contents(snapshot)
+
+
+def test_the_latest_snapshot_is_found_while_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, there = tmp_path / "snapshot-1", tmp_path / "snapshot-2"
+    there.mkdir()
+    monkeypatch.setattr(snapshot_module, "_wholes", lambda _folder: [gone, there])
+    assert latest(tmp_path) == there
+    monkeypatch.setattr(snapshot_module, "_wholes", lambda _folder: [gone])
+    assert latest(tmp_path) is None
 
 
 class Hub:

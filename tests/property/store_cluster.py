@@ -92,6 +92,7 @@ class Cluster:
     ) -> None:
         self.rng = rng
         self.consistency, self.slack, self.target = consistency, slack, target
+        self.workers = workers
         self.edits, self.repeats = edits, repeats
         homes: list[list[int]] = [[c for c in range(chunks) if c % shards == s] for s in range(shards)]
         self.homes = homes
@@ -107,6 +108,11 @@ class Cluster:
         self._incarnations = 0
         for worker in range(workers):
             self.start(worker)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run has begun, as the log tells it."""
+        return any(isinstance(entry, log_entries.Joined) for entry in self.log.entries)
 
     # -- workers ------------------------------------------------------------------------------------------
 

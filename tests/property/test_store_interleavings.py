@@ -23,7 +23,8 @@ DEATHS = st.lists(st.tuples(st.integers(0, 250), st.booleans()), max_size=5)
 def run(cluster: Cluster, deaths: list[tuple[int, bool]]) -> None:
     """Deliver everything; at the given counts of deliveries someone dies, and may come back at once or later.
 
-    Afterwards nobody who lives may still wait.
+    A run that cannot begin, since too few live, gets others in the place of the dead. Afterwards nobody who
+    lives may still wait.
     """
     plan = sorted(deaths)
     revive: list[int] = []
@@ -37,6 +38,10 @@ def run(cluster: Cluster, deaths: list[tuple[int, bool]]) -> None:
         if revive and cluster.rng.random() < 0.1:
             cluster.start(revive.pop())
         if not cluster.deliver_one():
+            if not revive and cluster.alive and not cluster.begun:
+                gone = [worker for worker in range(cluster.workers) if worker not in cluster.alive]
+                assert cluster.log.waiting_for()[0].startswith(f"{len(gone)} of {cluster.workers} workers, ")
+                revive += gone
             if not revive:
                 break
             cluster.start(revive.pop())

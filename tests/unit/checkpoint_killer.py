@@ -115,10 +115,13 @@ def kill_at_random(folder: Path, seed: int, rounds: int) -> None:
     path = folder / "random"
     source = random.Random(seed)
     write(path, 0, 300_000)
+    begun = time.monotonic()
+    write(path, 0, 300_000)
+    longest = 3 * (time.monotonic() - begun)  # on a slow disk a writer needs longer to get through
     for _ in range(rounds):
         before = generation_of(path)
         child = forked(path, before + 1, 300_000, None)
-        time.sleep(source.uniform(0.0, 0.08))  # the moment of death; nothing is waited for
+        time.sleep(source.uniform(0.0, longest))  # the moment of death; nothing is waited for
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the writer ended by itself"

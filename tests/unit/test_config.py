@@ -48,6 +48,11 @@ def test_a_span_may_be_a_plain_number(setting: str, seconds: float) -> None:
     assert load_config(settings=[setting], environment={}).timeout_seconds == seconds
 
 
+def test_the_hubs_patience() -> None:
+    assert load_config(environment={}).patience_seconds == 10.0
+    assert load_config(settings=["hub.patience=1.5min"], environment={}).patience_seconds == 90.0
+
+
 def test_chunk_size() -> None:
     assert load_config(settings=["chunks.size=4MiB"], environment={}).chunk_bytes == 4 * 2**20
     assert load_config(settings=["chunks.size=4096"], environment={}).chunk_bytes == 4096
@@ -72,6 +77,8 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("run.workers=2.5", "--set run.workers=2.5: run.workers: expected int, got 2.5"),
         ("run.directory=true", "--set run.directory=true: run.directory: expected str, got True"),
         ("sync.timeout=0", "--set sync.timeout=0: sync.timeout: must be more than 0"),
+        ("hub.patience=0s", "--set hub.patience=0s: hub.patience: must be more than 0"),
+        ("hub.patience=soon", "--set hub.patience=soon: hub.patience: 'soon' is not a span of time"),
         ("sync.nonfinite=Skip", "--set sync.nonfinite=Skip: sync.nonfinite: no such choice 'Skip'"),
     ],
 )

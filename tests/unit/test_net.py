@@ -22,12 +22,12 @@ from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net import endpoint as endpoint_module
 from atoll.net.endpoint import Client, Endpoint, Received, Server, poll
 from atoll.net.keys import Keys, make_keys, read_keys, write_keys
-from atoll.net.requests import RefusedError, ask
+from atoll.net.requests import RefusedError, ask, wait_for
 from atoll.wire.messages import Heartbeat, Hello, Message, Refused, Welcome, decode_untrusted, encode
 
 ANY = "tcp://127.0.0.1:0"
 LIMIT = 2**24
-SOON = 5.0  # seconds in which everything here must have happened
+SOON = 60.0  # seconds in which everything here must have happened, on a busy machine too
 
 KEYS = make_keys()
 OTHERS = make_keys()
@@ -81,6 +81,15 @@ def check_until_it_raises(client: Client) -> str:
             time.sleep(0.01)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@contextmanager
+def reserved() -> Iterator[str]:
+    """An address whose port no other process is given while servers here come and go at it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ's listeners do
+        holder.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"
 
 
 @contextmanager
@@ -260,20 +269,19 @@ def test_two_servers_on_one_port(keys: Keys | None) -> None:
             serves(server, client)
 
 
-def test_a_closed_server_frees_its_port(keys: Keys | None, tmp_path: Path) -> None:
-    address = ANY
-    for _ in range(10):  # with a connection each time
-        with (
-            Server(address, keys, limit=LIMIT, name="hub") as server,
-            Client(server.address, keys, limit=LIMIT, name="hub") as client,
-        ):
-            serves(server, client)
-            address = server.address
-            server.close()
-            server.close()
-            with socket.socket() as plain:
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                plain.bind(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+def test_a_closed_server_frees_its_port(keys: Keys | None) -> None:
+    with reserved() as address:
+        for _ in range(10):  # with a connection each time
+            with (
+                Server(address, keys, limit=LIMIT, name="hub") as server,
+                Client(server.address, keys, limit=LIMIT, name="hub") as client,
+            ):
+                serves(server, client)
+                server.close()
+                server.close()
+                with socket.socket() as plain:
+                    plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    plain.bind(("127.0.0.1", int(address.rsplit(":", 1)[1])))
 
 
 # -- messages ------------------------------------------------------------------------------------------------
@@ -331,13 +339,11 @@ def test_a_wait_ends_in_time(keys: Keys | None) -> None:
             for timeout in (-1.0, 0.0, 0.2):
                 start = time.monotonic()
                 assert receive(timeout) is None
-                assert max(timeout, 0) * 0.9 <= time.monotonic() - start < timeout + 2
+                assert max(timeout, 0) * 0.9 <= time.monotonic() - start < SOON
 
 
 def test_what_is_sent_before_the_server_is_there_arrives(keys: Keys | None) -> None:
-    with Server(ANY, keys, limit=LIMIT, name="hub") as server:
-        address = server.address
-    with Client(address, keys, limit=LIMIT, name="hub") as client:
+    with reserved() as address, Client(address, keys, limit=LIMIT, name="hub") as client:
         client.send(b"early")
         until(lambda: client.trouble == "nothing listens there")
         assert not client.connected
@@ -354,7 +360,7 @@ def test_what_is_sent_before_the_server_is_there_arrives(keys: Keys | None) -> N
 
 def test_a_machine_that_is_not_to_be_found() -> None:
     with Client("tcp://no-such-machine.invalid:5555", KEYS, limit=LIMIT, name="hub") as client:
-        end = time.monotonic() + SOON
+        end = time.monotonic() + 5.0  # whoever resolves names here may take longer to say no
         while client.trouble == "not connected yet" and time.monotonic() < end:
             time.sleep(0.01)
         assert client.trouble in ("no such machine, or no way to it", "not connected yet")
@@ -385,10 +391,14 @@ def test_a_client_that_does_not_read_fills_its_own_queue_only(monkeypatch: pytes
         peer = must_receive(server).peer
         payload = bytes(2**20)
         sent = 0
-        while server.offer(peer, b"chunk", payload, copy=False) == "sent":
-            sent += 1
-            assert sent < 1000
-        assert not server.send(peer, b"chunk", payload)
+        full_since = time.monotonic()
+        while time.monotonic() - full_since < 0.5:  # a queue that empties into the connection fills again
+            if server.send(peer, b"chunk", payload, copy=False):
+                sent, full_since = sent + 1, time.monotonic()
+                assert sent < 1000
+            else:
+                time.sleep(0.01)
+        sent += server.offer(peer, b"chunk", payload, copy=False) != "full"
         serves(server, other)
         for _ in range(sent):
             assert client.receive(SOON) == (b"chunk", payload)
@@ -414,8 +424,13 @@ def test_a_server_that_does_not_read_lets_clients_wait_not_grow() -> None:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"sent\n"
-            time.sleep(0.5)
-            assert psutil.Process().memory_info().rss - before < 100 * 2**20
+            most, grew = before, time.monotonic()
+            while time.monotonic() - grew < 0.5:  # until it takes nothing more
+                now = psutil.Process().memory_info().rss
+                if now > most + 2**20:
+                    most, grew = now, time.monotonic()
+                assert now - before < 100 * 2**20
+                time.sleep(0.01)
             for _ in range(400):
                 last = must_receive(server)
             assert server.send(last.peer, b"done")
@@ -470,7 +485,8 @@ def test_a_closed_connection_says_so() -> None:
             poll([server, client], 0)
 
 
-def test_a_closed_client_still_sends_what_it_held(keys: Keys | None) -> None:
+def test_a_closed_client_still_sends_what_it_held(keys: Keys | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "CLOSING_SECONDS", SOON)  # a second may be too short here
     with Server(ANY, keys, limit=LIMIT, name="hub") as server:
         for number in range(20):
             with Client(server.address, keys, limit=LIMIT, name="hub") as client:
@@ -482,17 +498,17 @@ def test_a_process_that_ends_still_sends_what_it_held(keys: Keys | None, tmp_pat
     write_keys(tmp_path / "key", KEYS)
     code = (
         "import sys\n"
+        "from atoll.net import endpoint\n"
         "from atoll.net.endpoint import Client\n"
         "from atoll.net.keys import read_keys\n"
+        "endpoint.CLOSING_SECONDS = 600.0  # it must not last so long\n"
         "keys = read_keys(sys.argv[2]) if len(sys.argv) > 2 else None\n"
         "with Client(sys.argv[1], keys, limit=2**24, name='hub') as client:\n"
         "    client.send(b'goodbye', bytes(10_000_000))\n"
     )
     with Server(ANY, keys, limit=LIMIT, name="hub") as server:
         extra = [str(tmp_path / "key")] if keys else []
-        start = time.monotonic()
-        subprocess.run([sys.executable, "-c", code, server.address, *extra], check=True, timeout=20)
-        assert time.monotonic() - start < 10
+        subprocess.run([sys.executable, "-c", code, server.address, *extra], check=True, timeout=SOON)
         assert must_receive(server).header == b"goodbye"
 
 
@@ -511,7 +527,7 @@ client = Client(address, None, limit=2**24, name="hub")
 for _ in range(50):
     client.send(b"h", bytearray(2**21))
 if how == "reply":
-    peer = server.receive(5).peer
+    peer = server.receive(60).peer
     for _ in range(50):
         server.send(peer, b"h", bytearray(2**21), copy=False)
 if how == "thread":
@@ -523,7 +539,7 @@ if how in ("closed", "thread"):
     client.close()
 sys.exit(3)
 """
-    done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=SOON)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -825,12 +841,11 @@ def test_a_deadline_names_who_and_on_what() -> None:
             match=rf"^waited 0.3 s for hub at {server.address} on being let in \(deadline sync.timeout, 0",
         ):
             ask(client, HELLO, Welcome, 0.3, "being let in")
-        assert 0.29 < time.monotonic() - start < 2
-    with (
-        Client("tcp://127.0.0.1:1", None, limit=LIMIT, name="hub") as client,
-        pytest.raises(DeadlineError, match=r"\(deadline sync.timeout, 0.3 s; nothing listens there\)"),
-    ):
-        ask(client, HELLO, Welcome, 0.3, "being let in")
+        assert 0.29 < time.monotonic() - start < SOON
+    with Client("tcp://127.0.0.1:1", None, limit=LIMIT, name="hub") as client:
+        until(lambda: client.trouble == "nothing listens there")
+        with pytest.raises(DeadlineError, match=r"\(deadline sync.timeout, 0.3 s; nothing listens there\)"):
+            ask(client, HELLO, Welcome, 0.3, "being let in")
 
 
 def test_ask_with_a_wrong_key_does_not_wait_for_the_deadline() -> None:
@@ -839,7 +854,7 @@ def test_ask_with_a_wrong_key_does_not_wait_for_the_deadline() -> None:
         Client(server.address, OTHERS, limit=LIMIT, name="hub") as client,
         pytest.raises(UserError, match="refuses this key"),
     ):
-        ask(client, HELLO, Welcome, 60, "being let in")
+        ask(client, HELLO, Welcome, 600, "being let in")
 
 
 def test_ask_of_a_server_that_dies_does_not_wait_for_the_deadline() -> None:
@@ -855,26 +870,24 @@ def test_ask_of_a_server_that_dies_does_not_wait_for_the_deadline() -> None:
         with pytest.raises(
             PeerLostError, match="the connection to hub at .* lost while waiting for being let"
         ):
-            ask(client, HELLO, Welcome, 60, "being let in")
+            ask(client, HELLO, Welcome, 600, "being let in")
         assert time.monotonic() - start < SOON
         thread.join(SOON)
 
 
 def test_an_answer_sent_before_the_end_is_still_taken() -> None:
+    """The connection is lost while the answer waits to be taken."""
     for _ in range(20):
         with pair() as (server, client):
-
-            def last_words() -> None:
-                received = must_receive(server)
-                server.send(received.peer, encode(Welcome(run="r")))
-                time.sleep(0.02)
-                server.close()
-
-            thread = threading.Thread(target=last_words)
-            thread.start()
-            time.sleep(0.02)
-            assert ask(client, HELLO, Welcome, SOON, "being let in")[0].run == "r"
-            thread.join(SOON)
+            until(lambda: client.connected)
+            losses = client.losses
+            client.send(encode(HELLO))
+            received = must_receive(server)
+            server.send(received.peer, encode(Welcome(run="r")))
+            assert poll([client], SOON) == [client]
+            server.close()
+            until(lambda client=client, losses=losses: client.losses > losses)  # type: ignore[misc]
+            assert wait_for(client, Welcome, SOON, "being let in", losses)[0].run == "r"
 
 
 def test_nonsense_for_an_answer() -> None:
@@ -898,11 +911,11 @@ def test_a_hundred_megabytes_take_a_fraction_of_a_second(keys: Keys | None) -> N
     piece = np.ones(2**20, np.float32)
     with pair(keys) as (server, client):
         serves(server, client)
-        start = time.monotonic()
+        start = time.process_time()  # of this process, which is both sides
         for _ in range(25):
             client.send(b"chunk", piece)
         for _ in range(25):
             payload = must_receive(server).payload
             assert payload is not None
             assert payload.nbytes == piece.nbytes
-        assert time.monotonic() - start < SOON
+        assert time.process_time() - start < 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from atoll.core.events import (
     Started,
     StepDone,
     Warned,
+    encode,
 )
+from atoll.observe import journal as journal_module
 from atoll.observe.journal import FLUSH_SECONDS, Journal, JournalReader
 from atoll.observe.metrics import LATE_SECONDS, Line, Merger, read_lines
 from atoll.observe.recorder import MOST_EVENTS, Recorder
@@ -226,6 +229,27 @@ class TestRecorder:
         run.journal(0).write_bytes(b"rubbish\n")
         summary = Recorder(run, 1, "ring").close()
         assert "1 lines hold no event" in summary.events[0]["message"]
+
+
+def test_two_threads_may_tell_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's, and the one that hears of the hub: here while the session's is writing."""
+    journal = Journal(tmp_path / "0.jsonl")
+    other = threading.Thread(target=lambda: journal(Warned(time=0.0, worker=0, message="other")))
+
+    def encode_slowly(event: AnyEvent) -> bytes:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it may be made to wait
+        return encode(event)
+
+    monkeypatch.setattr(journal_module, "encode", encode_slowly)
+    journal(Warned(time=0.0, worker=0, message="own"))
+    other.join()
+    journal.close()
+    told = [
+        event.message for event in JournalReader(tmp_path / "0.jsonl").read() if isinstance(event, Warned)
+    ]
+    assert told == ["own", "other"]
 
 
 def test_a_directory_with_a_run_in_it_is_refused(run: RunDirectory) -> None:

@@ -192,14 +192,16 @@ def test_the_word_of_one_who_died_after_it_said_step_counts() -> None:
     assert step.editor == 0
 
 
-def test_the_run_begins_when_all_have_come_dead_or_alive() -> None:
+def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
     log = CommitLog("asp", 0, 3, 1)
     log.handle_join(0, 1)
     assert log.waiting_for() == ["2 of 3 workers, to join"]
     log.handle_join(1, 2)
     assert log.handle_fence(1, 2).entries == [Fenced(worker=1, incarnation=2)]
-    assert log.waiting_for() == ["1 of 3 workers, to join"]
-    assert [type(entry) for entry in log.handle_join(2, 3).entries] == [Joined, Joined]
+    gone = "(of those who came, worker 1 died or left before the run began)"
+    assert log.waiting_for() == [f"2 of 3 workers, to join {gone}"]
+    assert log.handle_join(2, 3).entries == []
+    assert [type(entry) for entry in log.handle_join(3, 4).entries] == [Joined, Joined, Joined]
 
 
 # -- the log, SSP and ASP ---------------------------------------------------------------------------------
@@ -317,6 +319,25 @@ def test_a_meeting_takes_place_when_all_who_live_have_come() -> None:
     assert "the next is 1" in log.handle_meet(2, 4, 0, "mean", 60).refused
     log.handle_meet(0, 1, 1, "mean", 70)
     assert log.handle_meet(1, 2, 1, "mean", 71).met  # who came late is not waited for before its first
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp", "asp"])
+def test_who_dies_before_the_run_begins_is_waited_for_to_come_anew(consistency: str) -> None:
+    log = CommitLog(consistency, 1, 2, 1)
+    log.handle_join(0, 1)
+    log.handle_meet(0, 1, 0, "start", 50)
+    assert log.handle_fence(0, 1).released == [50]
+    log.handle_fence(5, 9)  # given up before it came here
+    assert log.handle_join(1, 2).entries == []
+    assert not log.handle_meet(1, 2, 0, "start", 51).met
+    missing = "1 of 2 workers, to join (of those who came, workers 0, 5 died or left before the run began)"
+    assert log.met_by() == [missing]
+    begun = [Joined(worker=0, incarnation=3, clock=0), Joined(worker=1, incarnation=2, clock=0)]
+    assert log.handle_join(0, 3).entries == begun
+    (meeting,) = log.handle_meet(0, 3, 0, "start", 52).met
+    assert meeting.workers == [0, 1]
+    log.handle_fence(0, 3)
+    assert log.handle_meet(1, 2, 1, "next", 53).met  # once begun, nobody is waited for in vain
 
 
 def test_a_fence_can_complete_a_meeting() -> None:
@@ -583,3 +604,7 @@ def test_shards_are_known_by_index() -> None:
     members.handle_heartbeat(6.0, zero.incarnation)
     assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
     assert members.shard_addresses() is None
+    assert members.live_shards() == [0]
+    assert members.handle_shard_goodbye(one.incarnation) is None
+    assert members.handle_shard_goodbye(zero.incarnation) == 0
+    assert members.live_shards() == []

@@ -53,6 +53,9 @@ def hub(
     patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long a worker may be silent before it counts as dead.")
     ] = "10s",
+    until_done: Annotated[
+        bool, typer.Option("--until-done", help="End, and end the shards, when all workers have left.")
+    ] = False,
 ) -> None:
     """Be the hub of a run: who takes part, where the shards are, which samples are whose, and how a ring
     meets.
@@ -64,7 +67,7 @@ def hub(
     seconds = parse_seconds(patience)
     if seconds <= 0:
         raise UserError(f"--patience {patience}: must be more than 0")
-    serve(listen, key_file, run, workers, shards, directory, seconds, seconds / 10)
+    serve(listen, key_file, run, workers, shards, directory, seconds, seconds / 10, until_done=until_done)
 
 
 def server(
@@ -83,7 +86,7 @@ def server(
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
     timeout: Annotated[str, typer.Option(metavar="SPAN", help="How long to wait for the hub.")] = "10min",
 ) -> None:
-    """Be one shard of a run's parameter server, until it is stopped."""
+    """Be one shard of a run's parameter server, until it is stopped, or a hub with --until-done ends it."""
     deadline = parse_seconds(timeout)
     _check_shard(shard, listen, optimizer, snapshot_seconds)
     run = _run_of(hub, key_file, deadline)

@@ -68,6 +68,12 @@ class Server(msgspec.Struct, forbid_unknown_fields=True):
     snapshot: str = "1min"  # how often a shard writes its state to disk
 
 
+class Hub(msgspec.Struct, forbid_unknown_fields=True):
+    """`[hub]`: who says which workers are there."""
+
+    patience: str = "10s"  # for how long a worker or a shard may be silent before it counts as dead
+
+
 class Config(msgspec.Struct, forbid_unknown_fields=True):
     """The whole configuration; docs/configuration.md explains each key."""
 
@@ -75,6 +81,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     chunks: Chunks = msgspec.field(default_factory=Chunks)
     sync: Sync = msgspec.field(default_factory=Sync)
     server: Server = msgspec.field(default_factory=Server)
+    hub: Hub = msgspec.field(default_factory=Hub)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -88,6 +95,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def snapshot_seconds(self) -> float:
         return parse_seconds(self.server.snapshot)
+
+    @property
+    def patience_seconds(self) -> float:
+        return parse_seconds(self.hub.patience)
 
 
 def load_config(
@@ -204,6 +215,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         ("chunks.size", lambda: config.chunk_bytes),
         ("sync.timeout", lambda: config.timeout_seconds),
         ("server.snapshot", lambda: config.snapshot_seconds),
+        ("hub.patience", lambda: config.patience_seconds),
     ):
         try:
             value = parse()

@@ -47,6 +47,11 @@ class LogLink:
         self._said = ""  # the last failure told: each only once
         self.client: Client | None = None
 
+    @property
+    def answered(self) -> bool:
+        """Whether the log has answered every fence."""
+        return not self._asked
+
     def connect(self, address: str) -> None:
         """Shard 0 is there; a connection to another place is given up."""
         if self.client is not None and self.client.address == address:

@@ -34,6 +34,7 @@ def serve(
     patience: float = PATIENCE,
     heartbeat: float = HEARTBEAT,
     *,
+    until_done: bool = False,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -43,8 +44,9 @@ def serve(
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
     `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
     others may connect. `patience`: seconds of silence after which a worker counts as dead; `heartbeat`: how
-    often they are to be heard. It ends when `until` says so, or by a signal. Raises UserError for input that
-    is wrong, a port in use too.
+    often they are to be heard. It ends when `until` says so, by a signal, or with `until_done` when all
+    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
+    wrong, a port in use too.
     """
     _check(workers, shards, patience, heartbeat)
     keys = read_keys(keys_file) if keys_file else None
@@ -61,6 +63,7 @@ def serve(
             run=run,
             heartbeat=heartbeat,
             keys=keys,
+            until_done=until_done,
         )
         try:
             decisions.add(

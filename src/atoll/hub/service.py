@@ -28,6 +28,7 @@ from atoll.wire.messages import (
     Hello,
     Lease,
     Leased,
+    Over,
     Refused,
     Shards,
     StoreCall,
@@ -75,7 +76,8 @@ class Hub:
     """Serves one run at `server`. `heartbeat` in seconds is what workers and shards are told.
 
     `run` is the run's name; who names another one is refused, who names none is told it. `turn` is one round
-    of the loop, `serve` is the loop.
+    of the loop, `serve` is the loop. With `until_done` it ends when all workers have left or died, after as
+    many were there as the run begins with, and the shards have ended, which are then told to.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Hub:
         run: str,
         heartbeat: float,
         keys: Keys | None = None,
+        until_done: bool = False,
     ) -> None:
+        self._until_done, self._begun, self._over = until_done, False, False
         self._server, self._members, self._decisions = server, membership, decisions
         self._run, self._heartbeat = run, heartbeat
         self._leases = Leases()
@@ -105,7 +109,7 @@ class Hub:
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until`, which is looked at several times a second."""
-        while not until():
+        while not until() and not self._is_done():
             self.turn(_LOOK_SECONDS)
 
     def turn(self, timeout: float) -> None:
@@ -194,6 +198,7 @@ class Hub:
         again = admission.incarnation in self._owners  # a shard that says Hello once more
         self._owners[admission.incarnation] = peer
         self._welcome(peer, admission.worker, admission.incarnation)
+        self._begun = self._begun or len(self._members.live()) >= self._members.workers
         if not again:
             self._decisions.add(f"{hello.role} joined", self._name(hello, admission), admission.reason)
 
@@ -228,6 +233,8 @@ class Hub:
     def _handle_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
         if not self._members.handle_heartbeat(self._clock.now(), beat.incarnation, beat.iteration):
             self._refuse(peer, self._given_up(beat.incarnation), "Heartbeat")
+        elif self._over:  # nobody but shards is left
+            self._send(peer, Over())
 
     def _given_up(self, incarnation: int) -> str:
         return (
@@ -239,6 +246,10 @@ class Hub:
         if self._owners.get(goodbye.incarnation) != peer:
             self._refuse(peer, "only a worker itself says goodbye", "Goodbye")
             return
+        shard = self._members.handle_shard_goodbye(goodbye.incarnation)
+        if shard is not None:
+            del self._owners[goodbye.incarnation]
+            self._decisions.add("shard left", f"shard {shard}", "it said goodbye")
         rank = self._members.handle_goodbye(goodbye.incarnation)
         if rank is not None:
             self._fence(rank, goodbye.incarnation)
@@ -269,6 +280,19 @@ class Hub:
         for peer in self._asking:
             self._send(peer, Shards(addresses=addresses))
         self._asking.clear()
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def _is_done(self) -> bool:
+        """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
+        that the run is over."""
+        if not self._until_done or not self._begun or self._members.live() or self._parked:
+            return False
+        shards = self._members.live_shards()
+        if not self._over and (self._log.answered or not shards):
+            self._over = True
+            self._decisions.add("run", "over", "all workers have left or died")
+        return self._over and not shards
 
     # -- deaths -------------------------------------------------------------------------------------------
 

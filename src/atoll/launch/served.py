@@ -17,11 +17,11 @@ from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
 from atoll.core.errors import RunError
-from atoll.core.events import AnyEvent, Failed, Warned
+from atoll.core.events import AnyEvent, Failed, Started, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.processes import signal_name
 from atoll.launch.tail import last_lines
-from atoll.observe.journal import Journal
+from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
 START_SECONDS = 60.0  # for the hub to say where it listens
@@ -33,7 +33,7 @@ class ServedLaunch:
     """Looks, to its watcher, like a launcher's process: `poll`, `send_signal`, `kill`, `wait`, `returncode`.
 
     It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
-    the script's; one that was killed is left out, and the others go on.
+    the script's; one that was killed is left out, and the others go on, once the run has begun.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class ServedLaunch:
         where = folder / "hub.address"
         where.unlink(missing_ok=True)
         common = ["--run", self._directory.path.name, "--directory", str(folder)]
-        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *common])
+        patience = ["--patience", f"{self._config.patience_seconds:g}"]
+        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
         address = self._address_in(where)
         for shard in range(shards):
@@ -122,7 +123,7 @@ class ServedLaunch:
                 if ended > 0:
                     self._stop_workers()
                 else:
-                    self._tell_killed(rank, -ended)
+                    self._see_to_killed(rank, signal_name(-ended))
         if lost:  # before the workers, for until they have ended nobody else ends it
             self._tell_lost(lost)
             self._stop_workers()
@@ -131,12 +132,24 @@ class ServedLaunch:
             self._finish(self._status())
         return self.returncode
 
-    def _tell_killed(self, rank: int, signum: int) -> None:
-        """Name a worker that the others go on without."""
+    def _see_to_killed(self, rank: int, signame: str) -> None:
+        """Name a worker that the others go on without; before the run begins, they would wait for another."""
         if self._stopping or all(worker.poll() is not None for worker in self._workers):
             return
-        message = f"worker {rank} was killed by {signal_name(signum)}; the others go on without it"
-        self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+        if self._has_begun():
+            message = f"worker {rank} was killed by {signame}; the others go on without it"
+            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            return
+        log = self._directory.log(rank)
+        self._tell_failed(
+            rank, f"worker {rank} was killed by {signame} before the run began; its log is {log}"
+        )
+        self._stop_workers()
+
+    def _has_begun(self) -> bool:
+        """Whether the workers have met: each says so in its journal then."""
+        journals = map(JournalReader, self._directory.journals().values())
+        return any(isinstance(event, Started) for journal in journals for event in journal.read())
 
     def _tell_lost(self, name: str) -> None:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
@@ -145,15 +158,20 @@ class ServedLaunch:
         said = next((line for line in reversed(last_lines(log, 20)) if line.startswith("atoll: ")), "")
         said = said.replace("atoll: ", f"{who}: ", 1)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
+        message = said or f"{who} {how}, and the run cannot go on without it; its log is {log}"
+        self._tell_failed(0, message, code if code > 0 else 1)
+
+    def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
+        """Leave word of what ends the run."""
         self._write(
-            0,
+            rank,
             Failed(
                 time=time.time(),
-                worker=0,
+                worker=rank,
                 error="RunError",
-                message=said or f"{who} {how}, and the run cannot go on without it; its log is {log}",
+                message=message,
                 traceback="",
-                exit_status=code if code > 0 else 1,
+                exit_status=status,
             ),
         )
 

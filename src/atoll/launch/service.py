@@ -32,8 +32,18 @@ def _hub(arguments: list[str]) -> None:
     parser = _parser()
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--patience", type=float, required=True)
     args = parser.parse_args(arguments)
-    serve("tcp://127.0.0.1:0", None, args.run, args.workers, args.shards, args.directory)
+    serve(
+        "tcp://127.0.0.1:0",
+        None,
+        args.run,
+        args.workers,
+        args.shards,
+        args.directory,
+        args.patience,
+        args.patience / 10,
+    )
 
 
 def _server(arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ class Journal:
 
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
     loop does not pay a system call for each step; every other event is written at once. A line is written
-    whole by one append, so two writers of one file do not tear each other's lines.
+    whole by one append, so two writers of one file do not tear each other's lines. Any thread may tell it.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,30 +43,34 @@ class Journal:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._clock = clock
         self._flushed = clock()
+        self._lock = threading.RLock()
         self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
-        self._waiting.append(event)
-        if isinstance(event, _AT_ONCE) or self._clock() - self._flushed >= FLUSH_SECONDS:
-            self.flush()
+        with self._lock:
+            self._waiting.append(event)
+            if isinstance(event, _AT_ONCE) or self._clock() - self._flushed >= FLUSH_SECONDS:
+                self.flush()
 
     def flush(self) -> None:
         """Hand everything to the operating system."""
-        self._flushed = self._clock()
-        if self._file < 0:
-            return
-        lines = b"".join(encode(event) + b"\n" for event in self._waiting)
-        self._waiting.clear()
-        while lines:
-            lines = lines[os.write(self._file, lines) :]
+        with self._lock:
+            self._flushed = self._clock()
+            if self._file < 0:
+                return
+            lines = b"".join(encode(event) + b"\n" for event in self._waiting)
+            self._waiting.clear()
+            while lines:
+                lines = lines[os.write(self._file, lines) :]
 
     def close(self) -> None:
         """Flush, and close the file; events that come later are lost, and closing twice does no harm."""
-        self.flush()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        with self._lock:
+            self.flush()
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
     def __enter__(self) -> Journal:
         return self

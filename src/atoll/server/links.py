@@ -15,8 +15,10 @@ from atoll.wire.messages import (
     AnyMessage,
     Entry,
     Follow,
+    Goodbye,
     Heartbeat,
     Hello,
+    Over,
     Refused,
     Shards,
     Staged,
@@ -38,6 +40,7 @@ class HubLink:
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
+        self.over = False  # the hub says that the run is over
         hello = Hello(version=VERSION, run=run, role="shard", shard=shard, address=own, pid=os.getpid())
         try:
             self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
@@ -65,10 +68,15 @@ class HubLink:
             message = decode_untrusted(received[0])
             if isinstance(message, Shards):
                 self.addresses = list(message.addresses)
+            elif isinstance(message, Over):
+                self.over = True
             elif isinstance(message, Refused):
                 raise RefusedError(f"hub at {self.client.address} refused: {message.reason}")
 
     def close(self) -> None:
+        """Leave; a hub that has said that the run is over waits for that word."""
+        if self.over:
+            self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
         self.client.close()
 
 

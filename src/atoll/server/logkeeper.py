@@ -53,8 +53,10 @@ class LogKeeper:
                     self._used_before.get((worker, incarnation), [])
                 )
         self._generation += 1
+        # Where the run has begun, as the meetings tell it, the dead are not waited for: those who live go on.
+        workers = len(self._meetings.live()) or setup.workers
         self._log = CommitLog(
-            setup.consistency, setup.slack, setup.workers, setup.shards, setup.steps, holders, IN_FLIGHT
+            setup.consistency, setup.slack, workers, setup.shards, setup.steps, holders, IN_FLIGHT
         )
         for worker, incarnation in sorted(self._fenced.items()):
             self._act(self._log.handle_fence(worker, incarnation))

@@ -44,7 +44,7 @@ def serve(
     ready: Callable[[str], None] = lambda _address: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Be shard `index` of `run`, until SIGTERM or SIGINT.
+    """Be shard `index` of `run`, until SIGTERM or SIGINT, or the hub says that the run is over.
 
     It listens at `listen`, and tells the hub that workers reach it at `address` (by itself: where it listens;
     for an address of all interfaces, this machine's name). `folder` is this shard's own: snapshots every
@@ -89,7 +89,7 @@ def serve(
                 Decided(time=time.time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason)
             )
         ready(own)
-        shard.run(stopped.is_set)
+        shard.run(lambda: stopped.is_set() or hub.over)
 
 
 def _reachable(address: str) -> str:

@@ -217,8 +217,12 @@ class _Taking:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole snapshot in a shard's folder."""
-    return max(_wholes(folder), key=lambda path: (path.stat().st_mtime, path.name), default=None)
+    """The newest whole snapshot in a shard's folder; the shard may be at work, and take another's place."""
+    found = []
+    for path in _wholes(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path.name, path))
+    return max(found)[2] if found else None
 
 
 def read_contents(snapshot: Path) -> Contents:

@@ -108,6 +108,14 @@ class Membership:
                 return rank
         return None
 
+    def handle_shard_goodbye(self, incarnation: int) -> int | None:
+        """A shard ends; gives its index, or None where it is not there."""
+        for index, member in self._shards.items():
+            if member.incarnation == incarnation:
+                del self._shards[index]
+                return index
+        return None
+
     def poll_deaths(self, now: float) -> list[tuple[int, int, str]]:
         """(rank, incarnation, reason) of the workers that have been silent for too long; each once."""
         dead = []
@@ -146,6 +154,10 @@ class Membership:
     def live(self) -> dict[int, int]:
         """The workers that are there: rank -> incarnation."""
         return {rank: member.incarnation for rank, member in sorted(self._workers.items())}
+
+    def live_shards(self) -> list[int]:
+        """The shards that are there, by index."""
+        return sorted(self._shards)
 
     def iterations(self) -> dict[int, int]:
         """How many iterations each has committed, by its last heartbeat."""

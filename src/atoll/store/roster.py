@@ -6,7 +6,8 @@ from __future__ import annotations
 class Roster:
     """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most.
 
-    The run begins when `workers` have come; one that was fenced before has come too, and is not waited for.
+    The run begins when `workers` are there at the same time. One that was fenced before is not: it may be
+    started again, and is waited for. Once the run has begun, nobody is.
     """
 
     def __init__(self, workers: int) -> None:
@@ -40,9 +41,8 @@ class Roster:
         self.waiting[worker] = incarnation
 
     def is_quorate(self) -> bool:
-        """Whether as many have come as the run begins with; always so once it has begun."""
-        come = set(self.live) | set(self.waiting) | set(self._fenced)
-        return self.begun or len(come) >= self.workers
+        """Whether as many are there as the run begins with; always so once it has begun."""
+        return self.begun or len(self.waiting) >= self.workers
 
     def enter(self) -> list[tuple[int, int]]:
         """All who wait become live; (worker, incarnation) in order of worker."""
@@ -66,5 +66,9 @@ class Roster:
         """In words, who has yet to come before the run begins; empty once nobody has."""
         if self.is_quorate():
             return ""
-        come = set(self.live) | set(self.waiting) | set(self._fenced)
-        return f"{self.workers - len(come)} of {self.workers} workers, to join"
+        line = f"{self.workers - len(self.waiting)} of {self.workers} workers, to join"
+        gone = sorted(set(self._fenced) - set(self.waiting))
+        if gone:
+            who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+            line += f" (of those who came, {who} died or left before the run began)"
+        return line

@@ -64,7 +64,7 @@ class WorkerPool:
     them, and the next job starts new ones.
     """
 
-    def __init__(self, deadline: float = 60.0) -> None:
+    def __init__(self, deadline: float = 120.0) -> None:
         self.deadline = deadline  # seconds that a job may take, unless it says otherwise
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
@@ -152,7 +152,7 @@ class WorkerPool:
 def _serve(connection: Connection, port: int) -> None:
     """A worker's life: jobs until the pool closes its end of the pipe."""
     torch.set_num_threads(1)
-    store = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=60))
+    store = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=120))
     while True:
         try:
             job, rank, world, span, function, arguments = connection.recv()

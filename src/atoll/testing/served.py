@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from unittest import mock
@@ -23,12 +24,15 @@ from atoll.hub import main as hub
 from atoll.server import main as server
 
 RUN = "test"
-START_SECONDS = 30.0
-STOP_SECONDS = 10.0
+START_SECONDS = 60.0
+STOP_SECONDS = 30.0
 
 
 class ServedRun:
-    """Hub and shards, while entered; `address` is the hub's. `failures` are what ended one too early."""
+    """Hub and shards, while entered; `address` is the hub's. `failures` are what ended one too early.
+
+    Entered once all of them serve; raises what keeps one from it, or DeadlineError.
+    """
 
     def __init__(
         self,
@@ -39,15 +43,16 @@ class ServedRun:
         heartbeat: float = 0.5,
         folder: Path | None = None,
         keys: Path | None = None,
+        until_done: bool = False,
     ) -> None:
-        """`patience` and `heartbeat` as the hub's; `folder` gets what hub and shards keep; `keys` is a key
-        file."""
-        self._keys = keys
+        """`patience`, `heartbeat` and `until_done` as the hub's; `folder` gets what hub and shards keep;
+        `keys` is a key file."""
+        self._keys, self._until_done = keys, until_done
         self._workers, self._shards = workers, shards
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
         self.failures: list[BaseException] = []
-        self._stop = threading.Event()
+        self._stop, self._stop_hub = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ServedRun:
@@ -58,6 +63,7 @@ class ServedRun:
             listening.set()
 
         self._start(
+            listening,
             lambda: hub.serve(
                 "tcp://127.0.0.1:0",
                 self._keys,
@@ -67,17 +73,29 @@ class ServedRun:
                 self._folder,
                 self._patience,
                 self._heartbeat,
-                until=self._stop.is_set,
+                until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
-            )
+                until_done=self._until_done,
+            ),
         )
-        if not listening.wait(START_SECONDS):
-            raise DeadlineError(f"the hub did not listen within {START_SECONDS:g} s: {self.failures}")
-        for index in range(self._shards):
-            self._start(lambda index=index: self._serve(index))  # type: ignore[misc]
+        self._await(listening, "the hub")
+        up = [threading.Event() for _ in range(self._shards)]
+        for index, ready in enumerate(up):
+            self._start(ready, partial(self._serve, index, ready))
+        for index, ready in enumerate(up):
+            self._await(ready, f"shard {index}")
         return self
 
-    def _serve(self, index: int) -> None:
+    def _await(self, ready: threading.Event, who: str) -> None:
+        came = ready.wait(START_SECONDS)
+        if self.failures:
+            self.stop()
+            raise self.failures[0]
+        if not came:
+            self.stop()
+            raise DeadlineError(f"{who} was not ready within {START_SECONDS:g} s")
+
+    def _serve(self, index: int, ready: threading.Event) -> None:
         folder = self._folder / f"shard-{index}" if self._folder is not None else None
         server.serve(
             index,
@@ -86,15 +104,19 @@ class ServedRun:
             run=RUN,
             folder=folder,
             timeout=START_SECONDS,
+            ready=lambda _address: ready.set(),
             stop=self._stop,
         )
 
-    def _start(self, serve: Callable[[], None]) -> None:
+    def _start(self, ready: threading.Event, serve: Callable[[], None]) -> None:
+        """On a thread; `ready` is set when it serves, or has failed."""
+
         def run() -> None:
             try:
                 serve()
             except BaseException as error:
                 self.failures.append(error)
+                ready.set()
 
         self._threads.append(threading.Thread(target=run, daemon=True))
         self._threads[-1].start()
@@ -104,12 +126,22 @@ class ServedRun:
     ) -> None:
         self.stop()
 
+    def stop_hub(self) -> None:
+        """End the hub alone, as if its machine were gone."""
+        self._stop_hub.set()
+        self._threads[0].join(STOP_SECONDS)
+
     def stop(self) -> None:
         """End hub and shards, as if their machine were gone."""
         self._stop.set()
+        self.ended()
+
+    def ended(self) -> bool:
+        """Whether hub and shards end by themselves, within 30 seconds."""
         until = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 @contextlib.contextmanager

@@ -412,8 +412,16 @@ class AsyncExchange(Exchange):
         self._connect(connection, lazy)
         self._outgoing: dict[int, Buffer] = {}  # by chunk, for gradients that cannot be sent as they are
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        # A backward whose forward was not called is seen by its gradients alone: see `_check_forward`.
+        watched = [parameter for bound in chunks if lazy for parameter in bound.parameters]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _: calls.arm())  # type: ignore[no-untyped-call]
+            for parameter in watched
+        ]
 
     def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         super().close()
         self._outgoing.clear()
 

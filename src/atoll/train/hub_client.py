@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
@@ -33,6 +34,7 @@ from atoll.wire.messages import (
 )
 
 LIMIT = 2**21  # bytes of a message, as the hub's
+SILENCE = 3.0  # seconds without an answer, after which that is told
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
 
@@ -40,10 +42,18 @@ class HubClient:
     """A connection to the hub at `address`. `timeout` in seconds is the deadline of each wait (sync.timeout).
 
     `run` is the run's name where it is known; the hub's Welcome tells it. All calls come from one thread;
-    the heartbeats have a thread and a connection of their own, since a script may compute for minutes.
+    the heartbeats have a thread and a connection of their own, since a script may compute for minutes. On
+    that thread `tell(line)` is called when the hub has not answered for a while, and when it does again;
+    `meanwhile` ends the first line: what becomes of the run.
     """
 
-    def __init__(self, address: str, keys: Keys | None, run: str = "", timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None,
+        run: str = "",
+        timeout: float = 600.0,
+    ) -> None:
         self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
         self.welcome: Welcome | None = None
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
@@ -53,6 +63,11 @@ class HubClient:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._given_up = ""
+        self.tell: Callable[[str], None] = lambda _line: None
+        self.meanwhile = ""  # what becomes of the run while the hub is silent
+        self._asked: float | None = None  # when a question was asked that the hub answers at once; monotonic
+        self._silent: float | None = None  # since when nothing is heard, as the heartbeats' thread sees it
+        self._told = False  # that the hub is silent
 
     def join(self, wish: int = -1) -> Welcome:
         """Take part, as rank `wish` (-1: any that is free); heartbeats begin.
@@ -111,7 +126,11 @@ class HubClient:
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
-            leased = self._ask(request, Leased, f"samples of epoch {epoch}")
+            self._asked = time.monotonic()
+            try:
+                leased = self._ask(request, Leased, f"samples of epoch {epoch}")
+            finally:
+                self._asked = None
             waited = time.monotonic() - start
             if leased.over or leased.start < leased.stop or (wait is not None and waited >= wait):
                 return leased
@@ -159,7 +178,8 @@ class HubClient:
     def _ask(
         self, message: AnyMessage, expected: type[Answer], what: str, timeout: float | None = None
     ) -> Answer:
-        """Ask; after a lost connection say who we are on the new one, and ask again."""
+        """Ask; after a lost connection say who we are on the new one, and ask again. The DeadlineError is of
+        the whole wait."""
         until = time.monotonic() + (self._timeout if timeout is None else timeout)
         while True:
             self.check()
@@ -168,6 +188,8 @@ class HubClient:
                     self._losses = self._client.losses
                     self._introduce(max(0.0, until - time.monotonic()))
                 return ask(self._client, message, expected, max(0.0, until - time.monotonic()), what)[0]
+            except DeadlineError:
+                raise DeadlineError(late(self._client, self._timeout, what)) from None
             except (PeerLostError, RefusedError):  # who is on a new connection is a stranger to the hub
                 if not self._has_lost():
                     raise
@@ -203,6 +225,23 @@ class HubClient:
                     self._note(received[0])
                 if self._given_up:
                     return
+                self._look(link)
+
+    def _look(self, link: Client) -> None:
+        """Tell when the hub falls silent, and when it is back."""
+        now, asked = time.monotonic(), self._asked
+        if link.connected and (asked is None or now - asked < SILENCE):
+            if self._told:
+                self.tell(f"the hub at {self._address} answers again")
+            self._silent, self._told = None, False
+            return
+        if self._silent is None:
+            self._silent = now if asked is None or not link.connected else asked
+        if not self._told and now - self._silent >= SILENCE:
+            self._told = True
+            silence = f"the hub at {self._address} has not answered for {now - self._silent:.1f} s"
+            trouble = f" ({link.trouble})" if link.trouble else ""
+            self.tell(f"{silence}{trouble}; {self.meanwhile}")
 
     def _note(self, header: bytes) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
@@ -17,6 +18,9 @@ from atoll.train.rendezvous import HubRing
 from atoll.train.shards import Shards
 from atoll.wire.messages import Used
 
+_WITHOUT_HUB = "training goes on while leased samples last"
+_WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
+_WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
 _LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 
@@ -34,6 +38,7 @@ def enter(config: Config) -> Service | HubRing:
     kept = keep_freed_memory(messages=True)
     keys = _keys()
     hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
+    hub.tell = print_warning
     try:
         welcome = hub.join(_wish())
         if welcome.shards:
@@ -44,6 +49,7 @@ def enter(config: Config) -> Service | HubRing:
                 "set run.strategy to ring, or start the hub with --shards 1 or more"
             )
         _tell_of_torchrun(welcome.workers)
+        hub.meanwhile = _WITHOUT_HUB_RING
         return HubRing(hub, address, keys, config.timeout_seconds)
     except BaseException:  # a rank that is held, and never trains, would hold up the others
         hub.goodbye()
@@ -60,6 +66,9 @@ class Service:
         assert hub.welcome is not None
         self.keeps_memory = keeps_memory
         self.hub, self.welcome = hub, hub.welcome
+        self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
+        hub.tell = self._tell
+        hub.meanwhile = _WITHOUT_HUB_BSP if config.sync.consistency == "bsp" else _WITHOUT_HUB
         self.shards = Shards(
             self.hub.shards(),
             keys,
@@ -100,6 +109,11 @@ class Service:
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 
+    def _tell(self, line: str) -> None:
+        """Something about the hub; on the thread of the heartbeats."""
+        welcome = self.hub.welcome
+        self.warn(line if welcome is None else f"worker {welcome.worker}: {line}")
+
     def close(self) -> None:
         """Leave the run: what this worker had leased and not used is the others'."""
         self.hub.goodbye()
@@ -125,6 +139,11 @@ def _wish() -> int:
         return int(given)
     except ValueError:
         raise ConfigError(f"{RANK_VARIABLE} is {given!r}; it must be a whole number") from None
+
+
+def print_warning(line: str) -> None:
+    """For a script that no `atoll run` watches."""
+    print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 def _keys() -> Keys | None:

@@ -39,7 +39,7 @@ from atoll.train.resume import Stateful, TrainingState
 from atoll.train.ring import Ring
 from atoll.train.sampler import ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service, enter
+from atoll.train.service import Service, enter, print_warning
 from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
@@ -122,6 +122,7 @@ class Session:
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
         else:
+            service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
 
     # Who and where
@@ -524,6 +525,12 @@ class Session:
     def _decided(self, what: str, choice: str, reason: str) -> None:
         if self.is_main:
             self._emit(events.Decided, what=what, choice=choice, reason=reason)
+
+    def _warn(self, line: str) -> None:
+        """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
+        if DIRECTORY_VARIABLE not in os.environ:
+            print_warning(line)
+        self._emit(events.Warned, message=line)
 
     def _emit(self, kind: Any, **fields: Any) -> None:
         self._bus.emit(kind(time=time.time(), worker=self.rank, **fields))

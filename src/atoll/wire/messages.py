@@ -88,9 +88,14 @@ class Heartbeat(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """A worker leaves in good order: it commits nothing any more, and what it had leased is free."""
+    """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
+    shard: it ends, as Over has told it to."""
 
     incarnation: Count
+
+
+class Over(Message, frozen=True):
+    """The hub to a shard, in answer to a Heartbeat: all workers have left, and the run is over."""
 
 
 class WhereAreShards(Message, frozen=True):
@@ -410,7 +415,7 @@ class Entry(Message, frozen=True):
 
 
 AnyMessage: TypeAlias = Union[
-    Hello, Welcome, Refused, Heartbeat, Goodbye, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
+    Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Gather, Gathered, WhoIsSilent, Silences, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
