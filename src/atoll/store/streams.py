@@ -1,4 +1,5 @@
-"""SSP and ASP: each worker's contributions are applied by themselves, in its own order."""
+"""SSP and ASP: each worker's contributions go into the log by themselves, in its own order, and as many as
+there are live workers make one step of the optimizer."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ class _Stream:
     incarnation: int
     clock: int  # iterations in the log
     seen: int  # contributions of all workers that were in the log at its last own one
-    weight: float = -1.0  # of its last contribution; negative before the first
     pending: dict[int, messages.Commit] = field(default_factory=dict)
 
 
 class Streams:
-    """A contribution goes into the log as soon as it is committed and staged on all shards."""
+    """A contribution goes into the log as soon as it is committed and staged on all shards.
+
+    The step that it goes to is made at once, with the mean of what has come to it so far, and made again with
+    each that still comes. So a step is what it is under BSP; whoever asks gets the parameters after it, as
+    far as they are known, which is what its own next contribution, to the next step, is due at.
+    """
 
     def __init__(self, roster: Roster, stages: Stages, steps: int, limit: int) -> None:
         self._roster = roster
@@ -31,6 +36,8 @@ class Streams:
         self._limit = limit
         self._streams: dict[int, _Stream] = {}
         self._applied = 0
+        self._in_step = 0  # contributions to the open step; 0 where none is open
+        self._step_weight = 0.0  # theirs, damped
         self._start = steps  # where one begins who joins while nobody lives
 
     def committed(self, worker: int) -> int:
@@ -86,11 +93,7 @@ class Streams:
             return False
         others = self._applied - stream.seen
         staleness = max(0.0, others / max(1, len(self._streams) - 1) - 1.0)
-        total = commit.weight
-        for each in self._streams.values():
-            if each is not stream:  # one that has not contributed yet is taken to weigh as much as this one
-                total += each.weight if each.weight >= 0 else commit.weight
-        share = commit.weight / total if total > 0 else 0.0
+        number, part, enough = self._add(commit.weight / (1.0 + staleness))
         draft.write(
             Apply(
                 worker=worker,
@@ -98,20 +101,33 @@ class Streams:
                 iteration=stream.clock,
                 weight=commit.weight,
                 samples=commit.samples,
-                lr_scale=share / (1.0 + staleness),
+                part=part,
+                opens=number == 1,
+                closes=enough,
                 staleness=staleness,
                 hyperparameters=commit.hyperparameters,
             ),
-            f"iteration {stream.clock} of worker {worker} is whole; "
-            f"its share is {share:.3g}, its staleness {staleness:.3g}",
+            f"iteration {stream.clock} of worker {worker} is whole, and contribution {number} of "
+            f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
         )
         draft.counted.append((worker, commit))
         draft.reply(worker, stream.incarnation, messages.Committed(iteration=stream.clock))
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1
-        stream.clock, stream.seen, stream.weight = stream.clock + 1, self._applied, commit.weight
+        stream.clock, stream.seen = stream.clock + 1, self._applied
         return True
+
+    def _add(self, weight: float) -> tuple[int, float, bool]:
+        """Count a contribution to the open step, or to a new one: its number there, its share of the weight
+        so far, and whether the step now has enough."""
+        if self._in_step >= len(self._streams):  # those whom it waited for are gone
+            self._in_step = 0
+        self._step_weight = weight + (self._step_weight if self._in_step else 0.0)
+        number = self._in_step + 1
+        enough = number >= len(self._streams)
+        self._in_step = 0 if enough else number
+        return number, weight / self._step_weight if self._step_weight > 0 else 0.0, enough
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words: the slowest, whom SSP waits for, come first."""
