@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.errors import UserError
 from atoll.server.optimizer import ShardOptimizer, full_name, optimizer_class
+from atoll.server.snapshot import Heading, Snapshots, latest, restore
 from atoll.tensors.binding import specs_of
 from atoll.wire.messages import plain_hyperparameters
 
@@ -252,6 +255,49 @@ def test_new_values_or_state_end_the_open_step() -> None:
         each.contribute(id_, gradient, here, 1.0, opens=False, closes=False)
     assert torch.equal(shard.values(id_), again.values(id_))
     assert torch.equal(shard.state(id_)[0]["exp_avg"], again.state(id_)[0]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("SGD", {"lr": 0.1, "momentum": 0.9}), ("NAdam", {"lr": 0.01}), ("AdamW", {"lr": 0.01})],
+)
+@pytest.mark.parametrize("before", [0, 2])
+def test_an_open_step_goes_on_from_a_snapshot(
+    tmp_path: Path, name: str, settings: dict[str, Any], before: int
+) -> None:
+    twins = Twins(getattr(torch.optim, name), torch.float32, [settings])
+    for number in range(before):
+        twins.step(number, missing=(1,) if number else ())
+    (was, _), (ids, _) = twins.shards, twins.held
+    fresh = twins.make(ids)
+
+    def contribute(shard: ShardOptimizer, number: int, missing: tuple[int, ...]) -> None:
+        for id_ in ids:
+            gradients, here = twins.flat(id_, twins.gradients(number, missing)), twins.present(id_, missing)
+            shard.contribute(id_, gradients, here, 1 / number, opens=number == 1, closes=number == 3)
+
+    contribute(was, 1, (0, 1, 2))
+    assert was.open_step(ids[-1]) is not None
+    snapshots = Snapshots(tmp_path, run="r", shard=0, seconds=9.0, failed=pytest.fail)
+    heading = Heading(
+        run="r", shard=0, digest="d", optimizer=name, hyperparameters=[], sequence=1, steps=before
+    )
+    snapshots.take(was, dict.fromkeys(ids, 0), heading)
+    end = time.monotonic() + 30
+    while (folder := latest(tmp_path)) is None:
+        assert time.monotonic() < end
+        snapshots.poll(0.0, was, {}, lambda: heading)
+        time.sleep(0.001)
+    restore(folder, fresh)
+    for number, missing in ((2, (3,)), (3, ())):
+        for shard in (was, fresh):
+            contribute(shard, number, missing)
+        for id_ in ids:
+            assert torch.equal(was.values(id_), fresh.values(id_))
+            (elements, slots), (others, other_slots) = was.state(id_), fresh.state(id_)
+            assert slots == other_slots
+            assert all(torch.equal(elements[key], others[key]) for key in elements.keys() | others.keys())
+    assert was.open_step(ids[0]) is None
 
 
 def test_fused_may_be_chosen_where_it_is_left_to_torch() -> None:

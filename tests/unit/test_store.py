@@ -24,7 +24,7 @@ from atoll.store.members import Membership
 from atoll.store.outcomes import StoreError
 from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
-from atoll.wire.messages import Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
+from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
 
 LR = [{"lr": 0.1, "betas": [0.9, 0.999]}]
 
@@ -233,6 +233,26 @@ def test_contributions_without_weight_count_for_the_step_and_are_no_part_of_it()
         contribute(log, worker, worker + 1, 0, weight)
     found = [(entry.opens, entry.closes, entry.part) for entry in applies(log)]
     assert found == [(True, False, 0.0), (False, False, 1.0), (False, True, 0.0)]
+
+
+def test_a_steps_learning_rate_is_the_mean_of_its_contributions() -> None:
+    """Else the slowest worker, whose schedule is early, would make every step of its own a large one."""
+    log = log_of("asp", workers=3)
+    settings = [
+        {"lr": 1, "betas": [0.9, 0.5], "fused": True, "steps": 3, "momentum": 0.25},
+        {"lr": 0.5, "betas": (0.9, 1.0), "fused": False, "steps": 8, "momentum": None},
+        {"lr": 0.0, "betas": [0.9, 0.5], "fused": False, "steps": 8, "nesterov": 0.5},
+    ]
+    for worker, (weight, group) in enumerate(zip([1.0, 3.0, 0.0], settings, strict=True)):
+        log.handle_staged(0, worker, worker + 1, 0)
+        incarnation, plain = worker + 1, [group]
+        log.handle_commit(
+            worker, Commit(incarnation=incarnation, iteration=0, weight=weight, hyperparameters=plain)
+        )
+    first, second, third = ([dict(each) for each in entry.hyperparameters] for entry in applies(log))
+    assert first == [settings[0]]
+    assert second == [{**settings[1], "lr": 0.625, "betas": [0.9, 0.875]}]
+    assert third == [{**settings[2], "lr": 0.625, "betas": [0.9, 0.875]}]
 
 
 def test_a_step_has_enough_when_those_it_waited_for_are_gone() -> None:

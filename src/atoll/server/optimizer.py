@@ -387,6 +387,47 @@ class ShardOptimizer:
             if state:
                 held.optimizer.state[parameter] = state
 
+    def open_step(self, chunk: int) -> tuple[dict[str, Tensor], list[bool], SlotValues] | None:
+        """Copies of what an open step is made again from, or None where no step has yet been made.
+
+        That is the `mean` so far and the `values` before it, and the element-wise state before it under
+        "state." and its key; then in which slots anyone had a gradient, and each slot's state before it, as
+        far as it is numbers (None: it is among the tensors).
+        """
+        step = self._chunks[chunk].open
+        if not step.stepped:
+            return None
+        assert step.mean is not None
+        assert step.values is not None
+        (state,) = step.states
+        tensors = {"mean": step.mean.clone(), "values": step.values.clone()}
+        tensors.update({f"state.{key}": values.clone() for key, values in state.elements.items()})
+        numbers = [
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in slot.items()}
+            for slot in state.slots
+        ]
+        return tensors, list(step.present), numbers
+
+    def set_open_step(
+        self, chunk: int, tensors: Mapping[str, Tensor], present: Sequence[bool], slots: SlotValues
+    ) -> None:
+        """Let the step go on that `open_step` described, after `set_values` and `set_state`."""
+        held = self._chunks[chunk]
+        assert held.kind is not None
+        step = held.open = _OpenStep()
+        step.mean, step.values = tensors["mean"].clone(), tensors["values"].clone()
+        step.present, step.stepped = tuple(present), True
+        elements = {
+            key.removeprefix("state."): values.clone()
+            for key, values in tensors.items()
+            if key.startswith("state.")
+        }
+        numbers = [
+            {key: None if value is None else held.kind.tensor(key, value) for key, value in slot.items()}
+            for slot in slots
+        ]
+        step.states = [SavedState(elements, numbers)]
+
     def _group_index(self, chunk: Chunk) -> int | None:
         group = self.layout.groups[chunk.group]
         if not group.trainable or not group.settings:

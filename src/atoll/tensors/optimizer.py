@@ -193,16 +193,17 @@ class ChunkState:
         for key, values in saved.elements.items():
             self.elements[key].copy_(values)
         # A segment's slots were equal when it was cut, and so they were when they were saved.
-        for segment in self.segments:
-            slots = self.slots[segment.first : segment.last + 1]
-            before = saved.slots[segment.first]
-            for key in list(segment.state):
-                if key not in before:  # the first step's
-                    for state in (segment.state, *slots):
+        runs = [
+            (saved.slots[each.first], [each.state, *self.slots[each.first : each.last + 1]])
+            for each in self.segments
+        ]
+        for before, states in runs or [(saved.slots[i], [slot]) for i, slot in enumerate(self.slots)]:
+            for key in list(states[0]):
+                value = _copied(before.get(key))
+                for state in states:
+                    if key not in before:  # the first step's
                         del state[key]
-                elif key not in self.elements:
-                    value = _copied(before[key])
-                    for state in (segment.state, *slots):
+                    elif key not in self.elements:
                         state[key] = value
 
     def load(self, slot: int, state: State, elementwise: set[str]) -> None:
@@ -375,9 +376,11 @@ class ChunkOptimizer:
         return [state.save(into[index] if into else None) for index, state in enumerate(self._states)]
 
     def rewind(self, saved: Sequence[SavedState]) -> None:
-        """Undo the steps since `save` gave `saved`, but for the parameters' values. The state must not have
-        been replaced since."""
+        """Undo the steps since `save` gave `saved`, but for the parameters' values. If the state has been
+        replaced since, then by what such steps have made."""
         self.restore()
+        if self._state_was_replaced():
+            self._import()
         for state, before in zip(self._states, saved, strict=True):
             state.rewind(before)
 
