@@ -103,14 +103,16 @@ class _OpenStep:
 
     def add(self, gradients: Tensor, present: tuple[bool, ...], part: float) -> None:
         """Move the mean by `part` of the way to `gradients`; where nobody had any, they count as zeros."""
-        if self.mean is not None:
-            self.mean.lerp_(gradients, part)
-            self.present = tuple(map(any, zip(self.present, present, strict=True)))
+        if self.mean is None and part == 1:
+            self.mean, self.present = gradients, present  # as it came: it is only read
             return
         if self._memory is None:
             self._memory = torch.empty_like(gradients)
-        self.mean = torch.mul(gradients, part, out=self._memory)
-        self.present = present
+        if self.mean is None:
+            self.mean, self.present = torch.mul(gradients, part, out=self._memory), present
+            return
+        self.mean = torch.lerp(self.mean, gradients, part, out=self._memory)
+        self.present = tuple(map(any, zip(self.present, present, strict=True)))
 
 
 class _HeldChunk:
