@@ -220,11 +220,13 @@ def test_as_many_contributions_as_workers_make_one_step() -> None:
 
 def test_what_is_stale_weighs_less_in_its_step() -> None:
     log = log_of("asp", workers=3)
-    for worker, iteration in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]:
+    for worker, iteration in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (0, 4), (0, 5), (2, 0)]:
         contribute(log, worker, worker + 1, iteration, weight=2.0)
-    last = applies(log)[-1]
-    assert last.staleness == 1.0  # four by others, two others live: 4 / 2 - 1
-    assert last.part == pytest.approx(1 / 3)  # half as much as the one before it
+    jittered, late = applies(log)[4], applies(log)[7]
+    assert jittered.staleness == 1.0  # four by others, two others live: 4 / 2 - 1
+    assert jittered.part == 0.5  # as much as the one before it
+    assert late.staleness == 2.5
+    assert late.part == pytest.approx(1 / 3.5)
 
 
 def test_contributions_without_weight_count_for_the_step_and_are_no_part_of_it() -> None:

@@ -127,7 +127,7 @@ class Streams:
             self._in_step = 0
         if self._in_step == 0:
             self._step_weight, self._step_settings = 0.0, commit.hyperparameters
-        weight = commit.weight / (1.0 + staleness)
+        weight = commit.weight / max(1.0, staleness)  # up to 1, it is chance: all would weigh less
         self._step_weight += weight
         part = weight / self._step_weight if self._step_weight > 0 else 0.0
         self._step_settings = _moved(self._step_settings, commit.hyperparameters, part)
