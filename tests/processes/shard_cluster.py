@@ -178,6 +178,12 @@ class Model:
         }
         return m.Setup(**{**given, **changes})
 
+    def go_back(self, values: list[nn.Parameter], state: dict[str, Any]) -> None:
+        """Be again what these were copied from."""
+        for parameter, value in zip(self.every, values, strict=True):
+            parameter.detach().copy_(value.detach())
+        self.plain.load_state_dict(state)
+
     def step_plain(self, gradients: list[Tensor], missing: tuple[int, ...] = ()) -> None:
         for i, (parameter, gradient) in enumerate(zip(self.every, gradients, strict=True)):
             parameter.grad = None if i in missing else gradient.clone()

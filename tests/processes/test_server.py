@@ -136,7 +136,7 @@ def test_edited_gradients_take_the_means_place(start: Callable[..., Run], late: 
     run.iterate(1)
 
 
-def test_asynchronous_contributions_are_stepped_one_by_one(start: Callable[..., Run]) -> None:
+def test_the_open_step_is_made_anew_with_each_contribution(start: Callable[..., Run]) -> None:
     run = start(2, 2, consistency="asp")
     one, two = run.workers
     for worker in run.workers:
@@ -148,10 +148,13 @@ def test_asynchronous_contributions_are_stepped_one_by_one(start: Callable[..., 
         one.ask(iteration + 1)
         found = one.parameters(iteration + 1)
         assert one.expect(0, m.Committed)[0].iteration == iteration
-        # The other is taken to weigh as much until it has said otherwise.
-        run.model.plain.param_groups[0]["lr"] = 0.01 * 0.5
-        run.model.step_plain(gradients(iteration))
-        run.model.plain.param_groups[0]["lr"] = 0.01
+        if iteration % 2 == 0:  # it opens a step
+            before = copy.deepcopy((run.model.every, run.model.plain.state_dict()))
+            run.model.step_plain(gradients(iteration))
+        else:
+            run.model.go_back(*before)
+            means = zip(gradients(iteration - 1), gradients(iteration), strict=True)
+            run.model.step_plain([earlier.lerp(later, 0.5) for earlier, later in means])
         one.assert_has(found)
     two.push(0, gradients(9))
     two.commit(0, 3.0, hyperparameters=run.model.hyperparameters())
@@ -253,8 +256,8 @@ def test_many_at_once(start: Callable[..., Run], tmp_path: Path, consistency: st
         assert not thread.is_alive()
     assert not errors, errors
     _, numbers, _ = state_of(run.workers[0])
-    steps = iterations if consistency == "bsp" else iterations * count
-    assert all(slot == {"step": float(steps)} for slots in numbers.values() for slot in slots)
+    # As many contributions as there are workers make one step, whoever they are of.
+    assert all(slot == {"step": float(iterations)} for slots in numbers.values() for slot in slots)
 
 
 def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:

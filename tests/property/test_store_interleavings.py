@@ -105,13 +105,23 @@ def check_rounds(cluster: Cluster) -> None:
 
 
 def check_streams(cluster: Cluster) -> None:
-    """Every worker's iterations in its own order; in SSP, none begun more than slack before the slowest."""
+    """Every worker's iterations in its own order; in SSP, none begun more than slack before the slowest.
+
+    And the steps: each is open from its first contribution to its last, has no more than there are workers,
+    and its parts make a weighted mean."""
+    in_step, left = 0, 1.0
     for index, entry in enumerate(cluster.log.entries):
         if isinstance(entry, Apply):
             clocks = clocks_after(cluster.log.entries[:index])
             assert clocks[entry.worker] == entry.iteration
-            assert 0 <= entry.lr_scale <= 1
             assert entry.staleness >= 0
+            in_step = 1 if entry.opens else in_step + 1
+            assert (in_step > 1) or entry.opens
+            assert entry.closes == (in_step >= len(clocks))
+            assert 0 <= entry.part <= 1
+            left = (1.0 if entry.opens else left) * (1 - entry.part)
+            assert left in (0.0, 1.0)  # no earlier gradients keep a share that the parts do not give them
+            in_step = 0 if entry.closes else in_step
             if cluster.consistency == "ssp":
                 assert min(clocks.values()) >= entry.iteration - cluster.slack
 

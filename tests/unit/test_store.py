@@ -24,7 +24,7 @@ from atoll.store.members import Membership
 from atoll.store.outcomes import StoreError
 from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
-from atoll.wire.messages import Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
+from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
 
 LR = [{"lr": 0.1, "betas": [0.9, 0.999]}]
 
@@ -207,17 +207,75 @@ def test_the_run_begins_when_as_many_are_there_as_it_begins_with() -> None:
 # -- the log, SSP and ASP ---------------------------------------------------------------------------------
 
 
-def test_weight_and_staleness_scale_the_learning_rate() -> None:
+def applies(log: CommitLog) -> list[Apply]:
+    return [entry for entry in log.entries if isinstance(entry, Apply)]
+
+
+def test_as_many_contributions_as_workers_make_one_step() -> None:
     log = log_of("asp", workers=3)
-    scales = []
-    for worker, iteration, weight in [(0, 0, 2.0), (0, 1, 2.0), (0, 2, 2.0), (0, 3, 2.0), (1, 0, 1.0)]:
+    for worker, iteration, weight in [(0, 0, 2.0), (0, 1, 6.0), (1, 0, 8.0), (0, 2, 2.0)]:
         contribute(log, worker, worker + 1, iteration, weight)
-        entry = log.entries[-1]
-        assert isinstance(entry, Apply)
-        scales.append((entry.staleness, entry.lr_scale))
-    assert scales[0] == (0.0, pytest.approx(1 / 3))  # nobody else has a weight yet: as if all had its own
-    # four by others, two others live: 4 / 2 - 1; and 1 of 2 (worker 0) + 1 + 1 (worker 2, unknown)
-    assert scales[-1] == (1.0, pytest.approx(1 / 4 / 2))
+    found = [(entry.opens, entry.closes, entry.part) for entry in applies(log)]
+    assert found == [(True, False, 1.0), (False, False, 0.75), (False, True, 0.5), (True, False, 1.0)]
+    assert "contribution 2 of 3 to a step" in log.reasons[-3]
+
+
+def test_what_is_stale_weighs_less_in_its_step() -> None:
+    log = log_of("asp", workers=3)
+    for worker, iteration in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (0, 4), (0, 5), (2, 0)]:
+        contribute(log, worker, worker + 1, iteration, weight=2.0)
+    jittered, late = applies(log)[4], applies(log)[7]
+    assert jittered.staleness == 1.0  # four by others, two others live: 4 / 2 - 1
+    assert jittered.part == 0.5  # as much as the one before it
+    assert late.staleness == 2.5
+    assert late.part == pytest.approx(1 / 3.5)
+
+
+def test_contributions_without_weight_count_for_the_step_and_are_no_part_of_it() -> None:
+    log = log_of("asp", workers=3)
+    for worker, weight in [(0, 0.0), (1, 4.0), (2, 0.0)]:
+        contribute(log, worker, worker + 1, 0, weight)
+    found = [(entry.opens, entry.closes, entry.part) for entry in applies(log)]
+    assert found == [(True, False, 0.0), (False, False, 1.0), (False, True, 0.0)]
+
+
+def test_a_steps_learning_rate_is_the_mean_of_its_contributions() -> None:
+    """Else the slowest worker, whose schedule is early, would make every step of its own a large one."""
+    log = log_of("asp", workers=3)
+    settings = [
+        {"lr": 1, "betas": [0.9, 0.5], "fused": True, "steps": 3, "momentum": 0.25},
+        {"lr": 0.5, "betas": (0.9, 1.0), "fused": False, "steps": 8, "momentum": None},
+        {"lr": 0.0, "betas": [0.9, 0.5], "fused": False, "steps": 8, "nesterov": 0.5},
+    ]
+    for worker, (weight, group) in enumerate(zip([1.0, 3.0, 0.0], settings, strict=True)):
+        log.handle_staged(0, worker, worker + 1, 0)
+        incarnation, plain = worker + 1, [group]
+        log.handle_commit(
+            worker, Commit(incarnation=incarnation, iteration=0, weight=weight, hyperparameters=plain)
+        )
+    first, second, third = ([dict(each) for each in entry.hyperparameters] for entry in applies(log))
+    assert first == [settings[0]]
+    assert second == [{**settings[1], "lr": 0.625, "betas": [0.9, 0.875]}]
+    assert third == [{**settings[2], "lr": 0.625, "betas": [0.9, 0.875]}]
+
+
+def test_a_step_has_enough_when_those_it_waited_for_are_gone() -> None:
+    log = log_of("asp", workers=3)
+    contribute(log, 0, 1, 0)
+    contribute(log, 1, 2, 0)
+    log.handle_fence(2, 3)
+    contribute(log, 1, 2, 1)
+    assert [(e.opens, e.closes) for e in applies(log)] == [(True, False), (False, False), (True, False)]
+    log.handle_join(2, 9)
+    log.handle_join(3, 10)
+    for iteration in (1, 2, 3):  # it begins where the slowest is
+        contribute(log, 2, 9, iteration)
+    assert [e.closes for e in applies(log)][3:] == [False, False, True]  # four take part now
+    log.handle_fence(2, 9)
+    log.handle_fence(3, 10)
+    log.handle_fence(1, 2)
+    contribute(log, 0, 1, 1)
+    assert (applies(log)[-1].opens, applies(log)[-1].closes) == (True, True)  # alone
 
 
 def test_a_contribution_waits_for_all_shards_and_for_the_one_before() -> None:
@@ -368,7 +426,9 @@ def applied(worker: int, iteration: int, incarnation: int = 1) -> Apply:
         iteration=iteration,
         weight=1.0,
         samples=1.0,
-        lr_scale=0.5,
+        part=0.5,
+        opens=False,
+        closes=True,
         staleness=0.25,
         hyperparameters=LR,
     )
@@ -382,7 +442,16 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     assert state.staged() == [(0, 1, 0)]
     assert not state.handle_pull(0, Pull(incarnation=1, clock=1))
     apply, release = state.handle_entry(applied(0, 0))
-    assert apply == ApplyChunks(0, 0, {3: (10, b"\1"), 5: (13, b"\1")}, 0.5, LR, 0.25)
+    assert apply == ApplyChunks(
+        worker=0,
+        iteration=0,
+        chunks={3: (10, b"\1"), 5: (13, b"\1")},
+        part=0.5,
+        opens=False,
+        closes=True,
+        hyperparameters=LR,
+        staleness=0.25,
+    )
     assert release == Release([10, 13])
     assert state.versions == {3: 1, 5: 1}
     assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=1))]

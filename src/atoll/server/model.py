@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -235,28 +236,45 @@ class Model:
                 gradients = self._gradients(chunk, handle)
             elif action.scale != 1:
                 gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
-            self._step_one(chunk, gradients, present, 1.0, before)
+            if self.optimizer.trains(chunk) and any(present):
+                self._make_way(chunk, before)
+                with _told_of(chunk):
+                    self.optimizer.step(chunk, gradients, present)
             done(chunk)
+
+    def _make_way(self, chunk: int, before: Done) -> None:
+        """A chunk's values are about to change; those on their way to workers stay as they are."""
+        before(chunk)
+        lent = self._lent.pop(chunk, None)
+        if lent is not None and lent.is_held:
+            self.optimizer.move(chunk)
 
     def _apply(self, action: ApplyChunks, before: Done, done: Done) -> None:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            self._step_one(chunk, self._gradients(chunk, handle), present, action.lr_scale, before)
+            if self.optimizer.trains(chunk):
+                self._make_way(chunk, before)
+                with _told_of(chunk):
+                    self.optimizer.contribute(
+                        chunk,
+                        self._gradients(chunk, handle),
+                        present,
+                        action.part,
+                        opens=action.opens,
+                        closes=action.closes,
+                    )
             done(chunk)
 
-    def _step_one(self, chunk: int, gradients: Tensor, present: bytes, scale: float, before: Done) -> None:
-        if not self.optimizer.trains(chunk) or not any(present):
-            return
-        before(chunk)
-        lent = self._lent.pop(chunk, None)
-        if lent is not None and lent.is_held:
-            self.optimizer.move(chunk)  # those on their way stay as they are
-        try:
-            self.optimizer.step(chunk, gradients, present, lr_scale=scale)
-        except Exception as error:  # an optimizer of the operator's may raise anything
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise RunError(f"the optimizer failed on chunk {chunk}: {reason}") from error
+
+@contextlib.contextmanager
+def _told_of(chunk: int) -> Iterator[None]:
+    """Raise a RunError that names the chunk for whatever its optimizer raises."""
+    try:
+        yield
+    except Exception as error:  # an optimizer of the operator's may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RunError(f"the optimizer failed on chunk {chunk}: {reason}") from error
 
 
 def _in_order(parts: Parts) -> list[tuple[int, tuple[int, bytes]]]:

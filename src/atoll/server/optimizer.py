@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk
-from atoll.tensors.optimizer import ChunkOptimizer, StepHooks, elementwise_keys
+from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 SlotValues: TypeAlias = list[dict[str, Any]]  # for each slot, its states that are one number
@@ -84,6 +84,37 @@ class _Kind:
         return torch.tensor(value, dtype=self.dtypes[key]) if key in self.dtypes else value
 
 
+class _OpenStep:
+    """What it takes to make a chunk's latest step again with more contributions: their mean so far, in which
+    slots anyone had a gradient, and the values and the state from before. The memory is kept for the next.
+    """
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None  # None: no contribution has had a gradient for this chunk
+        self.present: tuple[bool, ...] = ()
+        self.values: Tensor | None = None
+        self.states: list[SavedState] = []
+        self.stepped = False  # `values` and `states` are from before the step
+        self._memory: Tensor | None = None
+
+    def clear(self) -> None:
+        """No step is open."""
+        self.mean, self.present, self.stepped = None, (), False
+
+    def add(self, gradients: Tensor, present: tuple[bool, ...], part: float) -> None:
+        """Move the mean by `part` of the way to `gradients`; where nobody had any, they count as zeros."""
+        if self.mean is None and part == 1:
+            self.mean, self.present = gradients, present  # as it came: it is only read
+            return
+        if self._memory is None:
+            self._memory = torch.empty_like(gradients)
+        if self.mean is None:
+            self.mean, self.present = torch.mul(gradients, part, out=self._memory), present
+            return
+        self.mean = torch.lerp(self.mean, gradients, part, out=self._memory)
+        self.present = tuple(map(any, zip(self.present, present, strict=True)))
+
+
 class _HeldChunk:
     """One chunk at a shard, its optimizer, and what steps it; `settings` is None where nothing trains it."""
 
@@ -100,6 +131,7 @@ class _HeldChunk:
         self.flat = self.bound.flat[: chunk.extent]  # its values, where they lie now
         self.nbytes = self.flat.nbytes
         self.kind: _Kind | None = None
+        self.open = _OpenStep()
         if settings is not None:
             self._gradients: tuple[Tensor, tuple[bool, ...]] | None = None
             self.optimizer = _make(class_, self.parameters, settings)
@@ -130,14 +162,29 @@ class _HeldChunk:
         assert self._gradients is not None
         return self._gradients
 
-    def apply(self, settings: Settings, lr_scale: float) -> None:
-        """Have the next step use `settings`, its learning rate times `lr_scale`."""
-        group = self.optimizer.param_groups[0]
+    def contribute(self, gradients: Tensor, present: tuple[bool, ...], part: float, closes: bool) -> None:
+        """Make the open step with one more contribution, anew where it was made before."""
+        step = self.open
+        if part == 1 and closes and not step.stepped:  # nothing came before, and nothing will come
+            self.step(gradients, present)
+            return
+        step.add(gradients, present, part)
+        if step.stepped:
+            assert step.values is not None
+            self.flat.copy_(step.values)
+            self.stepper.rewind(step.states)
+        elif not closes:
+            step.values = self.flat.clone() if step.values is None else step.values.copy_(self.flat)
+            step.states = self.stepper.save(step.states)
+            step.stepped = True
+        assert step.mean is not None
+        self.step(step.mean, step.present)
+
+    def apply(self, settings: Settings) -> None:
+        """Have the next step use `settings`."""
         if settings is not self.settings:
-            group.update(settings)
+            self.optimizer.param_groups[0].update(settings)
             self.settings = settings
-        if "lr" in settings:
-            group["lr"] = settings["lr"] if lr_scale == 1 else settings["lr"] * lr_scale
 
 
 class ShardOptimizer:
@@ -207,20 +254,47 @@ class ShardOptimizer:
         gradients: Tensor,
         present: Iterable[bool | int],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
-        lr_scale: float = 1.0,
     ) -> None:
         """Step one chunk with `gradients`, those of the slots where `present` says so.
 
-        `hyperparameters` are all param groups'; None keeps those of the step before. Learning rates are
-        multiplied by `lr_scale` for this step.
+        `hyperparameters` are all param groups'; None keeps those of the step before.
         """
         if hyperparameters is not None:
             self.set_hyperparameters(hyperparameters)
         held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
+        held.open.clear()
         if not any(here):  # no parameter would change, nor any step count
             return
-        held.apply(self._groups[self._group_of[chunk]], lr_scale)
+        held.apply(self._groups[self._group_of[chunk]])
         held.step(gradients, here)
+
+    def contribute(
+        self,
+        chunk: int,
+        gradients: Tensor,
+        present: Iterable[bool | int],
+        part: float,
+        *,
+        opens: bool,
+        closes: bool,
+        hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Step one chunk with the mean of several contributions, of which this is one.
+
+        The first `opens` the step, the last `closes` it; in between the step is made again with each, from
+        the values and the state before it. `part` is this contribution's share of the weight so far.
+        Gradients are zeros where `present` says that there are none. Other arguments as in `step`.
+        """
+        if hyperparameters is not None:
+            self.set_hyperparameters(hyperparameters)
+        held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
+        if opens:
+            held.open.clear()
+        if part > 0 and (any(here) or held.open.mean is not None):
+            held.apply(self._groups[self._group_of[chunk]])
+            held.contribute(gradients, here, part, closes)
+        if closes:
+            held.open.clear()
 
     def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
         """Have later steps use these param groups; raises UserError for what is no form of those before."""
@@ -255,6 +329,7 @@ class ShardOptimizer:
         self._chunks[chunk].move()
 
     def set_values(self, chunk: int, values: Tensor) -> None:
+        self._chunks[chunk].open.clear()
         self._chunks[chunk].flat.copy_(values)
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
@@ -299,6 +374,7 @@ class ShardOptimizer:
         held = self._chunks[chunk]
         if held.kind is None:
             return
+        held.open = _OpenStep()
         slots = slots or [{}] * len(held.parameters)
         if len(slots) != len(held.parameters):
             raise UserError(f"chunk {chunk}: states of {len(slots)} parameters for {len(held.parameters)}")
@@ -321,6 +397,47 @@ class ShardOptimizer:
             )
             if state:
                 held.optimizer.state[parameter] = state
+
+    def open_step(self, chunk: int) -> tuple[dict[str, Tensor], list[bool], SlotValues] | None:
+        """Copies of what an open step is made again from, or None where no step has yet been made.
+
+        That is the `mean` so far and the `values` before it, and the element-wise state before it under
+        "state." and its key; then in which slots anyone had a gradient, and each slot's state before it, as
+        far as it is numbers (None: it is among the tensors).
+        """
+        step = self._chunks[chunk].open
+        if not step.stepped:
+            return None
+        assert step.mean is not None
+        assert step.values is not None
+        (state,) = step.states
+        tensors = {"mean": step.mean.clone(), "values": step.values.clone()}
+        tensors.update({f"state.{key}": values.clone() for key, values in state.elements.items()})
+        numbers = [
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in slot.items()}
+            for slot in state.slots
+        ]
+        return tensors, list(step.present), numbers
+
+    def set_open_step(
+        self, chunk: int, tensors: Mapping[str, Tensor], present: Sequence[bool], slots: SlotValues
+    ) -> None:
+        """Let the step go on that `open_step` described, after `set_values` and `set_state`."""
+        held = self._chunks[chunk]
+        assert held.kind is not None
+        step = held.open = _OpenStep()
+        step.mean, step.values = tensors["mean"].clone(), tensors["values"].clone()
+        step.present, step.stepped = tuple(present), True
+        elements = {
+            key.removeprefix("state."): values.clone()
+            for key, values in tensors.items()
+            if key.startswith("state.")
+        }
+        numbers = [
+            {key: None if value is None else held.kind.tensor(key, value) for key, value in slot.items()}
+            for slot in slots
+        ]
+        step.states = [SavedState(elements, numbers)]
 
     def _group_index(self, chunk: Chunk) -> int | None:
         group = self.layout.groups[chunk.group]

@@ -7,7 +7,8 @@ the disk.
 
     FOLDER/snapshot-000000000042/          42: the log's sequence; written beside, renamed when whole
         snapshot.json                      what it is of, each chunk's version, checksums, per-slot states
-        chunk-7.safetensors                "values" and each element-wise state of the optimizer
+        chunk-7.safetensors                "values" and each element-wise state of the optimizer, and under
+                                           "open." what a step that is open is made again from
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,16 @@ from atoll.server.optimizer import ShardOptimizer, SlotValues
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
 
 _VALUES = "values"
+_OPEN = "open."
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
+
+
+class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step that was open: in which slots it has gradients, and the slots' states before it."""
+
+    present: list[bool]
+    slots: list[dict[str, Any]]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +50,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     size: int
     checksum: int
     slots: list[dict[str, Any]]
+    open: OpenRecord | None = None
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,6 +150,14 @@ class Snapshots:
         self._taking, self._due = None, now + self._seconds
 
 
+@dataclass(frozen=True)
+class _Copy:
+    chunk: int
+    tensors: dict[str, Tensor]
+    slots: SlotValues
+    open: OpenRecord | None
+
+
 class _Taking:
     """One snapshot under way, and the thread that writes it."""
 
@@ -147,9 +166,7 @@ class _Taking:
     ) -> None:
         self._optimizer, self._versions, self._heading = optimizer, versions, heading
         self._left = dict.fromkeys(optimizer.chunks)  # in order, not copied yet
-        self._copies: queue.SimpleQueue[tuple[int, dict[str, Tensor], SlotValues] | None] = (
-            queue.SimpleQueue()
-        )
+        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._folder, self._final = folder, folder / f"snapshot-{heading.sequence:012d}"
         self._stop = False
         self.over = threading.Event()
@@ -173,7 +190,12 @@ class _Taking:
         if chunk in self._left:
             del self._left[chunk]
             elements, slots = self._optimizer.state(chunk)
-            self._copies.put((chunk, {_VALUES: self._optimizer.values(chunk).clone(), **elements}, slots))
+            tensors = {_VALUES: self._optimizer.values(chunk).clone(), **elements}
+            record, step = None, self._optimizer.open_step(chunk)
+            if step is not None:
+                tensors.update({_OPEN + key: values for key, values in step[0].items()})
+                record = OpenRecord(present=step[1], slots=step[2])
+            self._copies.put(_Copy(chunk, tensors, slots, record))
 
     def abandon(self) -> None:
         self._stop = True
@@ -189,11 +211,16 @@ class _Taking:
             partial.mkdir(parents=True)
             records = []
             while (copied := self._copies.get()) is not None and not self._stop:
-                chunk, tensors, slots = copied
-                size, checksum = write_tensors(partial / f"chunk-{chunk}.safetensors", tensors)
+                file_name = f"chunk-{copied.chunk}.safetensors"
+                size, checksum = write_tensors(partial / file_name, copied.tensors)
                 records.append(
                     ChunkRecord(
-                        chunk=chunk, version=self._versions[chunk], size=size, checksum=checksum, slots=slots
+                        chunk=copied.chunk,
+                        version=self._versions[copied.chunk],
+                        size=size,
+                        checksum=checksum,
+                        slots=copied.slots,
+                        open=copied.open,
                     )
                 )
             if self._stop:
@@ -245,12 +272,17 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         if not file.is_file() or file.stat().st_size != record.size or checksum_of(file) != record.checksum:
             raise CheckpointError(f"{file}: damaged or missing; the snapshot cannot be used")
         tensors = read_tensors(file)
+        step = {key.removeprefix(_OPEN): tensors.pop(key) for key in list(tensors) if key.startswith(_OPEN)}
         values = tensors.pop(_VALUES, None)
         held = optimizer.values(record.chunk)
-        if values is None or values.shape != held.shape or values.dtype != held.dtype:
+        of_values = [values] if record.open is None else [values, step.get("values"), step.get("mean")]
+        if any(v is None or v.shape != held.shape or v.dtype != held.dtype for v in of_values):
             raise CheckpointError(f"{file}: of another model than this shard's")
+        assert values is not None
         optimizer.set_values(record.chunk, values)
         optimizer.set_state(record.chunk, tensors, record.slots)
+        if record.open is not None:
+            optimizer.set_open_step(record.chunk, step, record.open.present, record.open.slots)
     return contents
 
 

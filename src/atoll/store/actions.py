@@ -45,12 +45,17 @@ class StepChunks:
 
 @dataclass(frozen=True)
 class ApplyChunks:
-    """SSP, ASP: step the optimizer on these chunks, learning rates times `lr_scale`."""
+    """SSP, ASP: add these chunks to the mean that the open step is made with, and make it (anew).
+
+    It `opens` a step, `closes` it, and is `part` of the weight so far: see the log's Apply.
+    """
 
     worker: int
     iteration: int
     chunks: Parts
-    lr_scale: float
+    part: float
+    opens: bool
+    closes: bool
     hyperparameters: Hyperparameters
     staleness: float
 

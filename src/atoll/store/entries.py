@@ -56,9 +56,10 @@ class Step(LogEntry, frozen=True):
 
 
 class Apply(LogEntry, frozen=True):
-    """SSP, ASP: step the optimizer with one worker's contribution, learning rates times `lr_scale`.
+    """SSP, ASP: one worker's contribution, to the step that is open.
 
-    `staleness` is in global iterations.
+    A step is made with the mean of several: the first `opens` it, the last `closes` it, and with each it is
+    made anew. `part` is this one's share of the weight so far. `staleness` is in global iterations.
     """
 
     worker: Count
@@ -66,7 +67,9 @@ class Apply(LogEntry, frozen=True):
     iteration: Count
     weight: float
     samples: float
-    lr_scale: float
+    part: float
+    opens: bool
+    closes: bool
     staleness: float
     hyperparameters: Hyperparameters
 

@@ -271,7 +271,14 @@ class ShardState:
         for chunk in parts:
             self.versions[chunk] += 1
         apply = ApplyChunks(
-            entry.worker, entry.iteration, parts, entry.lr_scale, entry.hyperparameters, entry.staleness
+            worker=entry.worker,
+            iteration=entry.iteration,
+            chunks=parts,
+            part=entry.part,
+            opens=entry.opens,
+            closes=entry.closes,
+            hyperparameters=entry.hyperparameters,
+            staleness=entry.staleness,
         )
         return [apply, *_release(parts)]
 

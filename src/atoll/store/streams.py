@@ -1,8 +1,10 @@
-"""SSP and ASP: each worker's contributions are applied by themselves, in its own order."""
+"""SSP and ASP: each worker's contributions go into the log by themselves, in its own order, and as many as
+there are live workers make one step of the optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
@@ -18,12 +20,16 @@ class _Stream:
     incarnation: int
     clock: int  # iterations in the log
     seen: int  # contributions of all workers that were in the log at its last own one
-    weight: float = -1.0  # of its last contribution; negative before the first
     pending: dict[int, messages.Commit] = field(default_factory=dict)
 
 
 class Streams:
-    """A contribution goes into the log as soon as it is committed and staged on all shards."""
+    """A contribution goes into the log as soon as it is committed and staged on all shards.
+
+    The step that it goes to is made at once, with the mean of what has come to it so far, and made again with
+    each that still comes. So a step is what it is under BSP; whoever asks gets the parameters after it, as
+    far as they are known, which is what its own next contribution, to the next step, is due at.
+    """
 
     def __init__(self, roster: Roster, stages: Stages, steps: int, limit: int) -> None:
         self._roster = roster
@@ -31,6 +37,9 @@ class Streams:
         self._limit = limit
         self._streams: dict[int, _Stream] = {}
         self._applied = 0
+        self._in_step = 0  # contributions to the open step; 0 where none is open
+        self._step_weight = 0.0  # theirs, damped
+        self._step_settings: messages.Hyperparameters = []  # the mean of theirs
         self._start = steps  # where one begins who joins while nobody lives
 
     def committed(self, worker: int) -> int:
@@ -86,11 +95,7 @@ class Streams:
             return False
         others = self._applied - stream.seen
         staleness = max(0.0, others / max(1, len(self._streams) - 1) - 1.0)
-        total = commit.weight
-        for each in self._streams.values():
-            if each is not stream:  # one that has not contributed yet is taken to weigh as much as this one
-                total += each.weight if each.weight >= 0 else commit.weight
-        share = commit.weight / total if total > 0 else 0.0
+        number, part, enough = self._add(commit, staleness)
         draft.write(
             Apply(
                 worker=worker,
@@ -98,20 +103,38 @@ class Streams:
                 iteration=stream.clock,
                 weight=commit.weight,
                 samples=commit.samples,
-                lr_scale=share / (1.0 + staleness),
+                part=part,
+                opens=number == 1,
+                closes=enough,
                 staleness=staleness,
-                hyperparameters=commit.hyperparameters,
+                hyperparameters=self._step_settings,
             ),
-            f"iteration {stream.clock} of worker {worker} is whole; "
-            f"its share is {share:.3g}, its staleness {staleness:.3g}",
+            f"iteration {stream.clock} of worker {worker} is whole, and contribution {number} of "
+            f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
         )
         draft.counted.append((worker, commit))
         draft.reply(worker, stream.incarnation, messages.Committed(iteration=stream.clock))
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1
-        stream.clock, stream.seen, stream.weight = stream.clock + 1, self._applied, commit.weight
+        stream.clock, stream.seen = stream.clock + 1, self._applied
         return True
+
+    def _add(self, commit: messages.Commit, staleness: float) -> tuple[int, float, bool]:
+        """Count a contribution to the open step, or to a new one: its number there, its share of the weight
+        so far, and whether the step now has enough."""
+        if self._in_step >= len(self._streams):  # those whom it waited for are gone
+            self._in_step = 0
+        if self._in_step == 0:
+            self._step_weight, self._step_settings = 0.0, commit.hyperparameters
+        weight = commit.weight / max(1.0, staleness)  # up to 1, it is chance: all would weigh less
+        self._step_weight += weight
+        part = weight / self._step_weight if self._step_weight > 0 else 0.0
+        self._step_settings = _moved(self._step_settings, commit.hyperparameters, part)
+        number = self._in_step + 1
+        enough = number >= len(self._streams)
+        self._in_step = 0 if enough else number
+        return number, part, enough
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words: the slowest, whom SSP waits for, come first."""
@@ -127,3 +150,19 @@ class Streams:
             on = ", ".join(map(str, shards))
             lines.append(f"worker {worker}'s chunks of iteration {stream.clock}, on shard {on}")
         return lines
+
+
+def _moved(before: Any, now: Any, part: float) -> Any:
+    """`before`, moved by `part` of the way to `now` where a number is a fraction; all else is as it is now.
+
+    A schedule goes by each worker's own iterations, so a slow one's learning rate is of another time. A step
+    that used the latest as it is would be as large as early in training, whenever a slow worker made it.
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {key: _moved(before.get(key, value), value, part) for key, value in now.items()}
+    if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)) and len(before) == len(now):
+        return [_moved(one, other, part) for one, other in zip(before, now, strict=True)]
+    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (before, now))
+    if numbers and before != now and (isinstance(before, float) or isinstance(now, float)):
+        return before + part * (now - before)
+    return now

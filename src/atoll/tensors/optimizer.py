@@ -58,6 +58,15 @@ class Segment:
         return self.start == 0 and self.end == self.chunk.chunk.extent
 
 
+@dataclass
+class SavedState:
+    """A chunk's optimizer state as it was: `elements` as in ChunkState, and for each slot all its keys, with
+    the values that are no part of `elements`."""
+
+    elements: dict[str, Tensor]
+    slots: list[State]
+
+
 class ChunkState:
     """A chunk's optimizer state: flat tensors for what each element has, and per-slot values for the rest."""
 
@@ -112,7 +121,7 @@ class ChunkState:
             if key in self.elements:
                 segment.state[key] = self.elements[key][segment.start : segment.end]
             else:
-                segment.state[key] = value.clone() if isinstance(value, Tensor) else value
+                segment.state[key] = _copied(value)
         self._share(segment)
         return segment
 
@@ -122,7 +131,7 @@ class ChunkState:
             for slot in range(segment.first, segment.last + 1):
                 for key, value in segment.state.items():
                     if key not in self.elements:
-                        self.slots[slot][key] = value.clone() if isinstance(value, Tensor) else value
+                        self.slots[slot][key] = _copied(value)
         self.segments, self.present = [], None
 
     def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
@@ -172,6 +181,37 @@ class ChunkState:
                     view[key] = value
             self.slots[slot].clear()
             self.slots[slot].update(view)
+
+    def save(self, into: SavedState | None) -> SavedState:
+        """A copy of everything, in the memory of `into`, an earlier one, as far as it goes."""
+        held = into.elements if into is not None else {}
+        elements = {
+            key: held[key].copy_(values) if key in held else values.clone()
+            for key, values in self.elements.items()
+        }
+        slots = [
+            {key: None if key in self.elements else _copied(value) for key, value in slot.items()}
+            for slot in self.slots
+        ]
+        return SavedState(elements, slots)
+
+    def rewind(self, saved: SavedState) -> None:
+        """Be again what `saved` says. Only steps may have come since: what they left alone stays as it is."""
+        for key, values in saved.elements.items():
+            self.elements[key].copy_(values)
+        # A segment's slots were equal when it was cut, and so they were when they were saved.
+        runs = [
+            (saved.slots[each.first], [each.state, *self.slots[each.first : each.last + 1]])
+            for each in self.segments
+        ]
+        for before, states in runs or [(saved.slots[i], [slot]) for i, slot in enumerate(self.slots)]:
+            for key in list(states[0]):
+                value = _copied(before.get(key))
+                for state in states:
+                    if key not in before:  # the first step's
+                        del state[key]
+                    elif key not in self.elements:
+                        state[key] = value
 
     def load(self, slot: int, state: State, elementwise: set[str]) -> None:
         """Take a parameter's state from plain torch's form."""
@@ -335,6 +375,22 @@ class ChunkOptimizer:
         for handle in self._handles:
             handle.remove()
 
+    def save(self, into: Sequence[SavedState] = ()) -> list[SavedState]:
+        """Copies of all chunks' states for `rewind`, in the memory of `into`, what this gave before."""
+        self.restore()
+        if self._state_was_replaced():
+            self._import()
+        return [state.save(into[index] if into else None) for index, state in enumerate(self._states)]
+
+    def rewind(self, saved: Sequence[SavedState]) -> None:
+        """Undo the steps since `save` gave `saved`, but for the parameters' values. If the state has been
+        replaced since, then by what such steps have made."""
+        self.restore()
+        if self._state_was_replaced():
+            self._import()
+        for state, before in zip(self._states, saved, strict=True):
+            state.rewind(before)
+
     def restore(self) -> None:
         """Undo an exchange that a failing step left behind."""
         if self._user_state is not None:
@@ -463,6 +519,10 @@ def _call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
     return (args[0], lambda: loss, *args[2:]), kwargs
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _comparable(value: Any, elementwise: bool) -> object:

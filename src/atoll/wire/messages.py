@@ -273,7 +273,7 @@ class Commit(Message, frozen=True):
     iteration: Count
     weight: Weight
     samples: Weight = 0.0
-    hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's, for its own step
+    hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's
     used: list[Used] = []
 
 
