@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from run_command import wait_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
+from atoll.hub.decisions import read_decisions
+from atoll.server import shard as shard_module
+from atoll.server.model import Model
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
+from atoll.train.hub_client import HubClient
 from atoll.train.place import Place
 from atoll.train.service import Service
 
@@ -209,14 +214,41 @@ def trains_a_little(place: Place, address: str) -> tuple[int, list[int]]:
         return session.world, session.gather(session.rank)
 
 
-def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(pool: WorkerPool) -> None:
-    with ServedRun(2, patience=3.0) as served:
+def decided(folder: Path, what: str) -> bool:
+    """Whether the hub has decided it."""
+    return any(decision.what == what for decision in read_decisions(folder))
+
+
+def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    with ServedRun(2, patience=3.0, folder=tmp_path) as served:
         with served_worker(served.address, 1):
             dies = Service(config("bsp"))  # it is known at the shards, and alone there
         dies.hub.close()  # without a goodbye
         dies.shards.close()
+        wait_for(lambda: decided(tmp_path, "fenced"), "its death")
         assert pool.run(trains_a_little, served.address, world=2) == [(2, [0, 1]), (2, [0, 1])]
     assert not served.failures
+
+
+def test_a_shard_that_is_busy_for_long_is_not_given_up(
+    pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes in a large model, say: for longer than a silent worker is borne."""
+
+    def takes_long(*args: Any, **kwargs: Any) -> Model:
+        silent = HubClient(served.address, None)
+        silent.join(7)
+        silent.close()
+        wait_for(lambda: decided(tmp_path, "worker died"), "the silent one's death")
+        return Model(*args, **kwargs)
+
+    monkeypatch.setattr(shard_module, "Model", takes_long)
+    with ServedRun(1, patience=3.0, folder=tmp_path) as served:
+        assert pool.run(trains_a_little, served.address, world=1) == [(1, [0])]
+    assert not served.failures
+    assert not decided(tmp_path, "shard died")
 
 
 def test_a_hub_until_done_ends_with_its_shards(pool: WorkerPool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,16 +26,22 @@ from atoll.wire.messages import (
     Staged,
     Welcome,
     WhereAreShards,
+    WireError,
     decode_untrusted,
     encode,
 )
 
 _FRAME = 2**26  # bytes: no tensor comes this way
 _GRACE = 2.0  # seconds
+_LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 
 class HubLink:
-    """The connection to the hub. `timeout` is for how many seconds its welcome is waited for."""
+    """The connection to the hub. `timeout` is for how many seconds its welcome is waited for.
+
+    Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
+    large model, say.
+    """
 
     def __init__(
         self, address: str, keys: Keys | None, *, run: str, shard: int, own: str, timeout: float
@@ -41,26 +49,40 @@ class HubLink:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
+        self.steps = 0  # told with each heartbeat
+        self._refused = ""  # why the hub takes no heartbeats
         hello = Hello(version=VERSION, run=run, role="shard", shard=shard, address=own, pid=os.getpid())
         try:
             self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
         except BaseException:
             self.client.close()
             raise
-        self.next_beat = 0.0  # by the monotonic clock
         self.client.send(encode(WhereAreShards()))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(keys,), name="atoll-heartbeat", daemon=True)
+        self._thread.start()
 
-    @property
-    def heartbeat(self) -> float:
-        """Seconds between heartbeats."""
-        return self.welcome.heartbeat or 1.0
+    def _beat(self, keys: Keys | None) -> None:
+        """The thread of heartbeats."""
+        with Client(self.client.address, keys, limit=_FRAME, name="hub") as link:
+            pause = 0.0
+            while not self._stop.wait(pause) and not self._refused:
+                pause = self.welcome.heartbeat or 1.0
+                if link.connected:  # a hub that is gone needs no queue of these
+                    beat = Heartbeat(incarnation=self.welcome.incarnation, iteration=self.steps)
+                    link.send(encode(beat))
+                else:
+                    pause = min(pause, _LOOK_SECONDS)
+                while (received := link.receive(0)) is not None:
+                    self._note(received[0])
 
-    def beat(self, now: float, steps: int) -> None:
-        """Tell the hub that this shard lives, if it is time."""
-        if now >= self.next_beat:
-            self.next_beat = now + self.heartbeat
-            if self.client.connected:  # a hub that is gone needs no queue of these
-                self.client.send(encode(Heartbeat(incarnation=self.welcome.incarnation, iteration=steps)))
+    def _note(self, header: bytes) -> None:
+        """The answer to a heartbeat, where there is one."""
+        with contextlib.suppress(WireError):
+            message = decode_untrusted(header)
+            self.over = self.over or isinstance(message, Over)
+            if isinstance(message, Refused):
+                self._refused = message.reason
 
     def take(self) -> None:
         """Take what the hub has sent. Raises RefusedError when it refuses."""
@@ -68,13 +90,15 @@ class HubLink:
             message = decode_untrusted(received[0])
             if isinstance(message, Shards):
                 self.addresses = list(message.addresses)
-            elif isinstance(message, Over):
-                self.over = True
             elif isinstance(message, Refused):
-                raise RefusedError(f"hub at {self.client.address} refused: {message.reason}")
+                self._refused = message.reason
+        if self._refused:
+            raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
 
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
+        self._stop.set()
+        self._thread.join(_GRACE)
         if self.over:
             self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
         self.client.close()

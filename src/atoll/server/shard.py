@@ -136,8 +136,7 @@ class Shard:
         busy = bool(self._inbox) or (self._snapshots is not None and self._snapshots.busy)
         endpoints: list[Endpoint] = [self._server]
         endpoints += [link.client for link in (self._hub, self._link) if link is not None]
-        beat = self._hub.next_beat if self._hub is not None else None
-        poll(endpoints, 0.0 if busy else earliest([deadline, retry, beat], _LONGEST_WAIT))
+        poll(endpoints, 0.0 if busy else earliest([deadline, retry], _LONGEST_WAIT))
         for _ in range(_AT_ONCE):
             if not self._take_one():
                 break
@@ -207,16 +206,12 @@ class Shard:
 
     def _see_to_links(self) -> None:
         if self._hub is not None:
+            self._hub.steps = self._model.iterations if self._model is not None else 0
             self._hub.take()
             if self.index and self._link is None and self._hub.addresses:
                 self._connect(self._hub.addresses[0])
-        self._beat()
         if self._link is not None:
             self._link.take()
-
-    def _beat(self) -> None:
-        if self._hub is not None:
-            self._hub.beat(time.monotonic(), self._model.iterations if self._model is not None else 0)
 
     def _connect(self, address: str) -> None:
         self._link = LogLink(address, self._keys, run=self._run, shard=self.index, apply=self._handle_entry)
@@ -525,7 +520,6 @@ class Shard:
                 self._answer(worker, pull, each)
             self._active.append((worker, pull))
         self._peers.flush()
-        self._beat()
 
     def _asked_meanwhile(self) -> list[tuple[int, AnyPull]]:
         """Pulls that came while chunks were stepped and are ready now; other messages wait for their turn."""
