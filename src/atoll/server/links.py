@@ -33,15 +33,33 @@ _GRACE = 2.0  # seconds
 
 
 class HubLink:
-    """The connection to the hub. `timeout` is for how many seconds its welcome is waited for."""
+    """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
+    seconds its welcome is waited for."""
 
     def __init__(
-        self, address: str, keys: Keys | None, *, run: str, shard: int, own: str, timeout: float
+        self,
+        address: str,
+        keys: Keys | None,
+        *,
+        run: str,
+        shard: int = -1,
+        site: str = "",
+        own: str,
+        timeout: float,
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
-        hello = Hello(version=VERSION, run=run, role="shard", shard=shard, address=own, pid=os.getpid())
+        self._left = False
+        hello = Hello(
+            version=VERSION,
+            run=run,
+            role="site" if site else "shard",
+            shard=shard,
+            site=site,
+            address=own,
+            pid=os.getpid(),
+        )
         try:
             self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
         except BaseException:
@@ -59,8 +77,13 @@ class HubLink:
         """Tell the hub that this shard lives, if it is time."""
         if now >= self.next_beat:
             self.next_beat = now + self.heartbeat
-            if self.client.connected:  # a hub that is gone needs no queue of these
+            if self.client.connected and not self._left:  # a hub that is gone needs no queue of these
                 self.client.send(encode(Heartbeat(incarnation=self.welcome.incarnation, iteration=steps)))
+
+    def goodbye(self) -> None:
+        """This site takes no part any more."""
+        self._left = True
+        self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
         """Take what the hub has sent. Raises RefusedError when it refuses."""
@@ -70,12 +93,12 @@ class HubLink:
                 self.addresses = list(message.addresses)
             elif isinstance(message, Over):
                 self.over = True
-            elif isinstance(message, Refused):
+            elif isinstance(message, Refused) and not self._left:
                 raise RefusedError(f"hub at {self.client.address} refused: {message.reason}")
 
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
-        if self.over:
+        if self.over and not self._left:
             self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
         self.client.close()
 
