@@ -54,6 +54,24 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["rnu", "train.py"], "No such command 'rnu'"),
         (["check", "nope.toml"], "nope.toml: cannot read the configuration"),
         (["report", "."], ".: holds no run"),
+        (
+            ["run", "--strategy", "server", "--workers", "2", "--sites", "3", "train.py"],
+            "run.sites: 3 sites for 2 workers: each has at least one",
+        ),
+        (["run", "--sites", "2", "train.py"], "run.sites: 2 sites go with run.strategy 'server', not 'ring'"),
+        (
+            ["hub", "--workers", "3", "--site", "paris=1", "--site", "berlin=1"],
+            "a run of 3 workers, and the sites have 2: 1 at 'paris' + 1 at 'berlin'",
+        ),
+        (
+            ["hub", "--workers", "2", "--site", "paris"],
+            "--site paris: write it as NAME=WORKERS, such as paris=2",
+        ),
+        (["hub", "--workers", "2", "--site", "a=1", "--site", "a=1"], "--site a=1: site 'a' is given twice"),
+        (
+            ["server", "--hub", "tcp://127.0.0.1:1"],
+            "give either --shard I, for a shard of the run, or --site",
+        ),
     ],
 )
 def test_one_line_and_status_2(

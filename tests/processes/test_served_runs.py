@@ -51,11 +51,12 @@ def served(
     *options: str,
     workers: int,
     shards: int = 2,
+    sites: int = 0,
     environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """`atoll run --strategy server`, started."""
     # The command's own arguments would come behind the script's name: its options go into the file.
-    settings = [f"[run]\nstrategy = 'server'\nshards = {shards}\n", "[sync]\n", *options]
+    settings = [f"[run]\nstrategy = 'server'\nshards = {shards}\nsites = {sites}", "[sync]", *options]
     (command.directory / "atoll.toml").write_text("\n".join(settings))
     return command.start(script, workers=workers, environment=environment)
 
@@ -206,3 +207,37 @@ def test_strategy_server_by_hand_needs_a_hub(tmp_path: Path) -> None:
         assert (out, status) == ("", code), err
         assert err.startswith(said)
         assert err.count("\n") == 1
+
+
+SITES = """
+import time
+from pathlib import Path
+import torch
+import atoll
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with atoll.join() as session:
+    session.prepare(model, optimizer)
+    while not Path("enough").exists():
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.02)
+"""
+
+
+def test_a_site_whose_shard_is_killed_is_left_out_and_the_other_goes_on(command: Command) -> None:
+    process = served(command, SITES, "consistency = 'asp'", workers=2, shards=1, sites=2)
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    (shard,) = [each for each in command.alive() if "--site site0 " in " ".join(each.cmdline())]
+    shard.send_signal(signal.SIGKILL)
+    steps = command.steps()
+    wait_for(lambda: command.steps() > steps + 3, "the other site to go on")
+    (command.directory / "enough").touch()
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "the shard of site 'site0' was killed by SIGKILL; the other sites go on without it" in err
+    assert "Traceback" not in err
+    assert command.alive() == []

@@ -55,6 +55,7 @@ def _run(
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
     shards: Annotated[str | None, typer.Option(metavar="M", help="Shards, for strategy server.")] = None,
+    sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
     config: _ConfigOption = None,
     settings: _SetOption = None,
     summary: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary here too.")] = None,
@@ -62,7 +63,7 @@ def _run(
     """Train SCRIPT on several workers of this machine."""
     from atoll.launch.run import run
 
-    chosen = _load(config, settings, workers, strategy, shards)
+    chosen = _load(config, settings, workers, strategy, shards, sites)
     raise typer.Exit(run(script, arguments or [], chosen, summary))
 
 
@@ -92,12 +93,14 @@ def _load(
     workers: str | None,
     strategy: str | None,
     shards: str | None,
+    sites: str | None,
 ) -> Config:
     """The configuration; options of their own are settings by another name, with the same checks."""
     options = {
         "--workers": ("run.workers", workers),
         "--strategy": ("run.strategy", strategy),
         "--shards": ("run.shards", shards),
+        "--sites": ("run.sites", sites),
     }
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:

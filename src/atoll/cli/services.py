@@ -53,6 +53,10 @@ def hub(
     patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long a worker may be silent before it counts as dead.")
     ] = "10s",
+    site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
+    ] = None,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="End, and end the shards, when all workers have left.")
     ] = False,
@@ -67,12 +71,38 @@ def hub(
     seconds = parse_seconds(patience)
     if seconds <= 0:
         raise UserError(f"--patience {patience}: must be more than 0")
-    serve(listen, key_file, run, workers, shards, directory, seconds, seconds / 10, until_done=until_done)
+    sites = _sites(site or [])
+    serve(
+        listen,
+        key_file,
+        run,
+        workers,
+        shards,
+        directory,
+        seconds,
+        seconds / 10,
+        sites=sites,
+        until_done=until_done,
+    )
+
+
+def _sites(given: list[str]) -> dict[str, int]:
+    """`paris=2` as the workers of each site."""
+    sites: dict[str, int] = {}
+    for each in given:
+        name, _, count = each.partition("=")
+        if not name or not count.isdecimal() or int(count) < 1:
+            raise UserError(f"--site {each}: write it as NAME=WORKERS, such as paris=2")
+        if name in sites:
+            raise UserError(f"--site {each}: site {name!r} is given twice")
+        sites[name] = int(count)
+    return sites
 
 
 def server(
-    shard: Annotated[int, typer.Option(metavar="I", help="Which shard, from 0.")],
     hub: Annotated[str, typer.Option(metavar="ADDRESS", envvar=HUB_VARIABLE, help="The hub's address.")],
+    shard: Annotated[int | None, typer.Option(metavar="I", help="Which shard, from 0.")] = None,
+    site: Annotated[str, typer.Option(metavar="NAME", help="Or: the site whose shard it is.")] = "",
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="tcp://HOST:PORT, as workers reach it; port 0: any free.")
     ] = "tcp://127.0.0.1:0",
@@ -84,14 +114,38 @@ def server(
         str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
     ] = "",
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
-    timeout: Annotated[str, typer.Option(metavar="SPAN", help="How long to wait for the hub.")] = "10min",
+    timeout: Annotated[
+        str,
+        typer.Option(
+            metavar="SPAN", help="How long to wait for the hub; at a site, for the other sites too."
+        ),
+    ] = "10min",
 ) -> None:
-    """Be one shard of a run's parameter server, until it is stopped, or a hub with --until-done ends it."""
-    deadline = parse_seconds(timeout)
-    _check_shard(shard, listen, optimizer, snapshot_seconds)
-    run = _run_of(hub, key_file, deadline)
-    from atoll.server.main import serve
+    """Be one shard of a run's parameter server, or of one of its sites, until it is stopped.
 
+    A hub with --until-done ends it too. A site's shard ends when all of the site's workers have left.
+    """
+    deadline = parse_seconds(timeout)
+    if (shard is None) == (not site):
+        raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
+    _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
+    run = _run_of(hub, key_file, deadline)
+    from atoll.server.main import serve, serve_site
+
+    if shard is None:
+        serve_site(
+            site,
+            hub,
+            keys_file=key_file,
+            listen=listen,
+            run=run,
+            folder=directory,
+            timeout=deadline,
+            ready=lambda address: print(
+                f"the shard of site {site} of {run} listens at {address}", flush=True
+            ),
+        )
+        return
     serve(
         shard,
         hub,

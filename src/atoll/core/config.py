@@ -30,6 +30,7 @@ HUB_VARIABLE = "ATOLL_HUB"  # the hub's address, tcp://HOST:PORT
 KEYS_VARIABLE = "ATOLL_KEY_FILE"
 RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
+SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
 
 Strategy = Literal["ring", "server"]
 Consistency = Literal["bsp", "ssp", "asp"]
@@ -42,6 +43,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
     strategy: Strategy = "ring"
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
+    sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
 

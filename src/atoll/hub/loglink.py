@@ -1,4 +1,4 @@
-"""The hub's own connection to shard 0, which keeps the log: whom to fence, and what has been used."""
+"""The hub's own connection to a log (shard 0's, or a site's): whom to fence, and what has been used."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MESSAGES = 256  # taken in one go
 
 
 class LogLink:
-    """Tells the log whom to fence until it answers, over lost connections and before shard 0 is known.
+    """Tells the log whom to fence until it answers, over lost connections and before it is known where it is.
 
     `fenced(message, asked)` takes its word on what was used: asked for, or as news. `failed(line)` takes what
-    the log or the connection refuses.
+    the log or the connection refuses. `name` is who keeps the log.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class LogLink:
         run: str,
         fenced: Callable[[Fenced, bool], None],
         failed: Callable[[str], None],
+        name: str = "shard 0",
     ) -> None:
-        self._keys, self._run = keys, run
+        self._keys, self._run, self._name = keys, run, name
         self._fenced, self._failed = fenced, failed
         self._asked: set[Key] = set()  # not answered yet
         self._losses = 0
@@ -53,11 +54,11 @@ class LogLink:
         return not self._asked
 
     def connect(self, address: str) -> None:
-        """Shard 0 is there; a connection to another place is given up."""
+        """Who keeps the log is there; a connection to another place is given up."""
         if self.client is not None and self.client.address == address:
             return
         self.close()
-        self.client = Client(address, self._keys, limit=LIMIT, name="shard 0")
+        self.client = Client(address, self._keys, limit=LIMIT, name=self._name)
         self._losses = 0
         self._introduce()
 
@@ -94,15 +95,16 @@ class LogLink:
         try:
             message = decode_untrusted(header)
         except WireError as error:
-            self._fail(f"shard 0 sent {error}")
+            self._fail(f"{self._name} sent {error}")
             return
         if isinstance(message, Fenced):
             key = (message.worker, message.incarnation)
-            asked = key in self._asked
-            self._asked.discard(key)
+            asked = not message.news and key in self._asked
+            if asked:
+                self._asked.discard(key)
             self._fenced(message, asked)
         elif isinstance(message, Refused):
-            self._fail(f"shard 0 refused: {message.reason}")
+            self._fail(f"{self._name} refused: {message.reason}")
 
     def _introduce(self) -> None:
         assert self.client is not None

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from atoll.core.errors import UserError
@@ -34,6 +34,7 @@ def serve(
     patience: float = PATIENCE,
     heartbeat: float = HEARTBEAT,
     *,
+    sites: Mapping[str, int] | None = None,
     until_done: bool = False,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
@@ -41,6 +42,7 @@ def serve(
     """Be the hub of a run that begins with `workers` workers and has `shards` shards; without shards the
     workers are a ring, which has no fewer and no more.
 
+    `sites` has the workers of each site, by its name, where the run has levels; together they are `workers`.
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
     `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
     others may connect. `patience`: seconds of silence after which a worker counts as dead; `heartbeat`: how
@@ -49,6 +51,7 @@ def serve(
     wrong, a port in use too.
     """
     _check(workers, shards, patience, heartbeat)
+    _check_sites(sites or {}, workers, shards)
     keys = read_keys(keys_file) if keys_file else None
     run = run or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     with Server(listen, keys, limit=LIMIT, name="hub") as server:
@@ -58,7 +61,7 @@ def serve(
         decisions = Decisions(where, bus)
         hub = Hub(
             server,
-            Membership(workers, patience, shards),
+            Membership(workers, patience, shards, sites),
             decisions,
             run=run,
             heartbeat=heartbeat,
@@ -69,7 +72,7 @@ def serve(
             decisions.add(
                 "hub",
                 f"listens at {server.address}",
-                f"run {run!r} of {workers} workers and {shards or 'no'} shards, "
+                f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards, "
                 + ("with keys" if keys else "without keys: only this machine can reach it"),
             )
             if where is not None:
@@ -91,6 +94,23 @@ def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None
             f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
             "than two heartbeats"
         )
+
+
+def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:
+    if sites and not shards:
+        raise UserError("a run of sites has at least one shard, for all of them; without shards it is a ring")
+    for name, count in sites.items():
+        if not name or len(name) > 256 or not name.isprintable():
+            raise UserError(f"a site called {name!r}: give it a name of printable letters")
+        if count < 1:
+            raise UserError(f"site {name!r} of {count} workers: each has at least one")
+    if sites and sum(sites.values()) != workers:
+        parts = " + ".join(f"{count} at {name!r}" for name, count in sites.items())
+        raise UserError(f"a run of {workers} workers, and the sites have {sum(sites.values())}: {parts}")
+
+
+def _at(sites: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{count} at {name!r}' for name, count in sites.items())})" if sites else ""
 
 
 def _leave_address(folder: Path, address: str) -> None:

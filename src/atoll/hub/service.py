@@ -14,6 +14,7 @@ from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.hub.loglink import LogLink
 from atoll.hub.rings import Rings
+from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.store.leases import Leases
@@ -92,17 +93,30 @@ class Hub:
         until_done: bool = False,
     ) -> None:
         self._until_done, self._begun, self._over = until_done, False, False
+        self._manned = 0.0  # when workers were last there, by the clock
         self._server, self._members, self._decisions = server, membership, decisions
         self._run, self._heartbeat = run, heartbeat
         self._leases = Leases()
         self._log = LogLink(
             keys, run, self._handle_fenced, lambda line: decisions.add("log", "not reached", line)
         )
+        self._sites = Sites(
+            list(membership.sites),
+            self._leases,
+            lambda site, fenced: LogLink(
+                keys,
+                run,
+                fenced,
+                lambda line: decisions.add(f"log of site {site!r}", "not reached", line),
+                f"site {site!r}",
+            ),
+            self._tell_fenced,
+        )
         self._clock = Clock(max(_LOOK_SECONDS * 2, membership.patience / 4))
         self._rings = Rings(membership, decisions, self._clock.now, self._send, self._refuse)
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._parked: list[_Parked] = []
-        self._asking: dict[bytes, None] = {}  # who waits for the shards' addresses, in order
+        self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
         self._known_shards: list[str] | None = None
         self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
         self.refused = 0  # messages
@@ -117,6 +131,7 @@ class Hub:
         endpoints: list[Endpoint] = [self._server]
         if self._log.client is not None:
             endpoints.append(self._log.client)
+        endpoints += self._sites.clients
         poll(endpoints, self._rings.soon(timeout))
         for _ in range(_MESSAGES):
             received = self._server.receive(0)
@@ -124,14 +139,16 @@ class Hub:
                 break
             self._handle(received)
         self._log.take()
+        self._sites.take()
         self._poll_deaths()
         self._poll_parked()
         self._poll_shards()
         self._rings.poll()
 
     def close(self) -> None:
-        """Close the connection to the log; the server is the caller's."""
+        """Close the connections to the logs; the server is the caller's."""
         self._log.close()
+        self._sites.close()
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -164,12 +181,12 @@ class Hub:
             self._refuse(peer, refusal, "Hello")
             return
         if hello.role == GUEST:
-            self._welcome(peer, -1, 0)
+            self._welcome(peer, hello, -1, 0)
             return
         known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
         if known is not None:  # its connection was lost, and is a new one
             self._owners[hello.incarnation] = peer
-            self._welcome(peer, known, hello.incarnation)
+            self._welcome(peer, hello, known, hello.incarnation)
         elif hello.incarnation:
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
         elif hello.role == "worker" and self._members.must_wait(hello.worker):
@@ -190,27 +207,35 @@ class Hub:
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         admission = self._members.handle_hello(
-            self._clock.now(), hello.role, max(-1, hello.worker), hello.shard, hello.address
+            self._clock.now(), hello.role, max(-1, hello.worker), hello.shard, hello.address, hello.site
         )
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")
             return
         again = admission.incarnation in self._owners  # a shard that says Hello once more
         self._owners[admission.incarnation] = peer
-        self._welcome(peer, admission.worker, admission.incarnation)
+        self._welcome(peer, hello, admission.worker, admission.incarnation)
+        if hello.role == "worker":
+            self._sites.note(admission.worker, admission.incarnation, hello.site)
+        elif hello.role == "site":
+            self._reach_site(hello.site, hello.address)
         self._begun = self._begun or len(self._members.live()) >= self._members.workers
         if not again:
             self._decisions.add(f"{hello.role} joined", self._name(hello, admission), admission.reason)
 
-    def _welcome(self, peer: bytes, worker: int, incarnation: int) -> None:
+    def _welcome(self, peer: bytes, hello: Hello, worker: int, incarnation: int) -> None:
+        sites, workers = self._members.sites, self._members.workers
+        if sites and hello.role != "worker":  # of the log that this shard follows or keeps
+            workers = sites[hello.site] if hello.role == "site" else len(sites)
         welcome = Welcome(
             run=self._run,
             worker=worker,
             incarnation=incarnation,
-            workers=self._members.workers,
+            workers=workers,
             shards=self._members.shards,
             heartbeat=self._heartbeat,
             patience=self._members.patience,
+            sites=list(sites),
         )
         self._send(peer, welcome)
 
@@ -246,6 +271,11 @@ class Hub:
         if self._owners.get(goodbye.incarnation) != peer:
             self._refuse(peer, "only a worker itself says goodbye", "Goodbye")
             return
+        site = self._members.handle_site_goodbye(goodbye.incarnation)
+        if site:
+            self._fence_site(site, goodbye.incarnation)
+            self._decisions.add("site left", f"site {site!r}", "its shard said goodbye")
+            return
         shard = self._members.handle_shard_goodbye(goodbye.incarnation)
         if shard is not None:
             del self._owners[goodbye.incarnation]
@@ -264,9 +294,20 @@ class Hub:
         if len(self._asking) >= _WAITING:
             self._refuse(peer, "too many wait for the shards", "WhereAreShards")
             return
-        self._asking[peer] = None
+        incarnation = next((key for key, owner in self._owners.items() if owner == peer), 0)
+        self._asking[peer] = self._sites.site_of(incarnation)
+
+    def _reach_site(self, site: str, address: str) -> None:
+        try:
+            self._sites.reach(site, address)
+        except UserError as error:  # such an address cannot be used from here
+            self._decisions.add(f"log of site {site!r}", "not reached", str(error))
 
     def _poll_shards(self) -> None:
+        for peer, site in list(self._asking.items()):
+            if site and (address := self._members.site_address(site)):
+                self._send(peer, Shards(addresses=[address]))
+                del self._asking[peer]
         addresses = self._members.shard_addresses()
         if not addresses:
             return
@@ -277,22 +318,24 @@ class Hub:
                 self._log.connect(addresses[0])
             except UserError as error:  # such an address cannot be used from here
                 self._decisions.add("log", "not reached", str(error))
-        for peer in self._asking:
+        for peer in [peer for peer, site in self._asking.items() if not site]:
             self._send(peer, Shards(addresses=addresses))
-        self._asking.clear()
+            del self._asking[peer]
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def _is_done(self) -> bool:
         """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
-        that the run is over."""
+        that the run is over. Sites' shards end by themselves; one that does not, hears so after a while."""
         if not self._until_done or not self._begun or self._members.live() or self._parked:
+            self._manned = self._clock.now()
             return False
-        shards = self._members.live_shards()
-        if not self._over and (self._log.answered or not shards):
+        shards, sites = self._members.live_shards(), self._members.live_sites()
+        lingering = bool(sites) and self._clock.now() - self._manned < self._members.patience
+        if not self._over and not lingering and (self._log.answered or not shards):
             self._over = True
             self._decisions.add("run", "over", "all workers have left or died")
-        return self._over and not shards
+        return self._over and not shards and not sites
 
     # -- deaths -------------------------------------------------------------------------------------------
 
@@ -304,26 +347,55 @@ class Hub:
         for index, reason in self._members.poll_shard_deaths(now):
             self._decisions.add("shard died", f"shard {index}", reason)
             self._known_shards = None
+        for site, incarnation, reason in self._members.poll_site_deaths(now):
+            self._sites.end(site)
+            self._fence_site(site, incarnation)
+            self._decisions.add("site died", f"site {site!r}", f"{reason}; the other sites go on")
 
     def _fence(self, rank: int, incarnation: int) -> None:
         self._owners.pop(incarnation, None)
         self._rings.left(incarnation)
-        if self._members.shards:
+        if not self._sites.fence(rank, incarnation) and self._members.shards:
             self._log.fence(rank, incarnation)
+
+    def _fence_site(self, site: str, incarnation: int) -> None:
+        """To the global log a site is one worker."""
+        self._owners.pop(incarnation, None)
+        self._log.fence(self._sites.names.index(site), incarnation)
 
     def _handle_fenced(self, fenced: Fenced, asked: bool) -> None:
         """The log's word on what an incarnation's commits have used: all of it where the hub asked."""
+        if self._sites.names:
+            self._handle_site_fenced(fenced, asked)
+            return
         if not asked:
             self._leases.handle_used(fenced.worker, fenced.incarnation, fenced.used)
             self._note_used(fenced.used)
             return
         returned = self._leases.handle_fenced(fenced.worker, fenced.incarnation, fenced.used)
         self._note_used(fenced.used)
+        self._tell_fenced(fenced, returned)
+
+    def _tell_fenced(self, fenced: Fenced, returned: int) -> None:
         self._decisions.add(
             "fenced",
             _worker(fenced.worker, fenced.incarnation),
             f"{fenced.iteration} iterations of it count; {returned} samples of its leases are free again",
         )
+
+    def _handle_site_fenced(self, fenced: Fenced, asked: bool) -> None:
+        if fenced.worker >= len(self._sites.names):
+            return  # of nobody whom this hub has sent there
+        if asked:
+            returned = self._sites.handle_ended(fenced.worker, fenced)
+            self._decisions.add(
+                "fenced",
+                f"site {self._sites.names[fenced.worker]!r}",
+                f"{fenced.iteration} iterations of it count; {returned} samples of its leases are free again",
+            )
+        else:
+            self._sites.handle_used(fenced.worker, fenced)
+        self._note_used(fenced.used)
 
     # -- leases -------------------------------------------------------------------------------------------
 
@@ -373,6 +445,8 @@ class Hub:
     def _name(self, hello: Hello, admission: Admission) -> str:
         if hello.role == "shard":
             return f"shard {hello.shard}"
+        if hello.role == "site":
+            return f"site {hello.site!r}"
         return _worker(admission.worker, admission.incarnation)
 
 

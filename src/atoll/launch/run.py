@@ -20,6 +20,7 @@ from atoll.core.config import (
     KEYS_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
+    SITE_VARIABLE,
     Config,
     to_toml,
 )
@@ -28,7 +29,7 @@ from atoll.core.events import Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import ServedLaunch
+from atoll.launch.served import ServedLaunch, check_sites
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -54,6 +55,7 @@ def run(script: str, arguments: Sequence[str], config: Config, summary: Path | N
     Raises UserError for what is wrong before anything starts.
     """
     _check(script, summary)
+    check_sites(config)
     directory = RunDirectory(_choose_directory(script, config))
     directory.require_unused()
     directory.create()
@@ -190,7 +192,7 @@ class _Watch:
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
         # Of another run, by hand, that this shell takes part in:
-        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE)
+        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE)
         environment = {
             **{name: value for name, value in os.environ.items() if name not in foreign},
             CONFIG_VARIABLE: str(self._directory.config.absolute()),
@@ -206,11 +208,12 @@ class _Watch:
         stopping = until = None
         while launcher.poll() is None:
             self._look(recorder, progress)
+            left_out = launcher.left_out if isinstance(launcher, ServedLaunch) else set()
             now = time.monotonic()
             if self._stop.count and stopping is None:
                 stopping, until = now, now + STOP_SECONDS
                 launcher.send_signal(signal.SIGINT)  # which is handed on to every worker
-            elif recorder.failures and until is None:
+            elif until is None and any(failure.worker not in left_out for failure in recorder.failures):
                 until = now + FAILED_SECONDS
             if self._stop.count > 1 or (until is not None and now > until):
                 return

@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
-from atoll.core.errors import RunError
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config
+from atoll.core.errors import RunError, UserError
 from atoll.core.events import AnyEvent, Failed, Started, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.processes import signal_name
@@ -29,11 +29,28 @@ _POLL_SECONDS = 0.05
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
 
 
+def check_sites(config: Config) -> None:
+    """Raise UserError for sites that cannot be started."""
+    run = config.run
+    if run.sites and run.strategy != "server":
+        raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
+    if run.sites > run.workers:
+        raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")
+
+
+def sites_of(config: Config) -> list[str]:
+    """The site of each worker, by rank: neighbours share one, and sites are as even as can be. Without sites,
+    no name at all."""
+    run = config.run
+    return [f"site{rank * run.sites // run.workers}" if run.sites else "" for rank in range(run.workers)]
+
+
 class ServedLaunch:
     """Looks, to its watcher, like a launcher's process: `poll`, `send_signal`, `kill`, `wait`, `returncode`.
 
     It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
-    the script's; one that was killed is left out, and the others go on, once the run has begun.
+    the script's; one that was killed is left out, and the others go on, once the run has begun. So is a site
+    whose shard was killed.
     """
 
     def __init__(
@@ -46,6 +63,8 @@ class ServedLaunch:
         self._workers: list[subprocess.Popen[bytes]] = []
         self._ends: list[WorkerEnd] = []
         self._stopping = False  # workers end because they were told to
+        self._sites = sites_of(config)
+        self._lost_sites: set[str] = set()
         self._start(script)
 
     def _start(self, script: Sequence[str]) -> None:
@@ -56,7 +75,9 @@ class ServedLaunch:
         where.unlink(missing_ok=True)
         common = ["--run", self._directory.path.name, "--directory", str(folder)]
         patience = ["--patience", f"{self._config.patience_seconds:g}"]
-        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *patience, *common])
+        sites = {site: self._sites.count(site) for site in self._sites if site}
+        named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
+        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *named, *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
         address = self._address_in(where)
         for shard in range(shards):
@@ -65,6 +86,9 @@ class ServedLaunch:
             if self._config.server.optimizer:
                 arguments += ["--optimizer", self._config.server.optimizer]
             self._serve(f"server-{shard}", arguments)
+        for site in sites:
+            timeout = f"{self._config.timeout_seconds:g}"
+            self._serve(f"site-{site}", ["--hub", address, "--site", site, "--timeout", timeout, *common])
         for rank in range(count):
             self._workers.append(self._worker(rank, script, address))
 
@@ -87,7 +111,13 @@ class ServedLaunch:
         with self._directory.launcher_log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "atoll.launch.worker", *script],
-                env={**self._environment, **place, HUB_VARIABLE: address, RANK_VARIABLE: str(rank)},
+                env={
+                    **self._environment,
+                    **place,
+                    HUB_VARIABLE: address,
+                    RANK_VARIABLE: str(rank),
+                    SITE_VARIABLE: self._sites[rank],
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -114,12 +144,14 @@ class ServedLaunch:
         """The status, once all workers have ended; None before."""
         if self.returncode is not None:
             return self.returncode
-        lost = next((name for name, each in self._services.items() if each.poll() is not None), "")
+        lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
             if ended and rank not in {end.worker for end in self._ends}:
                 self._ends.append(WorkerEnd(rank, worker.pid, ended))
                 write_ends(self._ends, self._directory.ends)
+                if ended > 0 and self._sites[rank] in self._lost_sites:
+                    continue
                 if ended > 0:
                     self._stop_workers()
                 else:
@@ -131,6 +163,34 @@ class ServedLaunch:
         elif all(worker.returncode is not None for worker in self._workers):
             self._finish(self._status())
         return self.returncode
+
+    @property
+    def left_out(self) -> set[int]:
+        """The workers whose site was lost: their errors are no end of the run."""
+        return {rank for rank, site in enumerate(self._sites) if site in self._lost_sites}
+
+    def _lost_service(self) -> str:
+        """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are
+        killed. One that ends well has no workers any more."""
+        ended = {name: each.poll() for name, each in self._services.items()}
+        for name, code in ended.items():
+            site = name.partition("site-")[2]
+            if code is None or (site and code == 0):
+                continue
+            if site and code < 0 and self._lost_sites | {site} != set(self._sites):
+                if site not in self._lost_sites:
+                    self._lost_sites.add(site)
+                    self._leave_out(site)
+            else:
+                return name
+        return ""
+
+    def _leave_out(self, site: str) -> None:
+        """A site's shard was killed, and so its workers end."""
+        ranks = [rank for rank, each in enumerate(self._sites) if each == site]
+        how = signal_name(-(self._services[f"site-{site}"].returncode or 0))
+        message = f"the shard of site {site!r} was killed by {how}; the other sites go on without it"
+        self._write(ranks[0], Warned(time=time.time(), worker=ranks[0], message=message))
 
     def _see_to_killed(self, rank: int, signame: str) -> None:
         """Name a worker that the others go on without; before the run begins, they would wait for another."""
@@ -154,7 +214,7 @@ class ServedLaunch:
     def _tell_lost(self, name: str) -> None:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
         code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
-        who = name.replace("server-", "shard ")
+        who = name.replace("server-", "shard ").replace("site-", "the shard of site ")
         said = next((line for line in reversed(last_lines(log, 20)) if line.startswith("atoll: ")), "")
         said = said.replace("atoll: ", f"{who}: ", 1)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
@@ -181,7 +241,11 @@ class ServedLaunch:
             journal(event)
 
     def _status(self) -> int:
-        codes = [worker.returncode for worker in self._workers]
+        codes = [
+            worker.returncode
+            for worker, site in zip(self._workers, self._sites, strict=True)
+            if site not in self._lost_sites
+        ]
         if any(code > 0 for code in codes) or not any(code == 0 for code in codes):
             return 1
         return 0  # those that were killed were left out, and the others have finished

@@ -1,6 +1,6 @@
 """A hub's or a shard's process, as `atoll run` starts it: bound to its parent, and told to serve.
 
-Run as a module: `hub` or `server`, then that command's options.
+Run as a module: `hub`, `server` or `site`, then its options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Serve until SIGTERM; returns the process's status."""
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     try:
-        (_hub if arguments[0] == "hub" else _server)(arguments[1:])
+        {"hub": _hub, "server": _server, "site": _site}[arguments[0]](arguments[1:])
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return error.exit_status
@@ -33,7 +33,9 @@ def _hub(arguments: list[str]) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--patience", type=float, required=True)
+    parser.add_argument("--site", action="append", default=[])  # its name and its workers: NAME=N
     args = parser.parse_args(arguments)
+    sites = {name: int(count) for name, _, count in (site.partition("=") for site in args.site)}
     serve(
         "tcp://127.0.0.1:0",
         None,
@@ -43,6 +45,7 @@ def _hub(arguments: list[str]) -> None:
         args.directory,
         args.patience,
         args.patience / 10,
+        sites=sites,
     )
 
 
@@ -62,6 +65,23 @@ def _server(arguments: list[str]) -> None:
         folder=args.directory / f"shard-{args.shard}",
         optimizer=args.optimizer,
         snapshot_seconds=args.snapshot_seconds,
+    )
+
+
+def _site(arguments: list[str]) -> None:
+    from atoll.server.main import serve_site
+
+    parser = _parser()
+    parser.add_argument("--hub", required=True)
+    parser.add_argument("--site", required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    args = parser.parse_args(arguments)
+    serve_site(
+        args.site,
+        args.hub,
+        run=args.run,
+        folder=args.directory / f"site-{args.site}",
+        timeout=args.timeout,
     )
 
 

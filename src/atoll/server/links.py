@@ -37,21 +37,39 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 
 class HubLink:
-    """The connection to the hub. `timeout` is for how many seconds its welcome is waited for.
+    """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
+    seconds its welcome is waited for.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
     large model, say.
     """
 
     def __init__(
-        self, address: str, keys: Keys | None, *, run: str, shard: int, own: str, timeout: float
+        self,
+        address: str,
+        keys: Keys | None,
+        *,
+        run: str,
+        shard: int = -1,
+        site: str = "",
+        own: str,
+        timeout: float,
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
         self.steps = 0  # told with each heartbeat
         self._refused = ""  # why the hub takes no heartbeats
-        hello = Hello(version=VERSION, run=run, role="shard", shard=shard, address=own, pid=os.getpid())
+        self._left = False
+        hello = Hello(
+            version=VERSION,
+            run=run,
+            role="site" if site else "shard",
+            shard=shard,
+            site=site,
+            address=own,
+            pid=os.getpid(),
+        )
         try:
             self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
         except BaseException:
@@ -84,6 +102,16 @@ class HubLink:
             if isinstance(message, Refused):
                 self._refused = message.reason
 
+    def _stop_beating(self) -> None:
+        self._stop.set()
+        self._thread.join(_GRACE)
+
+    def goodbye(self) -> None:
+        """This site takes no part any more."""
+        self._stop_beating()
+        self._left = True
+        self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
+
     def take(self) -> None:
         """Take what the hub has sent. Raises RefusedError when it refuses."""
         while (received := self.client.receive(0)) is not None:
@@ -92,14 +120,13 @@ class HubLink:
                 self.addresses = list(message.addresses)
             elif isinstance(message, Refused):
                 self._refused = message.reason
-        if self._refused:
+        if self._refused and not self._left:
             raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
 
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
-        self._stop.set()
-        self._thread.join(_GRACE)
-        if self.over:
+        self._stop_beating()
+        if self.over and not self._left:
             self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
         self.client.close()
 

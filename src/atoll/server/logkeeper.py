@@ -36,6 +36,7 @@ class LogKeeper:
         # Workers meet before they say what they train. Asynchronous: who comes takes part at once.
         self._meetings = CommitLog("asp", 0, workers, 1)
         self._log: CommitLog | None = None
+        self.loose = False  # the next set_up's log: as in CommitLog
         self._generation = 0
         self._joined: dict[int, int] = {}  # worker -> its latest incarnation
         self._fenced: dict[int, int] = {}
@@ -56,7 +57,14 @@ class LogKeeper:
         # Where the run has begun, as the meetings tell it, the dead are not waited for: those who live go on.
         workers = len(self._meetings.live()) or setup.workers
         self._log = CommitLog(
-            setup.consistency, setup.slack, workers, setup.shards, setup.steps, holders, IN_FLIGHT
+            setup.consistency,
+            setup.slack,
+            workers,
+            setup.shards,
+            setup.steps,
+            holders,
+            IN_FLIGHT,
+            self.loose,
         )
         for worker, incarnation in sorted(self._fenced.items()):
             self._act(self._log.handle_fence(worker, incarnation))
@@ -146,7 +154,10 @@ class LogKeeper:
         if self._peers.hub is not None:
             for news in self._log.poll_used():
                 self._peers.send(self._peers.hub, news)
-        if len(self._log.entries) >= 2 * _KEPT:
+        self._forget_old_lines()
+
+    def _forget_old_lines(self) -> None:
+        if self._log is not None and len(self._log.entries) >= 2 * _KEPT:
             self._log.forget(self._log.next_sequence - _KEPT)
 
     def waiting_for(self) -> list[str]:

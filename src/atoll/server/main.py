@@ -22,6 +22,7 @@ from atoll.net.keys import read_keys
 from atoll.observe.journal import Journal
 from atoll.server.links import HubLink
 from atoll.server.shard import Shard
+from atoll.server.site import SiteShard
 from atoll.server.snapshot import Snapshots
 
 LARGEST_FRAME = 2**31 - 1  # bytes
@@ -88,6 +89,45 @@ def serve(
             emit(
                 Decided(time=time.time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason)
             )
+        ready(own)
+        shard.run(lambda: stopped.is_set() or hub.over)
+
+
+def serve_site(
+    site: str,
+    hub_address: str,
+    *,
+    keys_file: str | os.PathLike[str] | None = None,
+    listen: str = "tcp://127.0.0.1:0",
+    address: str = "",
+    run: str = "atoll",
+    folder: str | os.PathLike[str] | None = None,
+    timeout: float = 600.0,
+    ready: Callable[[str], None] = lambda _address: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Be the shard of `site`, until SIGTERM or SIGINT, or all of the site's workers have left: see `serve`.
+
+    `folder` gets its journal; it keeps no snapshots, since it has nothing that the global shards have not.
+    `timeout` in seconds is the deadline of each wait for the hub's welcome and for the global shards.
+    """
+    torch.set_num_threads(1)
+    keep_freed_memory(messages=True)
+    keys = read_keys(keys_file) if keys_file is not None else None
+    with ExitStack() as stack:
+        stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
+        emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            emit = stack.enter_context(Journal(Path(folder) / _JOURNAL))
+        server = stack.enter_context(
+            Server(listen, keys, limit=LARGEST_FRAME, name=f"shard of site {site!r}")
+        )
+        own = address or _reachable(server.address)
+        hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout)
+        stack.callback(hub.close)
+        shard = SiteShard(server, run=run, hub=hub, keys=keys, timeout=timeout, emit=emit)
+        stack.callback(shard.close)
         ready(own)
         shard.run(lambda: stopped.is_set() or hub.over)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -39,22 +39,37 @@ class MeanOf:
     samples: float
 
 
+class Holder(Protocol):
+    """Who holds the chunks: `ShardOptimizer`, which steps them too, or a site's values, which come and go."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]: ...
+
+    @property
+    def hyperparameters(self) -> list[dict[str, Any]]: ...
+
+    def slots(self, chunk: int) -> int: ...
+
+    def nbytes(self, chunk: int) -> int: ...
+
+    def dtype(self, chunk: int) -> torch.dtype: ...
+
+    def values(self, chunk: int) -> Tensor: ...
+
+    def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 class Model:
     """A Setup put into effect. Raises UserError where it makes no sense or cannot be run here."""
 
     def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
-        self.setup = setup
+        self.setup, self._configured, self._fused = setup, configured, fused
         layout = _layout_untrusted(setup)
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
-        self.optimizer = ShardOptimizer(
-            layout,
-            setup.chunks,
-            setup.optimizer,
-            setup.hyperparameters,
-            configured=configured,
-            fused=fused,
-        )
+        self.optimizer = self._hold(layout)
         self.state = ShardState(setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps)
         self.mean: MeanOf | None = None
         self.complete = False
@@ -66,6 +81,23 @@ class Model:
         self._lent: dict[int, Lent] = {}  # chunks whose values are, or were, on their way to workers
         self._replaced: set[tuple[int, int, int]] = set()  # worker, iteration, chunk
         self.iterations = setup.steps
+
+    def _hold(self, layout: ChunkMap) -> Holder:
+        """Make room for the chunks."""
+        return ShardOptimizer(
+            layout,
+            self.setup.chunks,
+            self.setup.optimizer,
+            self.setup.hyperparameters,
+            configured=self._configured,
+            fused=self._fused,
+        )
+
+    @property
+    def own(self) -> ShardOptimizer:
+        """What steps the chunks here; a site's shard has nothing of the kind."""
+        assert isinstance(self.optimizer, ShardOptimizer)
+        return self.optimizer
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -97,7 +129,7 @@ class Model:
         dtype = self.optimizer.dtype(chunk)
         if message.key:
             try:
-                dtype = self.optimizer.state_dtype(chunk, message.key)
+                dtype = self.own.state_dtype(chunk, message.key)
             except UserError as error:
                 return str(error)
         expected = self.optimizer.values(chunk).numel() * dtype.itemsize
@@ -106,7 +138,7 @@ class Model:
         if message.key:
             self._given.setdefault(chunk, {})[message.key] = tensor_of(payload, dtype)
         else:
-            self.optimizer.set_values(chunk, tensor_of(payload, dtype))
+            self.own.set_values(chunk, tensor_of(payload, dtype))
             self._valued.add(chunk)
         if message.values:
             self._numbers[chunk] = message.values
@@ -120,7 +152,7 @@ class Model:
         try:
             for chunk in self.chunks:
                 if chunk in self._given or any(self._numbers.get(chunk, ())):
-                    self.optimizer.set_state(chunk, self._given.get(chunk, {}), self._numbers.get(chunk, []))
+                    self.own.set_state(chunk, self._given.get(chunk, {}), self._numbers.get(chunk, []))
         except Exception as error:  # numbers that torch cannot hold, say
             return f"the optimizer's state cannot be taken: {error}".splitlines()[0]
         self._given.clear()
@@ -214,12 +246,15 @@ class Model:
     def _combine(self, action: CombineChunks, done: Done) -> None:
         self.mean = MeanOf(action.iteration, {}, action.weight, action.samples)
         for chunk in self.chunks:
-            parts = [
-                (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
-                for weight, contribution in action.contributions
-            ]
-            self.mean.chunks[chunk] = weighted_mean(parts)
+            self.mean.chunks[chunk] = self._mean_of(action, chunk)
             done(chunk)
+
+    def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
+        parts = [
+            (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
+            for weight, contribution in action.contributions
+        ]
+        return weighted_mean(parts)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None
@@ -236,10 +271,10 @@ class Model:
                 gradients = self._gradients(chunk, handle)
             elif action.scale != 1:
                 gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
-            if self.optimizer.trains(chunk) and any(present):
+            if self.own.trains(chunk) and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
-                    self.optimizer.step(chunk, gradients, present)
+                    self.own.step(chunk, gradients, present)
             done(chunk)
 
     def _make_way(self, chunk: int, before: Done) -> None:
@@ -247,16 +282,16 @@ class Model:
         before(chunk)
         lent = self._lent.pop(chunk, None)
         if lent is not None and lent.is_held:
-            self.optimizer.move(chunk)
+            self.own.move(chunk)
 
     def _apply(self, action: ApplyChunks, before: Done, done: Done) -> None:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            if self.optimizer.trains(chunk):
+            if self.own.trains(chunk):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
-                    self.optimizer.contribute(
+                    self.own.contribute(
                         chunk,
                         self._gradients(chunk, handle),
                         present,

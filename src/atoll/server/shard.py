@@ -31,7 +31,7 @@ from atoll.wire.messages import AnyMessage, Hello, Refused, WireError, decode_un
 _LONGEST_WAIT = 0.5  # seconds, for timers that no message announces
 _RETRY = 0.01  # seconds, while a connection takes nothing more
 _AT_ONCE = 64  # messages taken before timers and links have their turn
-_IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
+IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
 _LAST_WORDS = 0.3  # seconds for these to leave
 _REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
 
@@ -60,10 +60,11 @@ class Shard:
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         self.index, self._server, self._run, self._keys = index, server, run, keys
+        self.name = f"shard {index}"  # as its workers know it
         self._hub, self._snapshots, self._emit = hub, snapshots, emit
         self._configured, self._fused = configured, fused
         self._peers = Peers(server, run)
-        self._log = LogKeeper(workers, self._peers, self._queue) if index == 0 else None
+        self._log = self._make_log(workers)
         self._link: LogLink | None = None
         self._model: Model | None = None
         self._setter = (-1, 0)  # the worker and incarnation that brought the Setup
@@ -74,8 +75,10 @@ class Shard:
         self._waiting: dict[tuple[int, int], tuple[int, str]] = {}  # Readies: generation, digest
         self._inbox: deque[tuple[Received, AnyMessage | None]] = deque()
         self._active: list[tuple[int, AnyPull]] = []  # those who get each chunk as it is ready
+        self._done: list[int] | None = None  # while a line is applied: the chunks that are
         self._strangers = 0
         self.refused = 0  # messages refused
+        self.in_box = IN_BOX
         if index and log_address:
             self._connect(log_address)
         self._handlers: dict[type, Callable[[bytes, Hello, Any, memoryview | None], str]] = {
@@ -96,6 +99,9 @@ class Shard:
             messages.Staged: self._handle_shard,
         }
 
+    def _make_log(self, workers: int) -> LogKeeper | None:
+        return LogKeeper(workers, self._peers, self._queue) if self.index == 0 else None
+
     @property
     def dropped(self) -> int:
         """Messages that were none of ours."""
@@ -115,7 +121,7 @@ class Shard:
                 self._turn()
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            told = Refused(reason=f"shard {self.index} cannot go on: {reason}"[:4000])
+            told = Refused(reason=f"{self.name} cannot go on: {reason}"[:4000])
             for peer in self._peers.workers():
                 self._peers.send(peer, told)
             time.sleep(_LAST_WORDS)
@@ -134,9 +140,7 @@ class Shard:
         now = time.monotonic()
         retry = now + _RETRY if self._peers.busy or self._is_held() else None
         busy = bool(self._inbox) or (self._snapshots is not None and self._snapshots.busy)
-        endpoints: list[Endpoint] = [self._server]
-        endpoints += [link.client for link in (self._hub, self._link) if link is not None]
-        poll(endpoints, 0.0 if busy else earliest([deadline, retry], _LONGEST_WAIT))
+        poll(self._endpoints(), 0.0 if busy else earliest([deadline, retry], _LONGEST_WAIT))
         for _ in range(_AT_ONCE):
             if not self._take_one():
                 break
@@ -150,10 +154,15 @@ class Shard:
         if self._snapshots is not None and model is not None and model.complete and not self._entries:
             self._snapshots.poll(
                 time.monotonic(),
-                model.optimizer,
+                model.own,
                 model.state.versions,
                 lambda: model.heading(self._run, self.index, self._next_entry),
             )
+
+    def _endpoints(self) -> list[Endpoint]:
+        """What messages come from."""
+        links = [link.client for link in (self._hub, self._link) if link is not None]
+        return [self._server, *links]
 
     def _take_one(self) -> bool:
         """Handle the next message, if there is one."""
@@ -247,18 +256,28 @@ class Shard:
             return "a worker brings the Setup"
         model = self._model
         if model is not None and model.complete and who != self._setter:
-            if setup.digest == model.setup.digest:
+            if setup.digest != model.setup.digest:
+                return self._trains_another()
+            if self._next_set_up(who) <= self._generation:
                 return ""  # a first worker that has come anew: what is here is the truth, it pulls it
-            return f"this shard trains another model or optimizer, brought by worker {self._setter[0]}"
         try:
             model = Model(setup, self.index, configured=self._configured, fused=self._fused)
         except (
             Exception
         ) as error:  # a layout that no memory holds, say: the sender's mistake, not the shard's
             return (str(error) or type(error).__name__).splitlines()[0]
+        self._begin(model, who)
+        return ""
+
+    def _trains_another(self) -> str:
+        return f"this shard trains another model or optimizer, brought by worker {self._setter[0]}"
+
+    def _begin(self, model: Model, setter: tuple[int, int]) -> None:
+        """Train this from now on; `setter` brings it."""
+        setup = model.setup
         if self._snapshots is not None:
             self._snapshots.abandon()
-        self._model, self._setter = model, who
+        self._model, self._setter = model, setter
         self._generation += 1
         self._next_entry = 0
         self._entries.clear()
@@ -270,9 +289,8 @@ class Shard:
         self._decide(
             "shard",
             f"{len(model.chunks)} chunks, {held} bytes, {setup.optimizer}, {setup.consistency}",
-            f"worker {hello.worker} describes the model",
+            f"worker {setter[0]} describes the model",
         )
-        return ""
 
     def _follow(self) -> None:
         if self._link is not None:
@@ -288,7 +306,7 @@ class Shard:
         return self._model.set_chunk(message, payload)
 
     def _handle_ready(self, _peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:
-        """All workers make the same sequence of set-ups, so a worker's n-th Ready is for its n-th."""
+        """A worker asks to be told when all is there that its set-up brings."""
         who = hello.worker, hello.incarnation
         if hello.role != "worker":
             return "workers ask whether a shard is ready"
@@ -296,11 +314,15 @@ class Shard:
             reason = self._model.finish()
             if reason:
                 return reason
-        generation = self._readies.get(who, max(self._generation, 1) - 1) + 1
-        self._readies[who] = generation
+        generation = self._readies[who] = self._next_set_up(who)
         self._waiting[who] = generation, message.digest
         self._answer_readies()
         return ""
+
+    def _next_set_up(self, who: tuple[int, int]) -> int:
+        """The generation that a worker's next Setup and Ready are for: all workers make the same sequence of
+        set-ups, and who comes late begins with the one under way."""
+        return self._readies.get(who, max(self._generation, 1) - 1) + 1
 
     def _answer_readies(self) -> None:
         model = self._model
@@ -454,7 +476,7 @@ class Shard:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
         for chunk in self._model.chunks:
-            elements, slots = self._model.optimizer.state(chunk)
+            elements, slots = self._model.own.state(chunk)
             self._peers.send(peer, messages.State(chunk=chunk, key="", values=slots))
             for key, flat in elements.items():
                 self._peers.send(peer, messages.State(chunk=chunk, key=key), payload_of(flat))
@@ -496,13 +518,13 @@ class Shard:
         self._next_entry += 1
         actions = model.state.handle_entry(entry)
         self._active = model.state.poll_pulls()
-        done: list[int] = []
+        done = self._done = []
         for action in actions:
-            model.act(action, self._before_change, lambda chunk: self._chunk_is_done(chunk, done))
+            model.act(action, self._before_change, self._chunk_is_done)
         for chunk in model.chunks:
             if chunk not in done:
-                self._chunk_is_done(chunk, done)
-        self._active = []
+                self._chunk_is_done(chunk)
+        self._active, self._done = [], None
         if isinstance(entry, Fenced):
             self._tell_fenced(entry)
 
@@ -510,13 +532,18 @@ class Shard:
         if self._snapshots is not None:
             self._snapshots.before_change(chunk)
 
-    def _chunk_is_done(self, chunk: int, done: list[int]) -> None:
+    def _chunk_is_done(self, chunk: int) -> None:
         """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
-        done.append(chunk)
+        assert self._done is not None
+        self._done.append(chunk)
         for worker, pull in self._active:
             self._answer(worker, pull, chunk)
+        self._serve_meanwhile()
+
+    def _serve_meanwhile(self) -> None:
+        """Answer what came while chunks are stepped, or on their way here, and cannot wait."""
         for worker, pull in self._asked_meanwhile():
-            for each in done:
+            for each in self._done or ():
                 self._answer(worker, pull, each)
             self._active.append((worker, pull))
         self._peers.flush()
@@ -524,10 +551,14 @@ class Shard:
     def _asked_meanwhile(self) -> list[tuple[int, AnyPull]]:
         """Pulls that came while chunks were stepped and are ready now; other messages wait for their turn."""
         ready: list[tuple[int, AnyPull]] = []
-        while len(self._inbox) < _IN_BOX and (received := self._server.receive(0)) is not None:
+        while len(self._inbox) < self.in_box and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
-            if not isinstance(message, (messages.Pull, messages.PullMean)) or not self._may_pull(
-                hello, message
+            if isinstance(message, messages.WhoIsMissing):
+                self._handle(received, message)
+            elif (
+                self._done is None
+                or not isinstance(message, (messages.Pull, messages.PullMean))
+                or not self._may_pull(hello, message)
             ):
                 self._inbox.append((received, message))
             elif hello is not None and self._is_ready(hello.worker, message):

@@ -86,15 +86,29 @@ class Leases:
                 held.remove(start, stop)
                 epoch.used.add(start, stop)
 
-    def handle_fenced(self, worker: int, incarnation: int, used: Iterable[Used]) -> int:
+    def handle_fenced(self, worker: int, incarnation: int, used: Iterable[Used], final: bool = True) -> int:
         """The incarnation commits nothing any more, and `used` is all that it ever used: the rest of its
-        leases is free again. Gives how many positions came back. May be said again."""
-        self.handle_used(worker, incarnation, used)
+        leases is free again. Gives how many positions came back. May be said again.
+
+        Not `final`: what it used is in its site's log and may not be in the global one; that stays leased
+        until `handle_used` or a final word.
+        """
+        used = list(used)
+        if final:
+            self.handle_used(worker, incarnation, used)
         self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
         returned = 0
-        for epoch in self._epochs.values():
+        for (sampler, number), epoch in self._epochs.items():
             epoch.waiting.discard((worker, incarnation))
             held = epoch.leased.pop((worker, incarnation), Ranges())
+            kept = Ranges()
+            for part in used if not final else ():
+                if (part.sampler, part.epoch) == (sampler, number):
+                    for start, stop in held.overlap(part.start, part.stop):
+                        held.remove(start, stop)
+                        kept.add(start, stop)
+            if kept:
+                epoch.leased[worker, incarnation] = kept
             returned += len(held)
             for start, stop in held:
                 epoch.free.add(start, stop)

@@ -36,7 +36,9 @@ class CommitLog:
         steps: int = 0,
         holders: Collection[int] | None = None,
         limit: int = 2,
+        loose: bool = False,
     ) -> None:
+        """`loose`, with BSP: iterations do not wait for a worker that waits in a meeting for the others."""
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency {consistency!r} is none of {', '.join(CONSISTENCIES)}")
         self.consistency = consistency
@@ -47,7 +49,7 @@ class CommitLog:
         self._roster = Roster(workers)
         self._stages = Stages(range(shards) if holders is None else holders)
         self._rule: Rounds | Streams = (
-            Rounds(self._roster, self._stages, steps)
+            Rounds(self._roster, self._stages, steps, loose)
             if consistency == "bsp"
             else Streams(self._roster, self._stages, steps, limit)
         )
@@ -107,13 +109,14 @@ class CommitLog:
 
     def poll_used(self) -> list[messages.Fenced]:
         """For the hub's leases, of workers that live: what has been used since this was asked last, in the
-        form of the answer to a Fence. The hub has not asked to fence them, so it knows it for news."""
+        form of the answer to a Fence."""
         news = [
             messages.Fenced(
                 worker=worker,
                 incarnation=incarnation,
                 iteration=self._committed.get((worker, incarnation), 0),
                 used=used,
+                news=True,
             )
             for (worker, incarnation), used in sorted(self._news.items())
         ]
@@ -144,10 +147,15 @@ class CommitLog:
         return self._advance(draft)
 
     def handle_idle(self, worker: int, incarnation: int, idle: bool) -> Outcome:
-        """SSP: a live worker begins, or has ended, to wait for all others in a meeting. Else: nothing."""
+        """SSP, and loose BSP: a live worker begins, or has ended, to wait for all others in a meeting. Else:
+        nothing."""
         draft = Draft()
-        is_idle = worker in self._idle
-        if self.consistency == "ssp" and self._roster.live.get(worker) == incarnation and idle != is_idle:
+        if self._roster.live.get(worker) != incarnation or idle == (worker in self._idle):
+            return draft.outcome()
+        if isinstance(self._rule, Rounds):
+            (self._idle.add if idle else self._idle.discard)(worker)
+            self._rule.set_idle(worker, idle, draft)
+        elif self.consistency == "ssp":
             (self._idle.add if idle else self._idle.discard)(worker)
             reason = f"worker {worker} {'waits for the others' if idle else 'goes on'}"
             draft.write(Idle(worker=worker, incarnation=incarnation, idle=idle), reason)
@@ -217,6 +225,16 @@ class CommitLog:
         count = min(max(before - self.first, 0), len(self.entries))
         del self.entries[:count], self.reasons[:count]
         self.first += count
+
+    @property
+    def next_iteration(self) -> int:
+        """BSP: the iteration that comes after those that are combined."""
+        return self._rule.committed(-1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has begun here, and all its workers have left or died."""
+        return self._roster.begun and not self._roster.live and not self._roster.waiting
 
     def live(self) -> dict[int, int]:
         """The workers that take part: worker -> incarnation."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from atoll.core.config import SITE_VARIABLE
 
 RANKS = 4096  # the most workers
 
@@ -26,15 +29,21 @@ class _Member:
 
 
 class Membership:
-    """Workers by rank and shards by index. `patience` is for how many seconds silence is borne.
+    """Workers by rank and shards by index. `patience` is for how many seconds silence is borne. `sites` has
+    the number of workers of each site, where the run has levels; each site has a shard of its own.
 
     A run without shards is a ring, whose ranks are those below `workers`. Elsewhere any number may come.
     Incarnations come from one counter, from 1; who comes back has a higher one. Shards have them too, so that
     their heartbeats can be told apart.
     """
 
-    def __init__(self, workers: int, patience: float, shards: int = 1) -> None:
+    def __init__(
+        self, workers: int, patience: float, shards: int = 1, sites: Mapping[str, int] | None = None
+    ) -> None:
         self.workers = workers
+        self.sites = dict(sites or {})
+        self._site_shards: dict[str, _Member] = {}
+        self._ended_sites: set[str] = set()
         self.patience = patience
         self._workers: dict[int, _Member] = {}
         self._shards: dict[int, _Member] = {}
@@ -42,14 +51,52 @@ class Membership:
         self._incarnations = 0
 
     def handle_hello(
-        self, now: float, role: str, wish: int = -1, shard: int = -1, address: str = ""
+        self, now: float, role: str, wish: int = -1, shard: int = -1, address: str = "", site: str = ""
     ) -> Admission:
-        """A worker wishes for a rank (-1: any), or a shard says where it is."""
+        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is."""
         if role == "worker":
-            return self._admit_worker(now, wish)
+            refused = self._wrong_site(site)
+            return Admission(refused=refused) if refused else self._admit_worker(now, wish)
         if role == "shard":
             return self._admit_shard(now, shard, address)
-        return Admission(refused=f"the hub knows no role {role!r}: worker, shard")
+        if role == "site":
+            return self._admit_site(now, site, address)
+        return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
+
+    def _wrong_site(self, site: str) -> str:
+        """Why a worker of this site may not come in; empty where it may."""
+        if not self.sites:
+            return (
+                f"the run has no sites, and this worker is of site {site!r}: unset {SITE_VARIABLE}, or start "
+                "the hub with --site NAME=WORKERS"
+                if site
+                else ""
+            )
+        if site in self._ended_sites:
+            return f"site {site!r} has ended, and takes no workers any more"
+        if site in self.sites:
+            return ""
+        said = f"there is no site {site!r}" if site else "this worker names no site"
+        return f"{said}; set {SITE_VARIABLE} to one of: {', '.join(self.sites)}"
+
+    def _admit_site(self, now: float, site: str, address: str) -> Admission:
+        if not self.sites:
+            return Admission(refused="the run has no sites; start the hub with --site NAME=WORKERS for each")
+        if site not in self.sites:
+            return Admission(refused=f"there is no site {site!r}: the run has {', '.join(self.sites)}")
+        if site in self._ended_sites:
+            return Admission(refused=f"site {site!r} has ended, and cannot come back")
+        if not address:
+            return Admission(refused=f"the shard of site {site!r} does not say where it is")
+        there = self._site_shards.get(site)
+        if there is not None and there.address != address:
+            return Admission(refused=f"site {site!r} has a shard already, at {there.address}")
+        if there is None:
+            self._incarnations += 1
+            there = self._site_shards[site] = _Member(self._incarnations, now, address=address)
+        there.heard = now
+        index = list(self.sites).index(site)
+        return Admission(index, there.incarnation, reason=f"its shard is at {address}")
 
     def _admit_worker(self, now: float, wish: int) -> Admission:
         if wish in self._workers:
@@ -93,12 +140,27 @@ class Membership:
 
     def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:
         """A sign of life; False from one who is not there (any more)."""
-        for member in (*self._workers.values(), *self._shards.values()):
+        for member in self._everyone():
             if member.incarnation == incarnation:
                 member.heard = max(now, member.heard)
                 member.iteration = max(iteration, member.iteration)
                 return True
         return False
+
+    def _everyone(self) -> list[_Member]:
+        return [*self._workers.values(), *self._shards.values(), *self._site_shards.values()]
+
+    def handle_site_goodbye(self, incarnation: int) -> str:
+        """All workers of a site have left; gives its name, or nothing where this is no site's shard."""
+        for site, member in self._site_shards.items():
+            if member.incarnation == incarnation:
+                self._end_site(site)
+                return site
+        return ""
+
+    def _end_site(self, site: str) -> None:
+        del self._site_shards[site]
+        self._ended_sites.add(site)
 
     def handle_goodbye(self, incarnation: int) -> int | None:
         """A worker leaves; gives its rank, which is free then, or None where it is not there."""
@@ -146,9 +208,21 @@ class Membership:
             del self._shards[index]
         return dead
 
+    def poll_site_deaths(self, now: float) -> list[tuple[str, int, str]]:
+        """(site, incarnation, reason) of the sites' shards that have been silent for too long; each once."""
+        dead = []
+        for site, member in self._site_shards.items():
+            silence = now - member.heard
+            if silence >= self.patience:
+                reason = f"its shard at {member.address} was silent for {silence:.1f} s"
+                dead.append((site, member.incarnation, f"{reason}, and {self.patience:g} s are borne"))
+        for site, _, _ in dead:
+            self._end_site(site)
+        return dead
+
     def next_deadline(self) -> float | None:
-        """When `poll_deaths` and `poll_shard_deaths` may next find someone, if nobody is heard until then."""
-        heard = [member.heard for member in (*self._workers.values(), *self._shards.values())]
+        """When one of the polls for deaths may next find someone, if nobody is heard until then."""
+        heard = [member.heard for member in self._everyone()]
         return min(heard) + self.patience if heard else None
 
     def live(self) -> dict[int, int]:
@@ -158,6 +232,10 @@ class Membership:
     def live_shards(self) -> list[int]:
         """The shards that are there, by index."""
         return sorted(self._shards)
+
+    def live_sites(self) -> list[str]:
+        """The sites whose shards are there."""
+        return list(self._site_shards)
 
     def iterations(self) -> dict[int, int]:
         """How many iterations each has committed, by its last heartbeat."""
@@ -177,3 +255,8 @@ class Membership:
         if len(self._shards) < self.shards:
             return None
         return [self._shards[index].address for index in range(self.shards)]
+
+    def site_address(self, site: str) -> str:
+        """Where a site's shard is; empty while it is not there."""
+        there = self._site_shards.get(site)
+        return there.address if there is not None else ""

@@ -19,10 +19,16 @@ class Rounds:
     It begins with all who are live then, those who waited included. It is combined when every member has
     committed and is staged on all shards; a member fenced before is left out. It is stepped when every live
     member has said the same Step.
+
+    `loose`: where others have committed, a member that waits in a meeting and has not is left out too. It
+    joins anew once its meeting is over.
     """
 
-    def __init__(self, roster: Roster, stages: Stages, steps: int) -> None:
+    def __init__(self, roster: Roster, stages: Stages, steps: int, loose: bool = False) -> None:
         self._roster = roster
+        self._loose = loose
+        self._idle: set[int] = set()  # loose: those who wait in a meeting
+        self._passed: set[int] = set()  # live, and left out until they join anew
         self._stages = stages
         self._iteration = steps
         self._members: dict[int, int] = {}  # live members: worker -> incarnation
@@ -72,6 +78,33 @@ class Rounds:
         if self._members.get(worker, incarnation + 1) <= incarnation:
             del self._members[worker]
             self._commits.pop(worker, None)
+        if worker not in self._roster.live:
+            self._idle.discard(worker)
+            self._passed.discard(worker)
+
+    def set_idle(self, worker: int, idle: bool, draft: Draft) -> None:
+        """A live worker begins, or has ended, to wait in a meeting."""
+        if not self._loose:
+            return
+        (self._idle.add if idle else self._idle.discard)(worker)
+        if not idle and worker in self._passed and self._members and not self._combined:
+            self._join(worker, self._roster.live[worker], draft)
+            self._members = dict(sorted({**self._members, worker: self._roster.live[worker]}.items()))
+
+    def _join(self, worker: int, incarnation: int, draft: Draft) -> None:
+        self._passed.discard(worker)
+        draft.write(
+            Joined(worker=worker, incarnation=incarnation, clock=self._iteration),
+            f"worker {worker} joins at iteration {self._iteration}, which begins now",
+        )
+
+    def _pass_over_idle(self) -> None:
+        """Where nobody else is waited for, go on without those who wait in a meeting."""
+        late = [worker for worker in self._members if worker not in self._commits]
+        if self._commits and self._idle.issuperset(late):
+            for worker in late:
+                del self._members[worker]
+            self._passed.update(late)
 
     def advance(self, draft: Draft) -> None:
         """Write all that can be written now."""
@@ -87,16 +120,16 @@ class Rounds:
     def _try_begin(self, draft: Draft) -> bool:
         if not self._roster.is_quorate():
             return False
-        for worker, incarnation in self._roster.enter():
-            draft.write(
-                Joined(worker=worker, incarnation=incarnation, clock=self._iteration),
-                f"worker {worker} joins at iteration {self._iteration}, which begins now",
-            )
-        self._members = dict(sorted(self._roster.live.items()))
+        back = [(worker, self._roster.live[worker]) for worker in sorted(self._passed - self._idle)]
+        for worker, incarnation in (*self._roster.enter(), *back):
+            self._join(worker, incarnation, draft)
+        live = sorted(self._roster.live.items())
+        self._members = {worker: incarnation for worker, incarnation in live if worker not in self._passed}
         self._commits.clear()
         return bool(self._members)
 
     def _try_combine(self, draft: Draft) -> bool:
+        self._pass_over_idle()
         if any(
             worker not in self._commits or self._stages.missing(worker, incarnation, self._iteration)
             for worker, incarnation in self._members.items()

@@ -303,6 +303,11 @@ class ShardState:
         member = self._members[worker]
         return self.steps if self.consistency == "bsp" else member.clock
 
+    def note_staleness(self, staleness: float) -> None:
+        """At a site, whose members contribute as one: what the global shards have measured of it."""
+        for member in self._members.values():
+            member.staleness = staleness
+
     def staleness_of(self, worker: int) -> float:
         """How stale a live worker's last contribution was, in global iterations."""
         return self._members[worker].staleness

@@ -7,7 +7,7 @@ own buffers, takes the mean of the gradients weighted by samples, and steps a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,14 +98,17 @@ def train_atoll(place: Place, case: Case) -> Trajectory:
         return _train(session, place.rank, case)
 
 
-def train_served(place: Place, case: Case, address: str, lazy: bool = False) -> Trajectory:
-    """The same with a parameter server, whose hub is at `address`."""
+def train_served(
+    place: Place, case: Case, address: str, lazy: bool = False, sites: Sequence[str] = ()
+) -> Trajectory:
+    """The same with a parameter server, whose hub is at `address`; `sites` has the site of each rank."""
     config = Config(
         run=Run(strategy="server"),
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="30s", lazy=lazy),
     )
-    with served_worker(address, place.rank), atoll.join(config) as session:
+    site = sites[place.rank] if sites else ""
+    with served_worker(address, place.rank, site=site), atoll.join(config) as session:
         return _train(session, place.rank, case)
 
 

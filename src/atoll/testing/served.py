@@ -3,7 +3,8 @@
     with ServedRun(workers=2, shards=2) as served:
         pool.run(train, served.address, world=2)
 
-and in `train(place, address)`: `with served_worker(address, place.rank): session = atoll.join(config)`.
+and in `train(place, address)`: `with served_worker(address, place.rank): session = atoll.join(config)`. With
+`sites={"paris": 1, "berlin": 1}` each site has a shard of its own in front, and a worker names its site.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from unittest import mock
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE
 from atoll.core.errors import DeadlineError
 from atoll.hub import main as hub
 from atoll.server import main as server
@@ -43,10 +44,14 @@ class ServedRun:
         heartbeat: float = 0.5,
         folder: Path | None = None,
         keys: Path | None = None,
+        sites: Mapping[str, int] | None = None,
+        site_timeout: float = START_SECONDS,
         until_done: bool = False,
     ) -> None:
-        """`patience`, `heartbeat` and `until_done` as the hub's; `folder` gets what hub and shards keep;
-        `keys` is a key file."""
+        """`patience`, `heartbeat`, `sites` and `until_done` as the hub's; `folder` gets what hub and shards
+        keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
+        self._sites, self._site_timeout = dict(sites or {}), site_timeout
+        self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done = keys, until_done
         self._workers, self._shards = workers, shards
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
@@ -73,17 +78,20 @@ class ServedRun:
                 self._folder,
                 self._patience,
                 self._heartbeat,
+                sites=self._sites,
                 until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
                 until_done=self._until_done,
             ),
         )
         self._await(listening, "the hub")
-        up = [threading.Event() for _ in range(self._shards)]
-        for index, ready in enumerate(up):
-            self._start(ready, partial(self._serve, index, ready))
-        for index, ready in enumerate(up):
-            self._await(ready, f"shard {index}")
+        serving = {f"shard {index}": partial(self._serve, index) for index in range(self._shards)}
+        serving |= {f"the shard of {site}": partial(self._serve_site, site) for site in self._sites}
+        up = {name: threading.Event() for name in serving}
+        for name, serve in serving.items():
+            self._start(up[name], partial(serve, up[name]))
+        for name, ready in up.items():
+            self._await(ready, name)
         return self
 
     def _await(self, ready: threading.Event, who: str) -> None:
@@ -106,6 +114,18 @@ class ServedRun:
             timeout=START_SECONDS,
             ready=lambda _address: ready.set(),
             stop=self._stop,
+        )
+
+    def _serve_site(self, site: str, ready: threading.Event) -> None:
+        server.serve_site(
+            site,
+            self.address,
+            keys_file=self._keys,
+            run=RUN,
+            folder=self._folder / f"site-{site}" if self._folder is not None else None,
+            timeout=self._site_timeout,
+            ready=lambda _address: ready.set(),
+            stop=self._site_stops[site],
         )
 
     def _start(self, ready: threading.Event, serve: Callable[[], None]) -> None:
@@ -133,6 +153,8 @@ class ServedRun:
 
     def stop(self) -> None:
         """End hub and shards, as if their machine were gone."""
+        for site in self._sites:
+            self.stop_site(site)
         self._stop.set()
         self.ended()
 
@@ -143,11 +165,15 @@ class ServedRun:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def stop_site(self, site: str) -> None:
+        """End a site's shard, as if its machine were gone."""
+        self._site_stops[site].set()
+
 
 @contextlib.contextmanager
-def served_worker(address: str, rank: int, keys: Path | None = None) -> Iterator[None]:
-    """Within it `atoll.join` with strategy `server` joins the run at `address`, as `rank`."""
-    variables = {HUB_VARIABLE: address, RUN_VARIABLE: RUN, RANK_VARIABLE: str(rank)}
+def served_worker(address: str, rank: int, keys: Path | None = None, site: str = "") -> Iterator[None]:
+    """Within it `atoll.join` with strategy `server` joins the run at `address`, as `rank`, at `site`."""
+    variables = {HUB_VARIABLE: address, RUN_VARIABLE: RUN, RANK_VARIABLE: str(rank), SITE_VARIABLE: site}
     if keys is not None:
         variables[KEYS_VARIABLE] = str(keys)
     with mock.patch.dict(os.environ, variables):

@@ -68,12 +68,13 @@ class NewParameters:
     def on_their_way(self) -> bool:
         return self._asked is not None
 
-    def pull(self, clock: int) -> None:
-        """Ask for the parameters with which a worker that has committed `clock` iterations goes on."""
+    def pull(self, clock: int, newest: bool = False) -> None:
+        """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`:
+        as wire's Pull has it."""
         self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock))
+            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock, newest=newest))
 
     def expect(self, clock: int) -> None:
         """As `pull`, where the contribution before has asked for them."""
@@ -189,8 +190,14 @@ class Exchange(Reducer):
     def refresh(self) -> None:
         """Fetch the parameters as the shards have them now: others may have moved them on."""
         self.before_use()
-        self.parameters.pull(self.steps)
+        self.parameters.pull(self.steps, newest=True)
         self.before_use()
+
+    def catch_up(self, clock: int) -> None:
+        """The workers have met, and the next iteration is `clock`: at a site, the others go on without one
+        that waits in a meeting. A contribution that is not stepped yet stays where it is."""
+        if not self._reduced:
+            self.steps = max(self.steps, clock)
 
     def close(self) -> None:
         """Let the model go, with the parameters that the last step asked for, unless an error ends it."""

@@ -69,13 +69,15 @@ class HubClient:
         self._silent: float | None = None  # since when nothing is heard, as the heartbeats' thread sees it
         self._told = False  # that the hub is silent
 
-    def join(self, wish: int = -1) -> Welcome:
-        """Take part, as rank `wish` (-1: any that is free); heartbeats begin.
+    def join(self, wish: int = -1, site: str = "") -> Welcome:
+        """Take part, as rank `wish` (-1: any that is free), at `site` where the run has some; heartbeats
+        begin.
 
         A rank whose worker has just died is free after the hub's patience: that long this waits. Raises
-        RefusedError when the rank is taken, or version or run are others, DeadlineError when there is no hub.
+        RefusedError when the rank is taken, or version or run are others, or there is no such site,
+        DeadlineError when there is no hub.
         """
-        hello = Hello(version=VERSION, run=self._run, role="worker", worker=wish, pid=os.getpid())
+        hello = Hello(version=VERSION, run=self._run, role="worker", worker=wish, pid=os.getpid(), site=site)
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
         self._thread = threading.Thread(
@@ -85,7 +87,8 @@ class HubClient:
         return welcome
 
     def shards(self) -> list[str]:
-        """The shards' addresses, by index, once all are there. Raises DeadlineError when they are not."""
+        """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
+        shard's alone. Raises DeadlineError when they are not."""
         return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
 
     def gather(self) -> int:

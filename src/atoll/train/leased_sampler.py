@@ -38,8 +38,8 @@ class LeasedSampler(Sampler[int]):
 
     When nothing is left to lease but others have not yet used theirs, a worker waits up to `wait` seconds,
     for one of them may die; but not for those who wait too. Then its iteration ends, and what comes back of
-    that epoch is dealt first in the next one. In `ssp` let `wait` be 0: the others may be held up until this
-    worker goes on.
+    that epoch is dealt first in the next one. In `ssp`, and at a site, let `wait` be 0: the others may be
+    held up until this worker goes on.
 
     An iteration that was broken off goes on after the samples that were consumed; `set_epoch` leaves it.
     """

@@ -5,7 +5,7 @@ They have no group of their own: a worker that dies is left out, and the others'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class ServedWorkers(Workers):
         self._shards, self._number = shards, 0
         self._met: dict[int, list[bytes]] = {}
         self._ranks = list(range(place.world))
+        self._told: Callable[[int], None] = lambda _clock: None
         shards.on(Met, self._handle_met)
 
     @property
@@ -33,6 +34,9 @@ class ServedWorkers(Workers):
     @property
     def ranks(self) -> list[int]:
         return self._ranks
+
+    def on_met(self, told: Callable[[int], None]) -> None:
+        self._told = told
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
@@ -82,6 +86,7 @@ class ServedWorkers(Workers):
             offset += size
         self._met[message.number] = parts
         self._ranks = list(message.workers)
+        self._told(message.clock)
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -7,7 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    SITE_VARIABLE,
+    Config,
+)
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
 from atoll.net.keys import Keys, read_keys
@@ -40,7 +47,7 @@ def enter(config: Config) -> Service | HubRing:
     hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
     hub.tell = print_warning
     try:
-        welcome = hub.join(_wish())
+        welcome = hub.join(_wish(), os.environ.get(SITE_VARIABLE, ""))
         if welcome.shards:
             return Service(config, hub, keys, keeps_memory=kept)
         if config.run.strategy == "server":
@@ -64,7 +71,7 @@ class Service:
         self, config: Config, hub: HubClient, keys: Keys | None, *, keeps_memory: bool = False
     ) -> None:
         assert hub.welcome is not None
-        self.keeps_memory = keeps_memory
+        self.keeps_memory, self.site = keeps_memory, os.environ.get(SITE_VARIABLE, "")
         self.hub, self.welcome = hub, hub.welcome
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
         hub.tell = self._tell
@@ -77,6 +84,7 @@ class Service:
             incarnation=self.welcome.incarnation,
             timeout=config.timeout_seconds,
             limit=_LIMIT,
+            site=self.site,
         )
         self.samplers: list[LeasedSampler] = []
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
@@ -95,7 +103,8 @@ class Service:
         consistency = config.sync.consistency
         slack = f" with slack {config.sync.slack}" if consistency == "ssp" else ""
         sealed = "sealed with CURVE" if os.environ.get(KEYS_VARIABLE) else "unsealed, on this machine alone"
-        return f"{consistency}{slack}, shards: {', '.join(self.shards.addresses)}; {sealed}"
+        where = f" between sites, at site {self.site!r}" if self.site else ""
+        return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {sealed}"
 
     def used(self) -> list[Used]:
         """The leased positions that this worker's next commit uses up."""

@@ -258,8 +258,10 @@ class Session:
             workers=self.world,
             seed=seed,
             shuffle=shuffle,
-            # In ssp the others may be held up until this worker goes on.
-            wait=3 * self._service.welcome.patience if self.config.sync.consistency == "asp" else 0.0,
+            # In ssp, and at a site, the others may be held up until this worker goes on.
+            wait=3 * self._service.welcome.patience
+            if self.config.sync.consistency == "asp" and not self._service.site
+            else 0.0,
             on_index=self._sampler_gives,
         )
         self._state.samplers.append(sampler)

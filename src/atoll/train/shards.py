@@ -31,7 +31,8 @@ _POLL_SECONDS = 0.5  # between looks at connections that may have failed
 class Shards:
     """One connection to each shard; what comes is handed to the handler registered for its type.
 
-    All of it runs on the thread that calls `wait`; sockets send by themselves. `timeout` is in seconds.
+    All of it runs on the thread that calls `wait`; sockets send by themselves. `timeout` is in seconds. With
+    `site`, the one shard is that site's.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class Shards:
         incarnation: int,
         timeout: float,
         limit: int,
+        site: str = "",
     ) -> None:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
-        self.run = run
+        self.run, self.site = run, site
         self.addresses = list(addresses)
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._clients = [
-            Client(address, keys, limit=limit, name=f"shard {index}")
+            Client(address, keys, limit=limit, name=self._name(index))
             for index, address in enumerate(addresses)
         ]
         try:
@@ -61,6 +63,9 @@ class Shards:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    def _name(self, shard: int) -> str:
+        return f"the shard of site {self.site!r}" if self.site else f"shard {shard}"
 
     def close(self) -> None:
         for client in self._clients:
@@ -109,17 +114,18 @@ class Shards:
         for shard, client in enumerate(self._clients):
             client.check()
             if client.losses:
+                end = "its site's, and the others go on" if self.site else "the run's"
                 raise PeerLostError(
-                    f"worker {self.worker} lost shard {shard} at {self.addresses[shard]}: the connection "
-                    "broke off; a shard's end is the run's, so go on from a checkpoint (session.save)"
+                    f"worker {self.worker} lost {self._name(shard)} at {self.addresses[shard]}: the "
+                    f"connection broke off; a shard's end is {end}, so go on from a checkpoint (session.save)"
                 )
 
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         if isinstance(message, Refused):
-            raise UserError(f"shard {shard} at {self.addresses[shard]}: {message.reason}")
+            raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise RunError(f"shard {shard} sent a {type(message).__name__}, which nobody asked for")
+            raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")
         handler(shard, message, payload)
 
     def _greet(self) -> None:
@@ -157,7 +163,8 @@ class Shards:
         return lines[0] if lines else []
 
     def _late(self, missing: Sequence[int], what: str, waited: float, behind: Sequence[str]) -> str:
-        who = " and ".join(f"shard {shard} at {self.addresses[shard]}" for shard in missing) or "a shard"
+        named = [f"{self._name(shard)} at {self.addresses[shard]}" for shard in missing]
+        who = " and ".join(named) or "a shard"
         if behind:
             who += f", which waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''},"
         return (

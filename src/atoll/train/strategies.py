@@ -174,10 +174,12 @@ class ServedModel:
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
         connection = Connection(shards, self._shard_of, service.used, service.measured_staleness)
         sync = training.config.sync
-        kind = MeanExchange if sync.consistency == "bsp" else AsyncExchange
+        # Inside a site it is always bsp; `sync.consistency` is between the sites.
+        kind = MeanExchange if sync.consistency == "bsp" or service.site else AsyncExchange
         self.exchange: MeanExchange | AsyncExchange = kind(
             training.chunks, connection, training.calls, sync.lazy
         )
+        workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()
         self._fetched: dict[int, dict[str, Tensor]] = {}
@@ -191,11 +193,12 @@ class ServedModel:
 
     def set_up(self) -> None:
         """Let the first worker describe the model to the shards and bring its values; wait until they are
-        ready for it."""
+        ready for it. To a site's shard, each worker describes it."""
         shards, digest = self._service.shards, self._digest()
-        if self._workers.is_first:
+        if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
                 shards.send(shard, self._setup(shard, digest))
+        if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
         self._ready.clear()
@@ -225,6 +228,7 @@ class ServedModel:
             workers=self._service.welcome.workers,
             shards=len(self._service.shards),
             steps=self.exchange.steps,
+            first=self._workers.ranks[0],
         )
 
     def _digest(self) -> str:

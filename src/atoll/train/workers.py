@@ -8,7 +8,7 @@ socket.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -58,6 +58,10 @@ class Workers:
         """The channel to the other workers; None when alone. Raises UserError once closed."""
         self.check_open()
         return self._channel
+
+    def on_met(self, told: Callable[[int], None]) -> None:
+        """Let `told` know, after each collective, the iteration that this worker makes next, where that is
+        not its own to count."""
 
     def check_open(self) -> None:
         """Raise UserError once closed."""

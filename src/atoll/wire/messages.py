@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from atoll.core.errors import AtollError
 
-VERSION = 2  # of the protocol; both sides must have the same
+VERSION = 3  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -43,23 +43,29 @@ class Hello(Message, frozen=True):
 
     From a shard to the hub, `address` is where workers reach it, and `shard` its index. From a worker to the
     hub, `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the
-    hub gave. From the hub to shard 0, `role` is "hub".
+    hub gave. From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a
+    site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
     version: int
     run: Name
-    role: Name  # "worker", "shard", "hub"
+    role: Name  # "worker", "shard", "site", "hub"
     worker: int = -1
     incarnation: Count = 0
     shard: int = -1
     address: Name = ""
     pid: Count = 0
+    site: Name = ""
 
 
 class Welcome(Message, frozen=True):
     """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
     many shards it has (0: its workers are a ring), how often to send a Heartbeat, and for how long silence is
-    borne (seconds)."""
+    borne (seconds).
+
+    With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
+    shard how many sites there are, for those are its workers.
+    """
 
     run: Name
     worker: int = -1
@@ -68,6 +74,7 @@ class Welcome(Message, frozen=True):
     shards: Count = 0
     heartbeat: Seconds = 0.0
     patience: Seconds = 0.0
+    sites: list[Name] = []
 
 
 class Refused(Message, frozen=True):
@@ -89,7 +96,7 @@ class Heartbeat(Message, frozen=True):
 
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
-    shard: it ends, as Over has told it to."""
+    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on."""
 
     incarnation: Count
 
@@ -99,7 +106,7 @@ class Over(Message, frozen=True):
 
 
 class WhereAreShards(Message, frozen=True):
-    """Answered by Shards, once all are there."""
+    """Answered by Shards, once all are there: to a worker of a site, that site's alone."""
 
 
 class Shards(Message, frozen=True):
@@ -152,12 +159,14 @@ class Fence(Message, frozen=True):
 
 
 class Fenced(Message, frozen=True):
-    """Done; `used` is all that the incarnation's commits have used, which is the truth about its leases."""
+    """Done; `used` is all that the incarnation's commits have used, which is the truth about its leases.
+    With `news`: nobody has asked, and `used` is what has come since the last."""
 
     worker: Count
     incarnation: Count
     iteration: Count  # how many it had committed
     used: list[Used]
+    news: bool = False
 
 
 class Gather(Message, frozen=True):
@@ -219,7 +228,8 @@ class Setup(Message, frozen=True):
 
     `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
     class's full name.
-    `digest` names layout and optimizer: a worker with another one is refused.
+    `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
+    it, and `first` is the worker that brings the values, of this site or another.
     """
 
     digest: Name
@@ -232,6 +242,7 @@ class Setup(Message, frozen=True):
     workers: Count
     shards: Count
     steps: Count = 0  # iterations made before, by the checkpoint that the values come from
+    first: Count = 0
 
 
 class SetChunk(Message, frozen=True):
@@ -326,10 +337,12 @@ class Mean(Message, frozen=True):
 
 class Pull(Message, frozen=True):
     """Answered by Parameters for each of the shard's chunks, once a worker that has committed `clock`
-    iterations may begin the next by the rules of the run's consistency."""
+    iterations may begin the next by the rules of the run's consistency. `newest`: at a site, those that the
+    global shards have after the latest meeting."""
 
     incarnation: Count
     clock: Count
+    newest: bool = False
 
 
 class Parameters(Message, frozen=True):
@@ -371,11 +384,13 @@ class Meet(Message, frozen=True):
 
 
 class Met(Message, frozen=True):
-    """Everyone's parts, in order of `workers`: one payload, of which `sizes` are the parts'."""
+    """Everyone's parts, in order of `workers`: one payload, of which `sizes` are the parts'. `clock`: at a
+    site, the iteration that its workers make next."""
 
     number: Count
     workers: list[Count]
     sizes: list[Count]
+    clock: Count = 0
 
 
 class WhoIsMissing(Message, frozen=True):

@@ -1,0 +1,62 @@
+"""What a site's workers bring to a meeting, as one part of a meeting of sites.
+
+4 bytes, little-endian: the size of the heading; the heading (MessagePack): workers and the sizes of their
+parts; the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from atoll.core.errors import RunError
+from atoll.wire.messages import Count
+
+_SIZE = 4  # bytes
+
+
+class _Heading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    workers: list[Count]
+    sizes: list[Count]
+
+
+_decoder = msgspec.msgpack.Decoder(_Heading)
+
+
+def pack(workers: Sequence[int], parts: Sequence[memoryview | None]) -> bytes:
+    """The parts of these workers, in their order, as one."""
+    sizes = [0 if part is None else part.nbytes for part in parts]
+    heading = msgspec.msgpack.encode(_Heading(list(workers), sizes))
+    return b"".join(
+        [len(heading).to_bytes(_SIZE, "little"), heading, *(part for part in parts if part is not None)]
+    )
+
+
+def unpack_untrusted(payload: memoryview) -> list[tuple[int, memoryview]]:
+    """What `pack` was given: (worker, part). Raises RunError, with one line, for anything else."""
+    size = int.from_bytes(payload[:_SIZE], "little")
+    try:
+        heading = _decoder.decode(payload[_SIZE : _SIZE + size])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RunError(f"a site's part of a meeting cannot be read: {str(error)[:200]}") from None
+    body = payload[_SIZE + size :]
+    if len(heading.workers) != len(heading.sizes) or sum(heading.sizes) != body.nbytes:
+        raise RunError(f"a site's part of a meeting names {sum(heading.sizes)} bytes and has {body.nbytes}")
+    parts, offset = [], 0
+    for worker, nbytes in zip(heading.workers, heading.sizes, strict=True):
+        parts.append((worker, body[offset : offset + nbytes]))
+        offset += nbytes
+    return parts
+
+
+def merge_untrusted(payload: memoryview | None, sizes: Sequence[int]) -> list[tuple[int, memoryview]]:
+    """The parts of all sites' workers, in order of worker; `sizes` are those of the sites' parts."""
+    whole = memoryview(b"") if payload is None else payload.cast("B")
+    if sum(sizes) != whole.nbytes:
+        raise RunError(f"a meeting of sites names {sum(sizes)} bytes and has {whole.nbytes}")
+    parts, offset = [], 0
+    for size in sizes:
+        parts += unpack_untrusted(whole[offset : offset + size])
+        offset += size
+    return sorted(parts, key=lambda part: part[0])

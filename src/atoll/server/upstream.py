@@ -1,0 +1,258 @@
+"""A site's connections to the global shards, where the whole site is one worker.
+
+What is sent goes out at once; what comes is handed to the handler registered for its type. `wait` blocks, and
+serves the site's own workers meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.net.endpoint import Client, Endpoint, poll
+from atoll.net.keys import Keys
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Hello,
+    Missing,
+    Refused,
+    Welcome,
+    WhoIsMissing,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
+
+LOG = 0  # the global shard that keeps the log
+LARGEST_FRAME = 2**31 - 1  # bytes
+_LOOK_SECONDS = 0.25  # between looks at connections and at the time
+_ASK_SECONDS = 1.0  # of waiting, before the log is asked for whom; and before it is asked again
+_GRACE_SECONDS = 2.0  # at the end of a run all are told to stop, and the global shards may be the first
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site among the run's `names`, and its shard's incarnation."""
+
+    index: int
+    names: list[str]
+    incarnation: int
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+
+@dataclass
+class _Wait:
+    what: str
+    missing: Callable[[], Sequence[int]]  # the global shards that have not answered
+    since: float  # monotonic
+    asked: float
+
+
+class Upstream:
+    """One connection to each global shard. `timeout` in seconds is the deadline of each wait.
+
+    `door` is where the site's own workers come in: `meanwhile()` serves them while a wait goes on, tells
+    whether it would take more, and ends the wait by raising.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        *,
+        run: str,
+        place: Place,
+        timeout: float,
+        door: Endpoint,
+        meanwhile: Callable[[], bool],
+    ) -> None:
+        self.place, self.timeout = place, timeout
+        self.addresses = list(addresses)
+        self._door, self._meanwhile = door, meanwhile
+        self._handlers: dict[type, Handler] = {Welcome: _nothing, Missing: self._handle_missing}
+        self._wait: _Wait | None = None  # that blocks
+        self._expected: _Wait | None = None
+        self._behind: list[str] = []  # whom the log waits for, as it said last
+        self._lost_at = 0.0
+        self._left = False
+        self.clients: list[Client] = []
+        try:
+            for shard, address in enumerate(self.addresses):
+                self.clients.append(Client(address, keys, limit=LARGEST_FRAME, name=f"global shard {shard}"))
+        except BaseException:
+            self.close()
+            raise
+        hello = Hello(
+            version=VERSION,
+            run=run,
+            role="worker",
+            worker=place.index,
+            incarnation=place.incarnation,
+            pid=os.getpid(),
+        )
+        self.send_all(hello)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def leave(self) -> None:
+        """The site has no workers any more: what the global shards say from now on is nothing to it."""
+        self._left, self._expected = True, None
+        self.close()
+        self.clients.clear()
+
+    def on(self, kind: type[AnyMessage], handler: Handler) -> None:
+        """Let `handler` take messages of this kind from now on."""
+        self._handlers[kind] = handler
+
+    def send(self, shard: int, message: AnyMessage, payload: memoryview | None = None) -> None:
+        """Send without waiting; nobody may change `payload` any more."""
+        self.clients[shard].send(encode(message), payload)
+
+    def send_all(self, message: AnyMessage) -> None:
+        for shard in range(len(self)):
+            self.send(shard, message)
+
+    # -- waiting ------------------------------------------------------------------------------------------
+
+    def wait(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Take what comes until `done()`; `missing()` says which global shards have yet to answer.
+
+        Raises DeadlineError, naming them and `what`, PeerLostError when one has gone, and UserError with the
+        reason of one that refuses.
+        """
+        wait = self._wait = self._new(what, missing)
+        try:
+            self._take()
+            room = True
+            while not done():
+                if time.monotonic() - wait.since > self.timeout:
+                    raise DeadlineError(self._late(wait))
+                self._ask(wait)
+                poll([*self.clients, *([self._door] if room else [])], _LOOK_SECONDS)
+                self._take()
+                self._check(0.0)
+                room = self._meanwhile()
+        finally:
+            self._wait = None
+
+    def expect(self, what: str) -> None:
+        """An answer of the log's comes in its time, and is not waited for here: `came` ends it, or the
+        deadlines of the site's workers."""
+        self._expected = self._new(what, lambda: [LOG])
+
+    def came(self) -> None:
+        """What was expected has come."""
+        self._expected = None
+
+    def poll(self) -> None:
+        """Take what has come, where nobody waits; raises as `wait` does."""
+        if self._left:
+            return
+        self._take()
+        self._check(_GRACE_SECONDS)
+        if self._expected is not None:
+            self._ask(self._expected)
+
+    def waiting_for(self) -> list[str]:
+        """Whom the site waits for and on what, in words; empty where it does not."""
+        wait = self._wait or self._expected
+        return [self._waiting_line(wait)] if wait is not None else []
+
+    def _new(self, what: str, missing: Callable[[], Sequence[int]]) -> _Wait:
+        self._behind = []
+        now = time.monotonic()
+        return _Wait(what, missing, now, now)
+
+    def _ask(self, wait: _Wait) -> None:
+        """Now and then, have the log say whom it waits for, so that the site's workers are told at once."""
+        now = time.monotonic()
+        if now - wait.asked > min(_ASK_SECONDS, self.timeout / 4):
+            wait.asked = now
+            self.send(LOG, WhoIsMissing())
+
+    def _handle_missing(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Missing)
+        self._behind = [in_sites(line, self.place.names) for line in message.lines]
+
+    def _late(self, wait: _Wait) -> str:
+        return (
+            f"site {self.place.name!r} waited {time.monotonic() - wait.since:.1f} s for {self._who(wait)} on "
+            f"{wait.what} (deadline --timeout, {self.timeout:g} s; set it higher if the sites are only slow)"
+        )
+
+    def _waiting_line(self, wait: _Wait) -> str:
+        return f"{self._who(wait)} on {wait.what} (for {time.monotonic() - wait.since:.1f} s so far)"
+
+    def _who(self, wait: _Wait) -> str:
+        missing = wait.missing()
+        who = " and ".join(f"global shard {shard} at {self.addresses[shard]}" for shard in missing[:4])
+        who = who or "a global shard"
+        if self._behind:
+            behind = self._behind
+            who += f", which waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''},"
+        return who
+
+    # -- what comes ---------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        for shard, client in enumerate(self.clients):
+            while (received := client.receive(0)) is not None:
+                self._handle(shard, received[0], received[1])
+
+    def _handle(self, shard: int, header: bytes, payload: memoryview | None) -> None:
+        try:
+            message = decode_untrusted(header)
+        except WireError as error:
+            raise RunError(f"{self._name(shard)} sent {error}") from None
+        if isinstance(message, Refused):
+            reason = in_sites(message.reason, self.place.names)
+            raise UserError(f"{self._name(shard)} refused: {reason}")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")
+        handler(shard, message, payload)
+
+    def _check(self, grace: float) -> None:
+        """Raise for a shard that does not let us in, or has been gone for `grace` seconds."""
+        for shard, client in enumerate(self.clients):
+            client.check()
+            if client.losses:
+                self._lost_at = self._lost_at or time.monotonic()
+                if time.monotonic() - self._lost_at >= grace:
+                    raise PeerLostError(
+                        f"site {self.place.name!r} lost {self._name(shard)}: the connection broke off; a "
+                        "global shard's end is the run's"
+                    )
+
+    def _name(self, shard: int) -> str:
+        return f"global shard {shard} at {self.addresses[shard]}"
+
+
+def in_sites(line: str, names: Sequence[str]) -> str:
+    """A global shard's line, to which the sites are workers, with their names."""
+
+    def name(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return f"site {names[index]!r}" if index < len(names) else found[0]
+
+    return re.sub(r"\bworker (\d+)\b", name, line).replace(" workers, to join", " sites, to join")
+
+
+def _nothing(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
+    """A welcome needs no answer."""

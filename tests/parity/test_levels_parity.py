@@ -1,0 +1,39 @@
+"""Each step of a session at sites, with bsp inside and between, against plain PyTorch in one process.
+
+Two sites of two workers, or of one and three; the models' shares have uneven samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from atoll.testing.parity import Case, differences, train_plain, train_served
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun
+
+EVEN, UNEVEN = ["paris", "paris", "berlin", "berlin"], ["paris", "berlin", "berlin", "berlin"]
+MIXED = ["paris", "berlin", "paris", "berlin"]  # ranks are the run's, and know nothing of sites
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "sites", "lazy"),
+    [
+        (Case("odd", "sgd", 4, 1, False), EVEN, False),
+        (Case("odd", "sgd", 4, 3, True, chunk_size="2KiB"), UNEVEN, True),
+        (Case("gpt", "adamw", 4, 1, True, chunk_size="2KiB"), MIXED, True),
+        (Case("gpt", "adamw", 4, 3, False, chunk_size="2KiB"), EVEN, False),
+    ],
+    ids=str,
+)
+def test_sites_train_as_one_process(
+    pool: WorkerPool, case: Case, sites: list[str], lazy: bool, shards: int
+) -> None:
+    with ServedRun(4, shards=shards, sites=Counter(sites)) as served:
+        pool.submit(train_served, case, served.address, lazy, sites, world=4)
+        plain = train_plain(case)
+        found = differences(case, plain, pool.collect(), 1e-9)
+    assert not served.failures
+    assert not found, "\n".join(found)
