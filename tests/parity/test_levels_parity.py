@@ -17,14 +17,13 @@ EVEN, UNEVEN = ["paris", "paris", "berlin", "berlin"], ["paris", "berlin", "berl
 MIXED = ["paris", "berlin", "paris", "berlin"]  # ranks are the run's, and know nothing of sites
 
 
-@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "sites", "lazy"),
+    ("case", "sites", "lazy", "shards"),
     [
-        (Case("odd", "sgd", 4, 1, False), EVEN, False),
-        (Case("odd", "sgd", 4, 3, True, chunk_size="2KiB"), UNEVEN, True),
-        (Case("gpt", "adamw", 4, 1, True, chunk_size="2KiB"), MIXED, True),
-        (Case("gpt", "adamw", 4, 3, False, chunk_size="2KiB"), EVEN, False),
+        (Case("odd", "sgd", 4, 1, False), EVEN, False, 1),
+        (Case("odd", "sgd", 4, 3, True, chunk_size="2KiB"), UNEVEN, True, 2),
+        (Case("gpt", "adamw", 4, 1, True, chunk_size="2KiB"), MIXED, True, 2),
+        (Case("gpt", "adamw", 4, 3, False, chunk_size="2KiB"), EVEN, False, 1),
     ],
     ids=str,
 )
