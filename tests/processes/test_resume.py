@@ -22,7 +22,7 @@ from atoll.testing.models import MODELS
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.place import Place
 
-CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="30s"))
+CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
 STEPS = 9
 GLOBAL_BATCH = 12
 

@@ -20,7 +20,7 @@ from atoll.testing.parity import Case, Trajectory, differences, train_plain
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.train.place import Place
 
-CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="30s"))
+CONFIG = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s"))
 STEPS = 6
 
 
@@ -330,7 +330,7 @@ def test_schedulers_made_before_or_after_prepare(kind: str, made: str) -> None:
 
 def train_with_nan(place: Place, policy: NonFinite) -> list[list[float]]:
     """Worker 1's gradient is NaN in step 1; the parameters' sums after each step."""
-    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="30s", nonfinite=policy))
+    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout="60s", nonfinite=policy))
     sums = []
     with atoll.join(config, place=place) as session:
         model = mlp()

@@ -93,7 +93,7 @@ def arrays(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Array]:
 
 def train_atoll(place: Place, case: Case) -> Trajectory:
     """The case as a user writes it, on one of its workers."""
-    config = Config(chunks=Chunks(size=case.chunk_size), sync=Sync(timeout="30s"))
+    config = Config(chunks=Chunks(size=case.chunk_size), sync=Sync(timeout="60s"))
     with atoll.join(config, place=place) as session:
         return _train(session, place.rank, case)
 
@@ -105,7 +105,7 @@ def train_served(
     config = Config(
         run=Run(strategy="server"),
         chunks=Chunks(size=case.chunk_size),
-        sync=Sync(timeout="30s", lazy=lazy),
+        sync=Sync(timeout="60s", lazy=lazy),
     )
     site = sites[place.rank] if sites else ""
     with served_worker(address, place.rank, site=site), atoll.join(config) as session:
