@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from atoll.core.config import nearest
 from atoll.core.errors import ConfigError
+from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from atoll.lab.reading import Table, shown
 
 PACKET = 1500  # bytes: the MTU of every link, and what a slot of the burst model carries
 DISTRIBUTIONS = ("normal", "uniform", "pareto")
 
-_MOST_TEXT = 2**20  # bytes of a file
 _MOST_SITES = 64
 _MOST_WORKERS = 256  # of one site
 _MOST_SHARDS = 64
@@ -114,123 +109,31 @@ class Topology:
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
     """The topology that the file at `path` describes; raises ConfigError, one line, for the first mistake."""
+    values = read_toml(path, "the topology")
     try:
-        return parse_topology(_read(Path(path)))
+        return _topology(values)
     except ConfigError as error:
-        raise ConfigError(" ".join(f"{path}: {error}".splitlines())) from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology that a file's text describes. Raises ConfigError as `load_topology`, without the file."""
-    try:
-        values = tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError is one; so is what a number of 5000 digits raises
-        raise ConfigError(f"not TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError("not TOML that can be read: its brackets are nested too deeply") from None
-    table = _Table(values, "", _TOP)
+    """The topology that a file's text describes. Raises ConfigError as `load_topology`, without the path."""
+    return _topology(parse_toml(text))
+
+
+def _topology(values: dict[str, Any]) -> Topology:
+    table = Table(values, "", _TOP)
     seed = table.integer("seed", 0, 0, 2**63 - 1)
     sites = _sites(table)
     names = [site.name for site in sites]
     links: list[Link] = []
     owners: dict[tuple[int, int], int] = {}
-    for number, values in enumerate(table.tables("link"), start=1):
-        links += _link(values, number, names, owners)
+    for number, link in enumerate(table.tables("link"), start=1):
+        links += _link(link, number, names, owners)
     return Topology(seed, sites, tuple(links), _hub(table, names))
 
 
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_TEXT + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the topology: {error.strerror}") from None
-    if len(data) > _MOST_TEXT:
-        raise ConfigError(f"too long for a topology: more than {format_bytes(_MOST_TEXT)}")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError("the topology is not UTF-8 text") from None
-
-
-class _Table:
-    """One table of the file, read key by key; knows its place, and says it in every error."""
-
-    def __init__(self, values: Any, place: str, known: Sequence[str]) -> None:
-        self.values: dict[str, Any] = values
-        self.place = place
-        if not isinstance(values, dict):
-            raise self.error("", f"{_shown(values)} stands where a table should")
-        for key in values:
-            if key not in known:
-                hint = nearest(key, known) or f"; known: {', '.join(known)}"
-                raise self.error("", f"no key {_shown(key)}{hint}")
-
-    def error(self, key: str, message: str) -> ConfigError:
-        return ConfigError(": ".join(part for part in (self.place, key, message) if part))
-
-    def need(self, key: str, message: str) -> Any:
-        if key not in self.values:
-            raise self.error("", message)
-        return self.values[key]
-
-    def tables(self, key: str, prefix: str = "") -> list[Any]:
-        """The entries of `[[key]]`."""
-        values = self.values.get(key, [])
-        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-            raise self.error(key, f"write each one as [[{prefix}{key}]], in two brackets, and its keys below")
-        return values
-
-    def integer(self, key: str, default: int, low: int, high: int) -> int:
-        value = self.values.get(key, default)
-        if type(value) is not int or not low <= value <= high:
-            raise self.error(key, f"{_shown(value)} is not a whole number from {low} to {_power(high)}")
-        return value
-
-    def number(self, key: str, default: float, low: float, high: float, hint: str) -> float:
-        """A plain number; `hint` ends the error, and says what is right."""
-        value = self.values.get(key, default)
-        if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
-            raise self.error(key, f"{_shown(value)} {hint}")
-        return float(value)
-
-    def probability(self, key: str) -> float:
-        return self.number(
-            key, 0.0, 0.0, 1.0, "is not a probability; write a number from 0 to 1 (3 % is 0.03)"
-        )
-
-    def span(self, key: str, high: float, default: float = 0.0) -> float:
-        """Seconds, from 0 to `high`."""
-        if key not in self.values:
-            return default
-        seconds = self.quantity(key, parse_seconds)
-        if seconds > high:
-            raise self.error(
-                key, f"{_shown(self.values[key])} is too long; at most {format_seconds(high)} can be had"
-            )
-        return seconds
-
-    def quantity(self, key: str, parse: Any) -> Any:
-        value = self.values[key]
-        if type(value) not in (int, float, str) or len(str(value) if type(value) is str else "") > 40:
-            value = _shown(value)  # which no parser takes, and which keeps the error short
-        try:
-            return parse(value)
-        except ConfigError as error:
-            raise self.error(key, str(error)) from None
-
-
-def _shown(value: Any) -> str:
-    """A value from the file, short enough for a line."""
-    text = repr(value) if type(value) is not int or abs(value) < 10**30 else "a number of over 30 digits"
-    return text if len(text) <= 60 else f"{text[:56]} ..."
-
-
-def _power(number: int) -> str:
-    return "2^63 - 1" if number == 2**63 - 1 else str(number)
-
-
-def _sites(table: _Table) -> tuple[Site, ...]:
+def _sites(table: Table) -> tuple[Site, ...]:
     entries = table.tables("site")
     if not entries:
         raise table.error("", 'names no site; write [[site]] and below it name = "paris", once for each')
@@ -252,20 +155,20 @@ def _sites(table: _Table) -> tuple[Site, ...]:
 
 
 def _site(values: dict[str, Any], index: int) -> Site:
-    table = _Table(values, f"site {index}", _SITE)
+    table = Table(values, f"site {index}", _SITE)
     name = table.need("name", 'has no name; write name = "paris"')
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise table.error(
             "name",
-            f"{_shown(name)} is not a site's name; write lower-case letters, digits and hyphens, a letter first "
-            "and no hyphen last, at most 63",
+            f"{shown(name)} is not a site's name; write lower-case letters, digits and hyphens, a letter "
+            "first and no hyphen last, at most 63",
         )
     table.place = f"site {index} ({name})"
     workers = table.integer("workers", 1, 0, _MOST_WORKERS)
     return Site(name, index, workers, _speeds(table, workers), f"10.77.{index}.1")
 
 
-def _speeds(table: _Table, workers: int) -> tuple[float, ...]:
+def _speeds(table: Table, workers: int) -> tuple[float, ...]:
     given = table.values.get("speed", 1.0)
     many = given if isinstance(given, list) else [given] * workers
     if len(many) != workers:
@@ -277,25 +180,25 @@ def _speeds(table: _Table, workers: int) -> tuple[float, ...]:
         if type(speed) not in (int, float) or not _SLOWEST_SPEED <= speed <= 1:
             raise table.error(
                 "speed",
-                f"{_shown(speed)} is not a speed; write a number from {_SLOWEST_SPEED} to 1 (0.25: a step takes "
-                "four times as long; no worker can be made faster than it is)",
+                f"{shown(speed)} is not a speed; write a number from {_SLOWEST_SPEED} to 1 (0.25: a step "
+                "takes four times as long; no worker can be made faster than it is)",
             )
     return tuple(float(speed) for speed in many)
 
 
-def _hub(table: _Table, names: Sequence[str]) -> HubPlace | None:
+def _hub(table: Table, names: Sequence[str]) -> HubPlace | None:
     if "hub" not in table.values:
         return None
-    hub = _Table(table.values["hub"], "hub", _HUB)
+    hub = Table(table.values["hub"], "hub", _HUB)
     name = hub.need("site", f'names no site; write site = "{names[0]}"')
     return HubPlace(_find(hub, "site", name, names), hub.integer("shards", 1, 0, _MOST_SHARDS))
 
 
-def _find(table: _Table, key: str, name: Any, names: Sequence[str]) -> int:
+def _find(table: Table, key: str, name: Any, names: Sequence[str]) -> int:
     """The place of the site `name` among `names`, from 0."""
     if name not in names:
         hint = nearest(str(name), names) or f"; the sites are {_shown_names(names)}"
-        raise table.error(key, f"no site is named {_shown(name)}{hint}")
+        raise table.error(key, f"no site is named {shown(name)}{hint}")
     return names.index(name)
 
 
@@ -307,7 +210,7 @@ def _link(
     values: dict[str, Any], number: int, names: Sequence[str], owners: dict[tuple[int, int], int]
 ) -> list[Link]:
     """The directions of one `[[link]]`; `owners` holds which link gave each direction so far."""
-    table = _Table(values, f"link {number}", _LINK)
+    table = Table(values, f"link {number}", _LINK)
     ways = _ways(table, names)
     first, second = (names[end] for end in ways[0])
     table.place = f"link {number} ({first} {'-' if len(ways) == 2 else '->'} {second})"
@@ -322,7 +225,7 @@ def _link(
     return [Link(source, target, phases) for source, target in ways]
 
 
-def _ways(table: _Table, names: Sequence[str]) -> list[tuple[int, int]]:
+def _ways(table: Table, names: Sequence[str]) -> list[tuple[int, int]]:
     """The directions that a link has, as pairs of sites: both for `between`, one for `from` and `to`."""
     values = table.values
     both, one = "between" in values, [key for key in ("from", "to") if key in values]
@@ -332,7 +235,7 @@ def _ways(table: _Table, names: Sequence[str]) -> list[tuple[int, int]]:
     if not both and len(one) < 2:
         raise table.error("", f"does not name its two sites; {hint}")
     if both and (not isinstance(values["between"], list) or len(values["between"]) != 2):
-        raise table.error("between", f"{_shown(values['between'])} is not two sites; {hint}")
+        raise table.error("between", f"{shown(values['between'])} is not two sites; {hint}")
     keys = ("between", "between") if both else ("from", "to")
     ends = values["between"] if both else [values["from"], values["to"]]
     source, target = (_find(table, key, name, names) for key, name in zip(keys, ends, strict=True))
@@ -347,15 +250,15 @@ class _Outage:
     end: float
 
 
-def _phases(table: _Table) -> tuple[Phase, ...]:
+def _phases(table: Table) -> tuple[Phase, ...]:
     """What a link's own keys, its changes and its outages come to, over time."""
     own = {key: table.values[key] for key in _QUALITIES if key in table.values}
     table.need("rate", 'has no rate; write rate = "1Gbit/s"')
     outages = _outages(table)
-    qualities = {0.0: _phase(_Table(own, table.place, _QUALITIES))}
+    qualities = {0.0: _phase(Table(own, table.place, _QUALITIES))}
     last = 0.0
     for number, values in enumerate(table.tables("change", "link."), start=1):
-        change = _Table(values, f"{table.place}: change {number}", _CHANGE)
+        change = Table(values, f"{table.place}: change {number}", _CHANGE)
         at = _at(change)
         if at <= last:
             before = "the start; what holds from there on stands in the link itself"
@@ -367,21 +270,21 @@ def _phases(table: _Table) -> tuple[Phase, ...]:
         if len(values) == 1:
             raise change.error("", f"changes nothing; name what does, one of {', '.join(_QUALITIES)}")
         own = own | {key: value for key, value in values.items() if key != "at"}
-        qualities[at] = _phase(_Table(own, change.place, _QUALITIES))
+        qualities[at] = _phase(Table(own, change.place, _QUALITIES))
         last = at
     return _flatten(qualities, outages)
 
 
-def _at(table: _Table) -> float:
+def _at(table: Table) -> float:
     table.need("at", 'does not say when; write at = "10s", counted from the start')
     # To the nanosecond: so an outage that ends where a change begins does so to the bit.
     return round(table.span("at", _LATEST), 9)
 
 
-def _outages(table: _Table) -> list[_Outage]:
+def _outages(table: Table) -> list[_Outage]:
     found: list[_Outage] = []
     for number, values in enumerate(table.tables("outage", "link."), start=1):
-        outage = _Table(values, f"{table.place}: outage {number}", _OUTAGE)
+        outage = Table(values, f"{table.place}: outage {number}", _OUTAGE)
         start = _at(outage)
         outage.need("for", 'does not say how long; write for = "2s"')
         length = outage.span("for", _LATEST)
@@ -389,56 +292,53 @@ def _outages(table: _Table) -> list[_Outage]:
         if not start < end <= _LATEST:
             raise outage.error(
                 "for",
-                f"{_shown(values['for'])} is not a length; an outage has more than 0 s and ends within "
+                f"{shown(values['for'])} is not a length; an outage has more than 0 s and ends within "
                 f"{format_seconds(_LATEST)}",
             )
         if found and start < found[-1].start:
             raise outage.error("at", "begins before the outage above it; write them in order")
         if found and start < found[-1].end:
-            raise outage.error(
-                "at",
-                f"begins before the one above it ends, at {format_seconds(found[-1].end)}; make them one",
-            )
+            before = format_seconds(found[-1].end)
+            raise outage.error("at", f"begins before the one above it ends, at {before}; make them one")
         found.append(_Outage(start, end))
     return found
 
 
 def _flatten(qualities: dict[float, Phase], outages: list[_Outage]) -> tuple[Phase, ...]:
     """The phases over time; a moment at which nothing becomes different begins none."""
-    moments = {*qualities, *(outage.start for outage in outages), *(outage.end for outage in outages)}
+    changes, starts = list(qualities), [outage.start for outage in outages]
+    moments = {*changes, *starts, *(outage.end for outage in outages)}
     phases: list[Phase] = []
     for moment in sorted(moments):
-        current = qualities[max(at for at in qualities if at <= moment)]
-        down = any(outage.start <= moment < outage.end for outage in outages)
+        current = qualities[changes[bisect_right(changes, moment) - 1]]
+        begun = bisect_right(starts, moment)
+        down = begun > 0 and moment < outages[begun - 1].end
         phases.append(replace(current, at=moment, down=down))
     changed = [after for before, after in pairwise(phases) if replace(before, at=after.at) != after]
     return (phases[0], *changed)
 
 
-def _phase(table: _Table) -> Phase:
+def _phase(table: Table) -> Phase:
     """A link's qualities at one time, defaults filled in, each checked alone and against the others."""
     rate = _rate(table)
     delay = table.span("delay", _LONGEST_DELAY)
     if rate * delay > _MOST_HELD:
         raise table.error(
             "delay",
-            f"{format_seconds(delay)} at {format_rate(8 * rate)} would keep {format_bytes(rate * delay)} on the way; "
-            f"this machine's memory shall hold at most {format_bytes(_MOST_HELD)} of it",
+            f"{table.given('delay')} at {format_rate(8 * rate)} would keep {format_bytes(rate * delay)} on "
+            f"the way, in this machine's memory; at most {format_bytes(_MOST_HELD)} can be had",
         )
     jitter = table.span("jitter", _LONGEST_DELAY)
     if jitter > delay:
         raise table.error(
             "jitter",
-            f"{format_seconds(jitter)} is more than the delay, {format_seconds(delay)}; a packet cannot arrive "
+            f"{table.given('jitter')} is more than the delay, {table.given('delay')}; no packet arrives "
             "before it left",
         )
     distribution = table.values.get("distribution", DISTRIBUTIONS[0])
     if distribution not in DISTRIBUTIONS:
-        hint = nearest(str(distribution), DISTRIBUTIONS)
-        raise table.error(
-            "distribution",
-            f"no such choice {_shown(distribution)}{hint} (one of: {', '.join(DISTRIBUTIONS)})",
-        )
+        hint = f"{nearest(str(distribution), DISTRIBUTIONS)} (one of: {', '.join(DISTRIBUTIONS)})"
+        raise table.error("distribution", f"no such choice {shown(distribution)}{hint}")
     loss, burst = _loss(table)
     reorder, reorder_by = _reorder(table, delay)
     return Phase(
@@ -458,7 +358,7 @@ def _phase(table: _Table) -> Phase:
     )
 
 
-def _rate(table: _Table) -> float:
+def _rate(table: Table) -> float:
     """Bytes per second."""
     bits: float = table.quantity("rate", parse_rate)
     low, high = _RATES
@@ -471,7 +371,7 @@ def _rate(table: _Table) -> float:
     return bits / 8
 
 
-def _queue(table: _Table, rate: float, delay: float) -> int:
+def _queue(table: Table, rate: float, delay: float) -> int:
     """Bytes: as given, or the time that is given at the rate; else one bandwidth-delay product."""
     given = table.values.get("queue")
     if given is None:
@@ -480,8 +380,8 @@ def _queue(table: _Table, rate: float, delay: float) -> int:
     if not PACKET <= size <= _MOST_HELD:
         raise table.error(
             "queue",
-            f"{_shown(given)} is {format_bytes(size)} at {format_rate(8 * rate)}; a queue holds from one packet, "
-            f"{PACKET} B, to {format_bytes(_MOST_HELD)}",
+            f"{table.given('queue')} at {format_rate(8 * rate)} is {size:.4g} bytes; a queue holds from one "
+            f"packet, {PACKET} bytes, to {format_bytes(_MOST_HELD)}",
         )
     return size
 
@@ -496,39 +396,34 @@ def _size_or_span(given: str | float, rate: float) -> int:
     raise ConfigError(f"{given!r} is neither a size nor a time; write it like 5MB, or like 50ms")
 
 
-def _loss(table: _Table) -> tuple[float, float]:
-    """The share lost, and the mean burst. A chain that leaves its bad state with 1 / burst has to enter it with
-    loss / (1 - loss) / burst, which must be a probability.
+def _loss(table: Table) -> tuple[float, float]:
+    """The share lost, and the mean burst.
+
+    A chain that leaves its bad state with probability 1 / burst enters it with loss / (1 - loss) / burst,
+    which must be a probability too.
     """
-    loss = table.probability("loss")
-    burst = table.number(
-        "burst",
-        1.0,
-        1.0,
-        _LONGEST_BURST,
-        f"is not a mean length of bursts; write a number of packets from 1 (none: each by itself) to {_LONGEST_BURST:g}",
-    )
+    hint = f"is not a mean length of bursts; write a number of packets from 1 to {_LONGEST_BURST:g}"
+    loss, burst = table.probability("loss"), table.number("burst", 1.0, 1.0, _LONGEST_BURST, hint)
     most = burst / (burst + 1)
     if burst > 1 and loss > most:
         raise table.error(
             "loss",
-            f"{loss:g} cannot be had in bursts of {burst:g}; between two bursts at least one packet gets through, "
-            f"so at most {most:.4g} is lost",
+            f"{loss:g} cannot be had in bursts of {burst:g}; between two bursts at least one packet gets "
+            f"through, so at most {most:.4g} is lost",
         )
     return loss, burst
 
 
-def _reorder(table: _Table, delay: float) -> tuple[float, float]:
-    """The share that overtakes, and by how many seconds: by default a tenth of the delay, or 1 ms."""
+def _reorder(table: Table, delay: float) -> tuple[float, float]:
+    """The share that overtakes, and by how many seconds: by default a tenth of the delay, at least 1 ms."""
     share = table.probability("reorder")
     by = table.span("reorder_by", _LONGEST_DELAY, min(delay, max(delay / 10, _LEAST_OVERTAKEN)))
     if share and not delay:
-        raise table.error(
-            "reorder", "a packet overtakes by skipping a part of the delay, and here is none; give one"
-        )
+        raise table.error("reorder", "a packet overtakes by skipping a part of the delay; give a delay")
     if by > delay or (share and not by):
         raise table.error(
             "reorder_by",
-            f"{format_seconds(by)} cannot be skipped; it is more than 0, and at most the delay, {format_seconds(delay)}",
+            f"{table.given('reorder_by')} cannot be skipped; it is more than 0 and at most the delay, "
+            f"{table.given('delay')}",
         )
     return share, by
