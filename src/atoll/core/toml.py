@@ -19,7 +19,7 @@ _MOST_BYTES = 2**20  # of a file; far more than anyone writes by hand
 
 
 def read_toml(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The table in the file at `path`. Errors begin with the path; `what` ("the configuration") names the file."""
+    """The table in the file at `path`; `what` ("the configuration") is what errors call it."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
