@@ -217,6 +217,7 @@ WRONG_SITES = [
         for name in ("''", "'Paris'", "'new york'", "'-a'", "'a-'", "'1st'", "'a.b'", "'é'", "7")
     ),
     (f"name = '{'a' * 64}'\n", "site 3: name: 'aaaa"),
+    ("name = 'localhost'\n", "site 3: name: 'localhost' means each site to itself; choose another name"),
     ("name = 'a'\nworkers = -1\n", "site 3 (a): workers: -1 is not a whole number from 0 to 256"),
     ("name = 'a'\nworkers = 257\n", "site 3 (a): workers: 257 is not a whole number from 0 to 256"),
     ("name = 'a'\nworkers = 'two'\n", "site 3 (a): workers: 'two' is not a whole number from 0 to 256"),
@@ -269,6 +270,10 @@ WRONG_LINKS = [
     ("queue = '1ms'\n", "queue: 1ms at 8 Mbit/s is 1000 bytes; a queue holds from one packet"),
     ("queue = '1e300s'\n", "queue: 1e300s at 8 Mbit/s is 1e+306 bytes; a queue holds from one packet"),
     ("queue = '2GiB'\n", "queue: 2GiB at 8 Mbit/s is 2.147e+09 bytes; a queue holds from one packet"),
+    (
+        "queue = '500MB'\nrate = '1kbit/s'\n",
+        "queue: 500MB at 1 kbit/s is a wait of 1111 h 6 min; at most 24 h 0 min can be had",
+    ),
     # Probabilities, bursts, reordering
     *(
         (

@@ -32,6 +32,7 @@ _LONGEST_DELAY = 60.0  # seconds
 _LATEST = 7 * 86400.0  # seconds: of a change, or of an outage's end
 _LONGEST_BURST = 1e6  # packets
 _LEAST_QUEUE = 2**16  # bytes, where the file names none
+_LONGEST_WAIT = 86400.0  # seconds in a full queue
 # What waits in a queue, and what is on its way at once, lies in this machine's memory.
 _MOST_HELD = 2**30  # bytes
 _LEAST_OVERTAKEN = 1e-3  # seconds, where the file names none
@@ -157,6 +158,8 @@ def _sites(table: Table) -> tuple[Site, ...]:
 def _site(values: dict[str, Any], index: int) -> Site:
     table = Table(values, f"site {index}", _SITE)
     name = table.need("name", 'has no name; write name = "paris"')
+    if name == "localhost":  # sites are found by their names, and this one is every site's own
+        raise table.error("name", "'localhost' means each site to itself; choose another name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise table.error(
             "name",
@@ -382,6 +385,12 @@ def _queue(table: Table, rate: float, delay: float) -> int:
             "queue",
             f"{table.given('queue')} at {format_rate(8 * rate)} is {size:.4g} bytes; a queue holds from one "
             f"packet, {PACKET} bytes, to {format_bytes(_MOST_HELD)}",
+        )
+    if size / rate > _LONGEST_WAIT:
+        raise table.error(
+            "queue",
+            f"{table.given('queue')} at {format_rate(8 * rate)} is a wait of {format_seconds(size / rate)}; at most "
+            f"{format_seconds(_LONGEST_WAIT)} can be had",
         )
     return size
 
