@@ -389,8 +389,8 @@ def _queue(table: Table, rate: float, delay: float) -> int:
     if size / rate > _LONGEST_WAIT:
         raise table.error(
             "queue",
-            f"{table.given('queue')} at {format_rate(8 * rate)} is a wait of {format_seconds(size / rate)}; at most "
-            f"{format_seconds(_LONGEST_WAIT)} can be had",
+            f"{table.given('queue')} at {format_rate(8 * rate)} is a wait of {format_seconds(size / rate)}; "
+            f"at most {format_seconds(_LONGEST_WAIT)} can be had",
         )
     return size
 
