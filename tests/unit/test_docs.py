@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from atoll.core.config import Config
+from atoll.lab import topology
 
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"`(\w+/\w+\.py)`:\s+`([\w.]+)`")
@@ -26,9 +28,10 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-def test_every_function_that_the_architecture_names_exists() -> None:
-    places = PLACE.findall((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
-    assert len(places) > 25
+@pytest.mark.parametrize(("page", "at_least"), [("architecture.md", 26), ("lab.md", 4)])
+def test_every_function_that_a_page_names_exists(page: str, at_least: int) -> None:
+    places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert len(places) >= at_least
     missing = [
         f"{file}: {name}" for file, name in places if name not in names_in(ROOT / "src" / "atoll" / file)
     ]
@@ -39,6 +42,20 @@ def test_every_configuration_key_is_documented() -> None:
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     keys = [f"{section}.{key}" for section, values in msgspec.to_builtins(Config()).items() for key in values]
     assert [key for key in keys if f"`{key}`" not in text] == []
+
+
+def test_every_key_of_a_lab_is_documented() -> None:
+    text = (ROOT / "docs/lab.md").read_text(encoding="utf-8")
+    link = {*topology._LINK} - {"change", "outage"}
+    keys = ["seed", *(f"site.{key}" for key in topology._SITE), *(f"hub.{key}" for key in topology._HUB)]
+    keys += [f"link.{key}" for key in link]
+    keys += ["link.change.at", *(f"link.outage.{key}" for key in topology._OUTAGE)]
+    assert [key for key in keys if f"`{key}`" not in text] == []
+
+
+def test_the_lab_file_in_the_documentation_is_right() -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/lab.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(topology.parse_topology(text).links) == 2
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -63,7 +63,7 @@ TABLE = {
     "train": Layer(BELOW_TRAIN | {"plan"}, BASE | {"torch"}),
     "hub": Layer({"core", "wire", "net", "observe"} | PURE, BASE),
     "server": Layer({"core", "chunks", "wire", "net", "observe", "tensors"} | PURE, BASE | {"torch"}),
-    "lab": Layer({"core"}, BASE),
+    "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
         {"core", "train", "hub", "server", "lab", "observe"},
         BASE | {"torch", "rich"},
@@ -201,7 +201,7 @@ def test_the_command_starts_without_torch() -> None:
     modules = [
         ".".join(["atoll", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
         for path in MODULES
-        if path.relative_to(SOURCE).parts[0] in ("core", "chunks", "observe", "launch", "cli")
+        if path.relative_to(SOURCE).parts[0] in ("core", "chunks", "observe", "lab", "launch", "cli")
     ]
     code = (
         f"import sys, {', '.join(modules)}\nprint([m for m in ('torch', 'matplotlib') if m in sys.modules])"

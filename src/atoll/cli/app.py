@@ -1,4 +1,4 @@
-"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py`, all commands."""
+"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py` and `cli/lab.py`, all commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import atoll
-from atoll.cli import services
+from atoll.cli import lab, services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -36,6 +36,7 @@ _SetOption = Annotated[
 
 
 services.register(app)
+lab.register(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -16,12 +15,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from atoll.core.errors import ConfigError
+from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import parse_bytes, parse_seconds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
 DEFAULT_FILE = "atoll.toml"
@@ -114,7 +109,7 @@ def load_config(
     environment = os.environ if environment is None else environment
     if path is None:
         path = environment.get(CONFIG_VARIABLE) or (DEFAULT_FILE if Path(DEFAULT_FILE).exists() else None)
-    table = _read(Path(path)) if path is not None else {}
+    table = read_toml(path, "the configuration") if path is not None else {}
     if path is not None:
         _check_keys(table, str(path))
     config = _convert(table, str(path))
@@ -138,20 +133,6 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'?` for the known word most like this one, or nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
-    try:
-        table: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-    return table
 
 
 def _known() -> dict[str, list[str]]:
@@ -203,8 +184,8 @@ def _apply(table: dict[str, Any], setting: str) -> None:
 def _value(text: str) -> Any:
     """A TOML value if it is one, else the text itself: `30s` needs no quotes on a command line."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ConfigError:
         return text
 
 

@@ -1,7 +1,8 @@
-"""Sizes and spans as people write them ("2GiB", "90s"), and as they read them."""
+"""Sizes, spans and rates as people write them ("2GiB", "90s", "1Gbit/s"), and as they read them."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from atoll.core.errors import ConfigError
@@ -11,8 +12,14 @@ _BYTES = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-_SECONDS = {"": 1.0, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*\Z")
+_SECONDS = {"": 1.0, "US": 1e-6, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+# "bps" is left out: tc reads it as bytes, others as bits. So is the bare number, which says neither.
+_BITS_PER_SECOND = {
+    f"{prefix}BIT{per}": scale
+    for prefix, scale in (("", 1), ("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
+    for per in ("/S", "")
+}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z")
 
 
 def parse_bytes(text: str | float) -> int:
@@ -25,6 +32,12 @@ def parse_seconds(text: str | float) -> float:
     """The seconds in `90s`, `200ms`, `5min` or `1.5`; raises ConfigError for anything else."""
     value, unit = _split(text, _SECONDS, "a span of time", "90s, 200ms or 5min")
     return value * _SECONDS[unit]
+
+
+def parse_rate(text: str | float) -> float:
+    """The bits per second in `1Gbit/s`, `100 Mbit/s` or `56kbit`; raises ConfigError for anything else."""
+    value, unit = _split(text, _BITS_PER_SECOND, "a rate", "1Gbit/s, 100Mbit/s or 56kbit/s")
+    return value * _BITS_PER_SECOND[unit]
 
 
 def format_bytes(count: float) -> str:
@@ -48,10 +61,19 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def format_rate(bits_per_second: float) -> str:
+    """`1.25e8` as `125 Mbit/s`."""
+    for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits_per_second >= scale:
+            return f"{bits_per_second / scale:.4g} {unit}"
+    return f"{bits_per_second:.4g} bit/s"
+
+
 def _split(
     text: str | float, units: dict[str, float] | dict[str, int], what: str, such_as: str
 ) -> tuple[float, str]:
     match = _QUANTITY.match(str(text))
-    if match is None or match[2].upper() not in units:
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in units or not math.isfinite(float(match[1]) * units[unit]):
         raise ConfigError(f"{text!r} is not {what}; write it like {such_as}")
-    return float(match[1]), match[2].upper()
+    return float(match[1]), unit

@@ -1,0 +1,115 @@
+"""A topology in the terminal: its sites, its links with their numbers, and how those change over time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from atoll.lab import words
+from atoll.lab.topology import Phase, Topology
+from atoll.lab.words import Way
+
+_CELLS = 48  # of a timeline's bar
+_FIRST, _CHANGED, _DOWN = ("━", "green"), ("▒", "yellow"), ("╳", "bold red")
+
+
+def show(topology: Topology, name: str, console: Console) -> None:
+    """Print the whole of a topology; `name` stands above it."""
+    parts: list[RenderableType] = [
+        Text.assemble((name, "bold"), f": {words.title(topology)}"),
+        Padding(_sites(topology), (1, 0, 0, 2), expand=False),
+    ]
+    ways = words.ways(topology)
+    if ways:
+        parts.append(Padding(_links(ways), (1, 0, 0, 2), expand=False))
+    changing = [way for way in ways if len(way.phases) > 1]
+    if changing:
+        parts.append(Padding(_timeline(changing, words.horizon(topology)), (1, 0, 0, 2), expand=False))
+    parts += [Text(f"  {text}", style="yellow") for text in _remarks(topology)]
+    console.print(Group(*parts), soft_wrap=False)
+
+
+def _plain() -> Table:
+    return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _sites(topology: Topology) -> Table:
+    table = _plain()
+    for site in topology.sites:
+        table.add_row(
+            Text(site.name, style="bold cyan"),
+            site.address,
+            " · ".join(filter(None, [words.workers(site), words.services(topology, site)])),
+        )
+    return table
+
+
+def _links(ways: list[Way]) -> Table:
+    """Each link a row, and a row below it for each of its changes."""
+    table = _plain()
+    for way in ways:
+        table.add_row(
+            Text(way.source.name, style="bold cyan"),
+            "◀──▶" if way.both else "───▶",
+            Text(way.target.name, style="bold cyan"),
+            words.describe(way.phases[0]),
+        )
+        for at, text in words.changes(way):
+            table.add_row(
+                "", "", Text(words.span(at), style="yellow", justify="right"), Text(text, style="yellow")
+            )
+    return table
+
+
+def _timeline(ways: list[Way], end: float) -> Group:
+    """A bar for each link that changes, over the same span of time."""
+    table = _plain()
+    for way in ways:
+        table.add_row(Text(way.name), _bar(way.phases, end))
+    ruler = Text(f"0 s{words.span(end):>{_CELLS - 3}}", style="dim")
+    table.add_row("", ruler)
+    legend = Text.assemble(
+        _FIRST, " as at the start   ", _CHANGED, " changed   ", _DOWN, " nothing gets through"
+    )
+    return Group(table, legend)
+
+
+def _bar(phases: tuple[Phase, ...], end: float) -> Text:
+    """Cells of equal time; each shows the worst that happens in it, so that a short outage is seen."""
+    bar, starts = Text(), [phase.at for phase in phases]
+    for cell in range(_CELLS):
+        first = bisect_right(starts, cell * end / _CELLS) - 1
+        last = bisect_right(starts, (cell + 1) * end / _CELLS * (1 - 1e-12)) - 1
+        bar.append(*max((_mark(phases, i) for i in range(first, last + 1)), key=_badness))
+    return bar
+
+
+def _mark(phases: tuple[Phase, ...], index: int) -> tuple[str, str]:
+    if phases[index].down:
+        return _DOWN
+    return _FIRST if words.qualities(phases[index]) == words.qualities(phases[0]) else _CHANGED
+
+
+def _badness(mark: tuple[str, str]) -> int:
+    return (_FIRST, _CHANGED, _DOWN).index(mark)
+
+
+def _remarks(topology: Topology) -> list[str]:
+    """What is allowed, and yet easily a mistake."""
+    directions = {(link.source, link.target) for link in topology.links}
+    ends = {end for way in directions for end in way}
+    remarks = []
+    for index, site in enumerate(topology.sites):
+        if index not in ends and len(topology.sites) > 1:
+            remarks.append(f"{site.name} has no link; nothing reaches it")
+    for source, target in sorted(directions):
+        if (target, source) not in directions:
+            names = topology.sites[source].name, topology.sites[target].name
+            remarks.append(
+                f"{names[0]} -> {names[1]} has no way back; TCP cannot use it, ping gets no answer"
+            )
+    return remarks
