@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.errors import RunError
+from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab.emulator import Emulator, EmulatorCounters, LinkCounters
 from atoll.lab.spec import Spec
 
@@ -62,10 +62,14 @@ class Emulation:
         """Raise RunError if it has ended: nothing reaches any site any more."""
         code = self._process.poll()
         if code is not None:
+            if code == UserError.exit_status:
+                raise UserError(self._last_line())
             how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
-            said = self._log.read_text(errors="replace").strip().splitlines()
-            why = f": {said[-1]}" if said else ""
+            why = f": {said}" if (said := self._last_line()) else ""
             raise RunError(f"the emulator {how}, and no link carries anything any more{why}")
+
+    def _last_line(self) -> str:
+        return (self._log.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
     def owns(self, pid: int) -> bool:
         return pid == self._process.pid
@@ -95,12 +99,16 @@ def main(arguments: Sequence[str]) -> None:
     """Carry packets until the file descriptor `stop` can be read; then write what was counted."""
     spec, counters = Spec.read(Path(arguments[0])), Path(arguments[1])
     ready, stop, *tuns = map(int, arguments[2:])
-    emulator = Emulator(spec.topology, tuns)
+    try:
+        emulator = Emulator(spec.topology, tuns)
+    except AtollError as error:
+        print(error, flush=True)
+        sys.exit(error.exit_status)
     os.write(ready, b"+")
     os.close(ready)
     emulator.run(stop)
     beside = counters.with_suffix(".new")
-    beside.write_bytes(msgspec.json.encode(Carried(emulator.counters(), emulator.own_counters())))
+    beside.write_bytes(msgspec.json.encode(Carried(emulator.counters(), emulator.totals())))
     beside.replace(counters)
 
 

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    LAB_JOURNALS_VARIABLE,
+    LAB_WORKER_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    SPEED_VARIABLE,
+)
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab import namespaces, report, services
 from atoll.lab.emulation import START_SECONDS, Emulation
@@ -140,14 +148,16 @@ class Inside:
                 except OSError as error:
                     raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
             self._workers.append((worker, process))
-            assert process.stdout is not None and process.stderr is not None
-            self._output.add(worker.name, [os.dup(pipe.fileno()) for pipe in (process.stdout, process.stderr)])
-            process.stdout.close()
-            process.stderr.close()
+            assert process.stdout is not None
+            assert process.stderr is not None
+            pipes = process.stdout, process.stderr
+            self._output.add(worker.name, [os.dup(pipe.fileno()) for pipe in pipes])
+            for pipe in pipes:
+                pipe.close()
 
     def _environment(self) -> dict[str, str]:
         """What all workers have."""
-        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, report.SPEED_VARIABLE)
+        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SPEED_VARIABLE)
         environment = {name: value for name, value in os.environ.items() if name not in foreign}
         # c10d would take the address that the host's name leads to, or the loopback's.
         for library in ("GLOO", "NCCL", "TP"):
@@ -156,23 +166,23 @@ class Inside:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment["TMPDIR"] = str(self._folder / "tmp")  # goes with the lab
-        environment[report.JOURNALS_VARIABLE] = str(self._records / "journals")
+        environment[LAB_JOURNALS_VARIABLE] = str(self._records / "journals")
         return environment
 
     def _environment_of(self, worker: Worker) -> dict[str, str]:
         environment = {
             "ATOLL_LAB_SITE": worker.site.name,
             "ATOLL_LAB_ADDRESS": worker.site.address,
-            "ATOLL_LAB_WORKER": str(worker.number),
+            LAB_WORKER_VARIABLE: str(worker.number),
         }
         if worker.speed != 1.0:
-            environment[report.SPEED_VARIABLE] = f"{worker.speed:g}"
+            environment[SPEED_VARIABLE] = f"{worker.speed:g}"
         return environment | (self._services.environment(worker.number) if self._services else {})
 
     # Watching it
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to wait for any more. Raises RunError when a part that all need is gone."""
+        """Whether there is nothing to wait for. Raises RunError when a part that all need is gone."""
         for worker, process in self._workers:
             code = process.poll()
             if code is not None and worker.number not in self._ends:
@@ -229,12 +239,12 @@ class Inside:
             _signal_group(process.pid, signum)
 
         def have_ended() -> bool:
-            return all([process.poll() is not None for process in alive]) or len(self._signals) > 1
+            return all(process.poll() is not None for process in alive) or len(self._signals) > 1
 
         self._wait(have_ended, STOP_SECONDS, _LOOK_SECONDS, patient=True)
         self._kill_rest()
         self._wait(
-            lambda: all([process.poll() is not None for process in alive]),
+            lambda: all(process.poll() is not None for process in alive),
             _KILLED_SECONDS,
             _LOOK_SECONDS,
             patient=True,
@@ -251,16 +261,18 @@ class Inside:
     def _report(self, status: int) -> str:
         """Write lab.json; returns the closing report as lines."""
         carried = self._emulation.carried() if self._emulation is not None else None
-        lost = [namespaces.dropped_before_emulator(site) for site in self._sites]
-        whole = report.make(
-            self._spec,
-            carried,
-            dropped_before=lost,
-            seconds=self._over - self._began,
+        record = report.make(
+            self._spec.topology,
+            self._spec.command,
             status=status,
+            seconds=self._over - self._began,
+            links=carried.links if carried is not None else [],
+            emulator=carried.emulator if carried is not None else None,
+            dropped_before={site.name: namespaces.dropped_before_emulator(site) for site in self._sites},
+            journals=self._records / "journals",
         )
-        report.write(whole, self._records)
-        return report.shown(whole)
+        report.write(record, self._records)
+        return report.shown(record)
 
     # Waiting
 
@@ -303,7 +315,7 @@ class Inside:
                 self._signals += list(data)
 
     def _reap(self) -> None:
-        """Take the ends of orphans, which are all this process's; of those that it has started, Popen does."""
+        """Take the ends of orphans, which are this process's; Popen takes those of what it has started."""
         known = {process.pid for _, process in self._workers}
         while True:
             try:

@@ -56,12 +56,12 @@ def run_lab(
     if missing := available():
         raise UserError(missing)
     check_command(command, topology, os.environ)
-    namespaces.check_possible()
+    way = namespaces.find_way()
     records = _make_records(folder)
     with _own_folder() as place, _passed_on() as signals:
         spec = Spec(topology, list(command), str(place), str(records), f"lab-{place.name}")
         spec.write(place / "spec.json")
-        result = _Start(place, signals).follow()
+        result = _Start(way, place, signals).follow()
     if result.report:
         print(f"{result.report}\nthe lab's records are in {records}", flush=True)
     if result.line:
@@ -176,7 +176,7 @@ def _clear(left: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, until: float, what: str) -> Iterator[int]:
-    """The file or folder, open and locked while this is entered; `until` is in seconds of time.monotonic()."""
+    """The file or folder, open and locked while this is entered; `until` is by time.monotonic()."""
     start = time.monotonic()
     while (held := _lock(path)) is None:
         if time.monotonic() > until:
@@ -244,7 +244,7 @@ def _passed_on() -> Iterator[_Signals]:
 class _Start:
     """A lab's first process, from its start to the end of the last process inside."""
 
-    def __init__(self, place: Path, signals: _Signals) -> None:
+    def __init__(self, way: Sequence[str], place: Path, signals: _Signals) -> None:
         self._signals = signals
         self._said = b""
         namespaces.adopt_orphans()  # if `unshare` is killed, the lab's first process is ours to wait for
@@ -259,7 +259,7 @@ class _Start:
         sys.stdout.flush()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*namespaces.unshare_command(), *module],
+                [*way, *module],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

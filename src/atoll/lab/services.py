@@ -1,4 +1,4 @@
-"""The hub and the shards of a run, started in their site by the commands that anybody would start them with."""
+"""The hub and the shards of a run, started in their site by the commands that anybody would use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _KEY_SECONDS = 60.0
 class Services:
     """Started within the site's namespaces, which the caller has entered; all of them end with `stop`."""
 
-    def __init__(self, address: str, *, workers: int, shards: int, run: str, folder: Path, logs: Path) -> None:
+    def __init__(
+        self, address: str, *, workers: int, shards: int, run: str, folder: Path, logs: Path
+    ) -> None:
         self._folder, self._logs, self._run = folder, logs, run
         self._hub = f"tcp://{address}:{_PORT}"
         self._keys = folder / "run.key"

@@ -64,8 +64,8 @@ def workers_of(topology: Topology) -> list[Worker]:
 
 
 def command_of(worker: Worker, command: Sequence[str], topology: Topology) -> list[str]:
-    """The worker's own command: `{site}`, `{index}` (of the site, from 0), `{worker}`, `{workers}`, `{sites}`,
-    `{address}` and `{first}` (the first site's address) filled in; other braces stay as they are."""
+    """The worker's own command: `{site}`, `{index}` (of the site, from 0), `{worker}`, `{workers}`,
+    `{sites}`, `{address}` and `{first}` (the first site's address) filled in; other braces stay."""
     values = {
         "site": worker.site.name,
         "index": worker.site.index - 1,

@@ -42,6 +42,7 @@ class HubClient:
     def __init__(self, address: str, keys: Keys | None, run: str = "", timeout: float = 600.0) -> None:
         self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
         self.welcome: Welcome | None = None
+        self.seconds_waited = 0.0  # for leases, in all
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
@@ -83,6 +84,7 @@ class HubClient:
             leased = self._ask(request, Leased, f"samples of epoch {epoch}")
             waited = time.monotonic() - start
             if leased.over or leased.start < leased.stop or (wait is not None and waited >= wait):
+                self.seconds_waited += waited
                 return leased
             if wait is None and waited >= self._timeout:
                 raise DeadlineError(
