@@ -151,7 +151,8 @@ class Inside:
             assert process.stdout is not None
             assert process.stderr is not None
             pipes = process.stdout, process.stderr
-            self._output.add(worker.name, [os.dup(pipe.fileno()) for pipe in pipes])
+            log = self._records / "logs" / f"worker-{worker.number}.log"
+            self._output.add(worker.name, [os.dup(pipe.fileno()) for pipe in pipes], log)
             for pipe in pipes:
                 pipe.close()
 

@@ -8,6 +8,7 @@ import select
 import selectors
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 _LONGEST = 2**16  # bytes of a line; a longer one is cut
 _READ = 2**16
@@ -32,10 +33,11 @@ class Output:
     def start(self) -> None:
         self._thread.start()
 
-    def add(self, name: str, pipes: Sequence[int], targets: Sequence[int] = (1, 2)) -> None:
-        """Pass on the lines of a worker's stdout and stderr to ours, as `[name] line`; closes the pipes."""
+    def add(self, name: str, pipes: Sequence[int], log: Path, targets: Sequence[int] = (1, 2)) -> None:
+        """Pass on the lines of a worker's stdout and stderr to ours, as `[name] line`, and to the file `log`
+        as they are; closes the pipes."""
         with self._lock:
-            self._added += [_Stream(name, *pair) for pair in zip(pipes, targets, strict=True)]
+            self._added += [_Stream(name, *pair, log) for pair in zip(pipes, targets, strict=True)]
         os.write(self._woken, b"+")
 
     def close(self, deadline: float) -> None:
@@ -58,7 +60,7 @@ class Output:
                     self._pass_on(key.data)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                key.data.finish()
+                key.data.close()
 
     def _take_added(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -70,16 +72,16 @@ class Output:
 
     def _pass_on(self, stream: _Stream) -> None:
         if not stream.read():
-            stream.finish()
             self._selector.unregister(stream.pipe)
-            os.close(stream.pipe)
+            stream.close()
 
 
 class _Stream:
     """One pipe from a worker."""
 
-    def __init__(self, name: str, pipe: int, target: int) -> None:
+    def __init__(self, name: str, pipe: int, target: int, log: Path) -> None:
         self.pipe, self._target = pipe, target
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._prefix = f"[{name}] ".encode()
         self._rest = b""
 
@@ -93,13 +95,15 @@ class _Stream:
             self._write(lines)
         return bool(data)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Pass on a last line without its end."""
         if self._rest:
             self._write([self._rest])
-            self._rest = b""
+        os.close(self.pipe)
+        os.close(self._log)
 
     def _write(self, lines: Sequence[bytes]) -> None:
+        write_all(self._log, b"".join(line + b"\n" for line in lines))
         write_all(self._target, b"".join(self._prefix + shown(line) + b"\n" for line in lines))
 
 
@@ -109,8 +113,8 @@ def shown(line: bytes) -> bytes:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Write to a file descriptor; where nobody reads it any more, the data is dropped."""
-    with contextlib.suppress(BrokenPipeError):
+    """Write to a file descriptor; where nobody reads it any more, or no room is left, the data is dropped."""
+    with contextlib.suppress(OSError):
         while data:
             try:
                 data = data[os.write(target, data) :]
