@@ -540,9 +540,15 @@ class Session:
         speed = speed_from()
         if speed == 1:
             return None
+        # On a CPU by the thread's own clock: workers of a lab share cores, and what one loses to another is no
+        # computing of its own.
         on_cpu = self.device.type == "cpu"
-        finish = (lambda: None) if on_cpu else (lambda: torch.accelerator.synchronize(self.device))
-        return Stretch(speed, self._seconds_waited, finish=finish)
+        return Stretch(speed, time.thread_time if on_cpu else self._seconds_on_device)
+
+    def _seconds_on_device(self) -> float:
+        """A clock that stands still while this worker waits for others; what it has begun has ended then."""
+        torch.accelerator.synchronize(self.device)
+        return time.perf_counter() - self._seconds_waited()
 
     def _seconds_waited(self) -> float:
         """What this worker has waited for others in all, for whatever reason."""

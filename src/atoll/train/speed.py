@@ -1,8 +1,9 @@
 """A worker slowed down, as on a slower device: what it computes is stretched by sleeping.
 
 $ATOLL_SPEED, in (0, 1], says how fast it is; a lab sets it. At 0.25, 10 ms of computing take 40. What the
-worker waits for (other workers, shards, samples) is not stretched. It sleeps whenever gradients are about to
-leave, for as long as it owes by then, so messages leave a slow worker's backward at a slow worker's times.
+worker waits for (other workers, shards, samples) is not stretched, nor, on a CPU, what it loses to other
+processes. It sleeps whenever gradients are about to leave, for as long as it owes by then, so messages leave
+a slow worker's backward at a slow worker's times.
 """
 
 from __future__ import annotations
@@ -34,53 +35,46 @@ def speed_from(environment: Mapping[str, str] | None = None) -> float:
 
 
 class Stretch:
-    """Makes what lies between two calls of `settle` take 1 / `speed` times as long: the second one sleeps.
+    """Makes what is computed between two calls of `settle` take 1 / `speed` times as long: the second sleeps.
 
-    `waited()` is the total time in seconds that the worker has waited so far, which is left as it is;
-    `finish()` returns when the device has done what it was given. Measuring begins with `begin`.
+    `computed()` is how long this worker has computed so far, in seconds. Measuring begins with `begin`.
     """
 
     def __init__(
         self,
         speed: float,
-        waited: Callable[[], float],
+        computed: Callable[[], float],
         *,
-        finish: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._slower = 1 / speed - 1  # seconds of sleep for each of work
-        self._waited, self._finish, self._clock, self._sleep = waited, finish, clock, sleep
-        self._since: float | None = None
-        self._waited_before = 0.0
+        self._computed, self._clock, self._sleep = computed, clock, sleep
+        self._before: float | None = None  # of `computed`, when it was last looked at
         self._owed = 0.0  # below 0: it has slept too long
 
     def begin(self) -> None:
         """Measure from now on, unless it measures already."""
-        if self._since is None:
-            self._since, self._waited_before = self._clock(), self._waited()
+        if self._before is None:
+            self._before = self._computed()
 
     def settle(self) -> None:
         """Sleep for what was computed since the last call."""
-        if self._since is None:
+        if self._before is None:
             return
-        self._finish()
-        now, waited = self._clock(), self._waited()
-        computed = now - self._since - (waited - self._waited_before)
-        self._owed += max(0.0, computed) * self._slower
+        self._owed += max(0.0, self._computed() - self._before) * self._slower
         if self._owed >= _LEAST_SLEEP:
+            start = self._clock()
             self._sleep(self._owed)
-            woken = self._clock()
-            self._owed -= woken - now
-            now = woken
-        self._since, self._waited_before = now, waited
+            self._owed -= self._clock() - start
+        self._before = self._computed()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens while this is entered is no computing: files are written, say."""
-        measured = self._since is not None
+        """What is done while this is entered is not stretched: files are written, say."""
+        measured = self._before is not None
         self.settle()
-        self._since = None
+        self._before = None
         try:
             yield
         finally:
