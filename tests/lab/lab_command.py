@@ -46,7 +46,7 @@ class Labs:
         self.directory = directory
         self.folders = directory / "runtime" / "atoll-lab"
         self.started: list[subprocess.Popen[str]] = []
-        self.namespaces: set[str] = set()  # that were seen
+        self.namespaces: dict[str, float] = {}  # those that were seen, and when last (time.time())
         self._mark = uuid.uuid4().hex
         self._own = _namespaces_of(os.getpid())
         (directory / "runtime").mkdir(mode=0o700)
@@ -103,7 +103,8 @@ class Labs:
                     continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-                    self.namespaces |= _namespaces_of(process.pid) - self._own
+                    seen = _namespaces_of(process.pid) - self._own
+                    self.namespaces.update(dict.fromkeys(seen, time.time()))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
@@ -134,10 +135,22 @@ class Labs:
     def left(self) -> list[str]:
         """What is left of all labs, once all have ended, or been killed and another one has started."""
         left = [f"process {process}" for process in self.alive()]
-        used = {link for pid in psutil.pids() for link in _namespaces_of(pid)}
-        left += [f"namespace {link}" for link in self.namespaces & used]
+        left += [
+            f"namespace {link} of {process}"
+            for process in psutil.process_iter()
+            for link in self._in(process)
+        ]
         left += [f"interface {name}" for _, name in socket.if_nameindex() if name.startswith("wan")]
         return left + [f"file {path}" for path in (self.directory / "runtime").rglob("*")]
+
+    def _in(self, process: psutil.Process) -> list[str]:
+        """Which namespaces of our labs the process is in. The kernel gives their numbers anew, to other labs of
+        this machine too: so only a process counts that was there before its namespace was last seen."""
+        try:
+            born = process.create_time()
+        except psutil.NoSuchProcess:
+            return []
+        return [link for link in _namespaces_of(process.pid) if born < self.namespaces.get(link, 0.0)]
 
     def close(self) -> None:
         left = self.alive()

@@ -3,6 +3,7 @@ started."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -42,7 +43,9 @@ def up(labs: Labs, how: str = "polite") -> tuple[Path, list[str]]:
 def wait_until_busy(labs: Labs, folder: Path) -> None:
     wait_for(lambda: len(list(folder.glob("up-*"))) == 2, "both workers")
     assert len(labs.find("sleep 1000")) == 2
-    assert len(labs.namespaces) >= 8, "pid, mount, and of three network and three hostname namespaces two each"
+    assert len(labs.namespaces) >= 8, (
+        "pid, mount, and of three network and three hostname namespaces two each"
+    )
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -91,7 +94,7 @@ def test_whatever_is_killed_nothing_is_left_when_the_next_has_started(labs: Labs
         assert len(err.splitlines()) == 1, "one line"
         assert "killed" in err
         assert labs.left() == [], "what was not killed has cleaned up"
-    before, labs.namespaces = labs.namespaces, set()
+    before, labs.namespaces = labs.namespaces, {}
     seen = labs.directory / "seen"
     script = f"ls -A {labs.folders} > {seen}-$ATOLL_LAB_WORKER"
     status, out, err = labs.run(["sh", "-c", script])
@@ -103,7 +106,7 @@ def test_whatever_is_killed_nothing_is_left_when_the_next_has_started(labs: Labs
 
 def kill_at_random(labs: Labs, chance: random.Random) -> str:
     """Start a lab and kill a part of it, at a random moment of its first second."""
-    folder, command = up(labs)
+    _, command = up(labs)
     process = labs.start(command)
     moment = chance.random()
     part = chance.choice(PARTS)
@@ -114,10 +117,8 @@ def kill_at_random(labs: Labs, chance: random.Random) -> str:
         labs.alive()
     found = labs.part(part)
     if found is not None:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             found.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
     status, out, err = labs.end(process)
     assert status in (1, -9), (part, moment, out, err)
     return part
@@ -177,7 +178,10 @@ def test_orphans_of_workers_end_with_the_lab(labs: Labs) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["no-such-command"], "no-such-command: no such command; it is looked for in the directories of PATH"),
+        (
+            ["no-such-command"],
+            "no-such-command: no such command; it is looked for in the directories of PATH",
+        ),
         (["./nothing.sh"], "./nothing.sh: no such file"),
         (["/"], "/: is a directory; give a command"),
         (["lab.toml"], "lab.toml: no such command; it is looked for in the directories of PATH"),

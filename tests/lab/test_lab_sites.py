@@ -92,7 +92,9 @@ def test_sites_reach_one_another_and_nothing_else(labs: Labs, tmp_path: Path, co
         for index, process in enumerate(started):
             status, out, err = labs.end(process)
             assert status == 0, out + err
-            said = {line.split()[2]: line.split() for line in out.splitlines() if line.startswith("[berlin 1]")}
+            said = {
+                line.split()[2]: line.split() for line in out.splitlines() if line.startswith("[berlin 1]")
+            }
             assert said["TCP"][3] == f"lab{index}", "another lab's site answered"
             assert said["UDP"][3:5] == ["to", f"lab{index}"]
             assert float(said["TCP"][-1]) >= 0.06
@@ -109,7 +111,9 @@ def test_only_direct_links_carry_packets(labs: Labs) -> None:
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "for _ in range(5): s.sendto(b'x', (sys.argv[1], 9))\n"
     )
-    status, out, err = labs.run(["sh", "-c", "[ {site} != oslo ] || $0 $1 {first}", *labs.python(source)], THREE)
+    status, out, err = labs.run(
+        ["sh", "-c", "[ {site} != oslo ] || $0 $1 {first}", *labs.python(source)], THREE
+    )
     assert status == 0, out + err
     record = labs.record()
     assert record["emulator"]["unrouted"] == 5
@@ -137,7 +141,8 @@ def test_a_command_is_told_where_it_is(labs: Labs) -> None:
 def test_output_is_passed_on_as_it_comes_and_kept(labs: Labs, tmp_path: Path) -> None:
     """Each stream to its own, whole lines with a name, of which the log needs none."""
     go = tmp_path / "go"
-    script = f"printf 'half'; sleep 0; echo ' a line'; echo wrong >&2; until [ -e {go} ]; do sleep 0.05; done; printf end"
+    script = "printf 'half'; sleep 0; echo ' a line'; echo wrong >&2; "
+    script += f"until [ -e {go} ]; do sleep 0.05; done; printf end"
     process = labs.start(["sh", "-c", script])
     assert process.stdout is not None
     first: list[str] = []

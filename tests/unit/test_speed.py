@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -182,7 +181,9 @@ def slow_job(place: Place, folder: str) -> tuple[list[str], float]:
         Stretch.settle, RingReducer._send = settle, send  # type: ignore[method-assign]
         os.environ.pop(SPEED_VARIABLE, None)
         del os.environ[LAB_JOURNALS_VARIABLE]
-    steps = [event for event in events_in(Path(folder, str(place.rank))) if isinstance(event, events.StepDone)]
+    steps = [
+        event for event in events_in(Path(folder, str(place.rank))) if isinstance(event, events.StepDone)
+    ]
     return order, max(step.waiting for step in steps)
 
 

@@ -540,8 +540,8 @@ class Session:
         speed = speed_from()
         if speed == 1:
             return None
-        # On a CPU by the thread's own clock: workers of a lab share cores, and what one loses to another is no
-        # computing of its own.
+        # On a CPU by the thread's own clock: workers of a lab share cores, and what one loses to another is
+        # no computing of its own.
         on_cpu = self.device.type == "cpu"
         return Stretch(speed, time.thread_time if on_cpu else self._seconds_on_device)
 
