@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -122,15 +123,24 @@ class Labs:
         return found
 
     def part(self, name: str) -> psutil.Process | None:
-        """A process of the lab's own: `runner`, `unshare`, `inside` or `emulator`."""
+        """A process of the last lab's own: `runner`, `unshare`, `inside` or `emulator`."""
+        if name == "runner":
+            return psutil.Process(self.started[-1].pid)
         words = {
-            "runner": ("cli.app import main", " lab run "),
             "unshare": ("unshare --fork", "atoll.lab.inside"),
             "inside": ("-m atoll.lab.inside",),
             "emulator": ("-m atoll.lab.emulation",),
         }[name]
-        found = [each for each in self.find(*words) if name == "unshare" or each.name() != "unshare"]
-        return found[0] if found else None
+        for process in self.find(*words):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name == "unshare" and process.ppid() == self.started[-1].pid:
+                    return process
+                # Not one that `inside` has just forked, and that is about to become a worker.
+                if name == "inside" and psutil.Process(process.ppid()).name() == "unshare":
+                    return process
+                if name == "emulator":
+                    return process
+        return None
 
     def left(self) -> list[str]:
         """What is left of all labs, once all have ended, or been killed and another one has started."""
@@ -144,8 +154,8 @@ class Labs:
         return left + [f"file {path}" for path in (self.directory / "runtime").rglob("*")]
 
     def _in(self, process: psutil.Process) -> list[str]:
-        """Which namespaces of our labs the process is in. The kernel gives their numbers anew, to other labs of
-        this machine too: so only a process counts that was there before its namespace was last seen."""
+        """Which namespaces of our labs the process is in. The kernel gives their numbers anew, to other labs
+        of this machine too: so only a process counts that was there before its namespace was last seen."""
         try:
             born = process.create_time()
         except psutil.NoSuchProcess:

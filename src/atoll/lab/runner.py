@@ -247,6 +247,7 @@ class _Start:
     def __init__(self, way: Sequence[str], place: Path, signals: _Signals) -> None:
         self._signals = signals
         self._said = b""
+        self._children = _children()  # others than this lab's
         namespaces.adopt_orphans()  # if `unshare` is killed, the lab's first process is ours to wait for
         control, self._control = os.pipe2(os.O_CLOEXEC)
         self._result, result = os.pipe2(os.O_CLOEXEC)
@@ -272,19 +273,17 @@ class _Start:
 
     def follow(self) -> Result:
         """Wait for the end of all of it; returns what the first process said."""
-        first = 0
         try:
             until = time.monotonic() + START_SECONDS
             self._read(lambda: until if b"\n" not in self._said else 0.0)
             if b"\n" not in self._said and self._process.poll() is None:
                 raise RunError(f"the lab's first process did not begin within {START_SECONDS:g} s")
-            first = self._first_process()
             self._read(self._deadline)
         finally:
             self._signals.hand_to(-1)
             os.close(self._control)
             os.close(self._result)
-            self._see_it_gone(first)
+            self._see_it_gone()
         try:
             return msgspec.json.decode(self._said.partition(b"\n")[2], type=Result)
         except msgspec.DecodeError:
@@ -309,27 +308,25 @@ class _Start:
             return math.inf
         return self._signals.first_at + _CLOSING_SECONDS if len(self._signals.came) < 3 else 0.0
 
-    def _first_process(self) -> int:
-        """Its process id out here; 0 if it cannot be found."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(children.read_text().split()[0])
-        return 0
-
-    def _see_it_gone(self, first: int) -> None:
+    def _see_it_gone(self) -> None:
         """Wait until no process of the lab is left: its first one, by force if need be, is the last to go."""
-        until = time.monotonic() + _GONE_SECONDS
         try:
             self._process.wait(_GONE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()  # and with it the first process, and with that all others
             self._process.wait(_GONE_SECONDS)
-        if self._process.returncode >= 0 or not first:
+        if self._process.returncode >= 0:
             return
-        while time.monotonic() < until + _GONE_SECONDS:
-            try:
-                if os.waitpid(first, os.WNOHANG)[0]:
-                    return
-            except ChildProcessError:
-                return
-            time.sleep(0.01)
+        until = time.monotonic() + _GONE_SECONDS
+        while time.monotonic() < until and (orphans := _children() - self._children):
+            for pid in orphans:  # `unshare` was killed, and has left the first process to us
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(_TRY_SECONDS)
+
+
+def _children() -> set[int]:
+    """This process's children, zombies included; those of this thread, which has started them all."""
+    with contextlib.suppress(OSError):
+        return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+    return set()
