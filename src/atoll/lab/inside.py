@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -311,8 +312,6 @@ class Inside:
             with contextlib.suppress(BlockingIOError):
                 data = os.read(handle, 64)
             if handle == self._control:
-                if not data:  # the runner is gone: so is everything, as soon as this process is
-                    os._exit(1)
                 self._signals += list(data)
 
     def _reap(self) -> None:
@@ -333,6 +332,15 @@ class Inside:
         return any(part is not None and part.owns(pid) for part in parts)
 
 
+def _end_with_runner(control: int) -> None:
+    """End this process, and so the whole lab, when the other end of `control` closes; a thread that waits for
+    nothing else, so that it does not matter what the others wait for."""
+    poll = select.poll()
+    poll.register(control, 0)  # a hang-up is always told
+    poll.poll()
+    os._exit(1)
+
+
 def _how(code: int) -> str:
     return f"ended with status {code}" if code > 0 else f"was killed by signal {-code}"
 
@@ -350,12 +358,15 @@ def main(arguments: Sequence[str]) -> int:
         os.close(ours)
     for handle in (control, result):
         os.set_inheritable(handle, False)
+    threading.Thread(target=_end_with_runner, args=(control,), name="atoll-lab-leash", daemon=True).start()
     spec = Spec.read(Path(arguments[0]))
     write_all(result, b"+\n")
     try:
         ended = Inside(spec, control).run()
     except AtollError as error:
         ended = Result(error.exit_status, str(error), user=isinstance(error, UserError))
+    except OSError as error:  # a full disk, say
+        ended = Result(1, f"the lab failed: {error}")
     write_all(result, msgspec.json.encode(ended) + b"\n")
     return ended.status
 

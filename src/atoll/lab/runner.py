@@ -289,7 +289,7 @@ class _Start:
         except msgspec.DecodeError:
             said = self._log.read_text(errors="replace").strip().splitlines()
             why = f": {said[-1]}" if said else ""
-            return Result(1, f"the lab's first process was killed, and everything inside with it{why}")
+            return Result(1, f"the lab's first process was killed or failed, and all inside with it{why}")
 
     def _read(self, deadline: Callable[[], float]) -> None:
         """Take what the first process says, until it ends or `deadline()` has passed (time.monotonic())."""

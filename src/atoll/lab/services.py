@@ -76,13 +76,16 @@ class Services:
         return all(process.poll() is not None for process in self._processes.values())
 
     def _make_keys(self) -> None:
-        done = subprocess.run(
-            [*_ATOLL, "keys", str(self._keys)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_KEY_SECONDS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*_ATOLL, "keys", str(self._keys)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_KEY_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(f"atoll keys did not make a key file within {_KEY_SECONDS:g} s") from None
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise RunError(f"atoll keys failed: {said[-1] if said else f'status {done.returncode}'}")
