@@ -165,7 +165,8 @@ class Labs:
     def close(self) -> None:
         left = self.alive()
         for process in left:
-            process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
         for process in self.started:
             process.communicate(timeout=DEADLINE)
 

@@ -4,7 +4,9 @@ started."""
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -228,4 +230,24 @@ def test_forbidden_namespaces_are_one_line_that_says_what_to_do(labs: Labs) -> N
     assert "run it as root" in err
     assert "sysctl" in err
     assert "unshare failed: Operation not permitted" in err
+    assert labs.left() == []
+
+
+def test_a_first_process_that_is_not_bound_to_unshare_ends_too(labs: Labs) -> None:
+    """As where `unshare` is killed between its fork and its prctl, or is an older one."""
+    real = f"exec {shutil.which('unshare')}"
+    tools = labs.directory / "tools"
+    tools.mkdir()
+    fake = tools / "unshare"
+    fake.write_text(f'#!/bin/bash\n{real} "${{@/#--kill-child=KILL/--fork}}"\n')
+    fake.chmod(0o755)
+    folder, command = up(labs)
+    process = labs.start(command, PATH=f"{tools}:{os.environ['PATH']}")
+    wait_until_busy(labs, folder)
+    found = labs.part("unshare")
+    assert found is not None
+    found.send_signal(signal.SIGKILL)
+    status, _, err = labs.end(process)
+    assert status == 1
+    assert "killed" in err
     assert labs.left() == []

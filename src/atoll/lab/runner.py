@@ -301,6 +301,8 @@ class _Start:
                 if not data:
                     return
                 self._said += data
+            elif self._process.poll() is not None:
+                return  # `unshare` was killed before it had bound the first process to itself
 
     def _deadline(self) -> float:
         """Never, as long as nobody asks for the end; now, when it is asked for a third time."""
