@@ -26,6 +26,10 @@ KEYS_VARIABLE = "ATOLL_KEY_FILE"
 RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have the same
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
+# What a lab tells its workers (docs/lab.md):
+SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on a slower device
+LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
+LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
 Strategy = Literal["ring", "server"]
 Consistency = Literal["bsp", "ssp", "asp"]

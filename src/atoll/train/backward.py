@@ -7,6 +7,7 @@ import torch
 
 from atoll.train.reducer import Reducer
 from atoll.train.ring import Ring
+from atoll.train.speed import Stretch
 
 
 class BackwardEnd:
@@ -17,8 +18,8 @@ class BackwardEnd:
     which any worker has new gradients.
     """
 
-    def __init__(self, ring: Ring | None) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring | None, stretch: Stretch | None = None) -> None:
+        self._ring, self._stretch = ring, stretch
         self._reducers: list[Reducer] = []
         self._armed = False
 
@@ -35,8 +36,15 @@ class BackwardEnd:
                 reducer.drop_kept()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
+    def settle(self) -> None:
+        """Gradients are about to leave: on a worker that is slowed down, not before its time."""
+        if self._stretch is not None:
+            self._stretch.settle()
+
     def before_forward(self) -> None:
         """Find a backward that raised before its end; raises RunError if chunks had already left."""
+        if self._stretch is not None:
+            self._stretch.begin()
         if self._armed:
             self._armed = False
             for reducer in self._reducers:
@@ -44,6 +52,7 @@ class BackwardEnd:
 
     def _end(self) -> None:
         self._armed = False
+        self.settle()
         waiting = [reducer for reducer in self._reducers if reducer.synchronous]
         for reducer in self._reducers:
             if not reducer.synchronous:

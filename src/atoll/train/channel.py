@@ -36,6 +36,7 @@ class Channel:
         self.place, self.purpose, self.timeout = place, purpose, timeout
         self._store = PrefixStore(purpose, place.store)
         self._lates = 0
+        self.seconds_waited = 0.0  # in all
         self._on_cuda = device.type == "cuda"
         deadline = timedelta(seconds=timeout)
         with self._explained("the other workers to connect"):
@@ -79,7 +80,9 @@ class Channel:
             if self._on_cuda:
                 self._poll(work)
             work.wait()
-        return time.perf_counter() - start
+        waited = time.perf_counter() - start
+        self.seconds_waited += waited
+        return waited
 
     def _poll(self, work: Work) -> None:
         """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""

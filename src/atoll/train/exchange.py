@@ -440,6 +440,7 @@ class AsyncExchange(Exchange):
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        self._calls.leaving()
         own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
         self._pushed.clear()
         for bound in self._chunks:

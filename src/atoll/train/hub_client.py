@@ -56,6 +56,7 @@ class HubClient:
     ) -> None:
         self.iteration = 0  # how many iterations are committed: the session sets it, heartbeats tell it
         self.welcome: Welcome | None = None
+        self.seconds_waited = 0.0  # for leases, in all
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
@@ -136,6 +137,7 @@ class HubClient:
                 self._asked = None
             waited = time.monotonic() - start
             if leased.over or leased.start < leased.stop or (wait is not None and waited >= wait):
+                self.seconds_waited += waited
                 return leased
             if wait is None and waited >= self._timeout:
                 raise DeadlineError(

@@ -78,7 +78,7 @@ class Prepared:
                 chunk_map=self.chunk_map,
                 chunks=trained,
                 elementwise=elementwise,
-                calls=Calls(backward.arm, self.samples.contribution, self._committed),
+                calls=Calls(backward.arm, self.samples.contribution, self._committed, backward.settle),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
                 config=config,
             )

@@ -29,12 +29,13 @@ class Calls:
 
     `arm()` as gradients come, so that `reduce` is called when their backward ends;
     `contribution(has_gradient)` once for each reduction; `committed(own, samples)` with this worker's
-    contribution and the group's samples when the iteration is whole.
+    contribution and the group's samples when the iteration is whole; `leaving()` before gradients leave.
     """
 
     arm: Callable[[], None]
     contribution: Callable[[bool], Contribution]
     committed: Callable[[Contribution, float], None]
+    leaving: Callable[[], None]
 
 
 class Reducer:
@@ -165,6 +166,7 @@ class SendingReducer(Reducer):
         super().close()
 
     def _leave(self, message: Message) -> None:
+        self._calls.leaving()
         message.sent = True
         self._send(message)
 

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core import events
-from atoll.core.config import HUB_VARIABLE, Config, load_config
+from atoll.core.config import (
+    HUB_VARIABLE,
+    LAB_JOURNALS_VARIABLE,
+    LAB_WORKER_VARIABLE,
+    SPEED_VARIABLE,
+    Config,
+    load_config,
+)
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.observe.journal import Journal
@@ -40,6 +47,7 @@ from atoll.train.ring import Ring
 from atoll.train.sampler import ShardedSampler
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service, enter, print_warning
+from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
@@ -67,6 +75,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     and DeadlineError when the other workers do not come within `sync.timeout`.
     """
     show_errors_as_one_line()
+    speed_from()  # a mistake in it is found before anybody is waited for
     config = config if isinstance(config, Config) else load_config(config)
     if place is None and (config.run.strategy == "server" or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
@@ -104,8 +113,10 @@ class Session:
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
         self._strategy = self._make_strategy()
-        self._backward = BackwardEnd(self._ring)
+        self._stretch = self._make_stretch()
+        self._backward = BackwardEnd(self._ring, self._stretch)
         self._journal = self._open_journal()
+        self._lab_journal = self._open_lab_journal()
         self._emit(
             events.Started,
             workers=place.world,
@@ -119,6 +130,13 @@ class Session:
             )
         if isinstance(member, HubRing):
             self._decided("place", f"of {place.world}, by the hub", member.describe())
+        if self._stretch is not None:
+            self._emit(
+                events.Decided,
+                what="speed",
+                choice=f"{speed_from():g} of this device's",
+                reason=f"{SPEED_VARIABLE}: what it computes is stretched by sleeping",
+            )
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
         else:
@@ -332,7 +350,8 @@ class Session:
         if not self._strategy.collective:  # when all are here, nothing moves any more
             self._workers.barrier("session.save")
             self._strategy.refresh()
-        self._state.save(path)
+        with self._not_computing():
+            self._state.save(path)
         self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -342,8 +361,9 @@ class Session:
         is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
-        self._state.load(path)
-        self._strategy.loaded()
+        with self._not_computing():
+            self._state.load(path)
+            self._strategy.loaded()
 
     # The end
 
@@ -390,8 +410,9 @@ class Session:
             if self._ring is not None:
                 ends.callback(self._ring.close)
             self._ring = None
-            if self._journal is not None:
-                ends.callback(self._journal.close)
+            for journal in (self._journal, self._lab_journal):
+                if journal is not None:
+                    ends.callback(journal.close)
             for prepared in self._state.prepared:
                 ends.callback(prepared.close)
 
@@ -459,13 +480,14 @@ class Session:
             self._state.restore_random_once()
 
     def _stepped(self, prepared: Prepared) -> None:
+        self._backward.settle()  # the optimizer's own time
         if prepared is not self._state.prepared[0]:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
         if self._member is not None:
             self._member.stepped(self._state.iteration)
-        if self._journal is None:
+        if self._journal is None and self._lab_journal is None:
             return
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
@@ -513,6 +535,42 @@ class Session:
         journal = Journal(run.journal(self.rank))
         self._bus.subscribe(journal)
         return journal
+
+    def _open_lab_journal(self) -> Journal | None:
+        """In a lab: a journal of the lab's, by which it tells what its links have cost."""
+        folder = os.environ.get(LAB_JOURNALS_VARIABLE)
+        if not folder:
+            return None
+        worker = os.environ.get(LAB_WORKER_VARIABLE, "")
+        journal = Journal(Path(folder) / f"{worker}-{os.getpid()}.jsonl")
+        self._bus.subscribe(journal)
+        return journal
+
+    def _make_stretch(self) -> Stretch | None:
+        """What slows this worker down, where it is to be slower than it is."""
+        speed = speed_from()
+        if speed == 1:
+            return None
+        # On a CPU by the thread's own clock: workers of a lab share cores, and what one loses to another is
+        # no computing of its own.
+        on_cpu = self.device.type == "cpu"
+        return Stretch(speed, time.thread_time if on_cpu else self._seconds_on_device)
+
+    def _seconds_on_device(self) -> float:
+        """A clock that stands still while this worker waits for others; what it has begun has ended then."""
+        torch.accelerator.synchronize(self.device)
+        return time.perf_counter() - self._seconds_waited()
+
+    def _seconds_waited(self) -> float:
+        """What this worker has waited for others in all, for whatever reason."""
+        service, ring = self._service, self._ring
+        sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
+        if ring is not None:
+            sources += {id(channel): channel for channel in (ring.data, ring.agreement)}.values()
+        return float(sum(source.seconds_waited for source in sources))
+
+    def _not_computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._stretch is None else self._stretch.paused()
 
     def _summarise(self) -> None:
         """Without `atoll run` above, worker 0 puts the records together itself."""

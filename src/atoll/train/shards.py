@@ -50,6 +50,7 @@ class Shards:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
         self.addresses = list(addresses)
+        self.seconds_waited = 0.0  # in all
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._clients = [
             Client(address, keys, limit=limit, name=self._name(index))
@@ -97,7 +98,9 @@ class Shards:
             if waited > self.timeout:
                 raise DeadlineError(self._late(missing(), what, waited, self._who_is_missing()))
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
-        return time.monotonic() - start
+        waited = time.monotonic() - start
+        self.seconds_waited += waited
+        return waited
 
     def _take(self, timeout: float) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""

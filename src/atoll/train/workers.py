@@ -44,6 +44,11 @@ class Workers:
         return self._channel is None
 
     @property
+    def seconds_waited(self) -> float:
+        """The time that all calls so far have waited."""
+        return 0.0 if self._channel is None else self._channel.seconds_waited
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks of those who took part in the latest collective, in the order of `gather`."""
         return list(range(self.place.world))

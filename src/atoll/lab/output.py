@@ -1,0 +1,122 @@
+"""What a lab's workers print: whole lines, each with its worker's name before it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+_LONGEST = 2**16  # bytes of a line; a longer one is cut
+_READ = 2**16
+_DRAIN_SECONDS = 0.2  # of silence, after which a pipe that a worker's child still holds is given up
+
+
+class Output:
+    """Passes on what comes from the workers' pipes, on a thread of its own.
+
+    Whoever reads our output slowly, or not at all, must not hold up the process that ends the lab.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._lock = threading.Lock()  # of what is added, and of whole lines
+        self._added: list[_Stream] = []
+        self._ending = False
+        self._thread = threading.Thread(target=self._serve, name="atoll-lab-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, name: str, pipes: Sequence[int], log: Path, targets: Sequence[int] = (1, 2)) -> None:
+        """Pass on the lines of a worker's stdout and stderr to ours, as `[name] line`, and to the file `log`
+        as they are; closes the pipes."""
+        with self._lock:
+            self._added += [_Stream(name, *pair, log) for pair in zip(pipes, targets, strict=True)]
+        os.write(self._woken, b"+")
+
+    def close(self, deadline: float) -> None:
+        """Pass on what is there, and end; at the latest after `deadline` seconds."""
+        if not self._thread.is_alive():
+            return
+        self._ending = True
+        os.write(self._woken, b"-")
+        self._thread.join(deadline)
+
+    def _serve(self) -> None:
+        while len(self._selector.get_map()) > 1 or self._added or not self._ending:
+            ready = self._selector.select(_DRAIN_SECONDS if self._ending else None)
+            if not ready and self._ending:
+                break
+            for key, _ in ready:
+                if key.data is None:
+                    self._take_added()
+                else:
+                    self._pass_on(key.data)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.close()
+
+    def _take_added(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, _READ)
+        with self._lock:
+            added, self._added = self._added, []
+        for stream in added:
+            self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+
+    def _pass_on(self, stream: _Stream) -> None:
+        if not stream.read():
+            self._selector.unregister(stream.pipe)
+            stream.close()
+
+
+class _Stream:
+    """One pipe from a worker."""
+
+    def __init__(self, name: str, pipe: int, target: int, log: Path) -> None:
+        self.pipe, self._target = pipe, target
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._prefix = f"[{name}] ".encode()
+        self._rest = b""
+
+    def read(self) -> bool:
+        """Pass on the lines that are complete; whether there may be more."""
+        data = os.read(self.pipe, _READ)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        if lines:
+            self._write(lines)
+        return bool(data)
+
+    def close(self) -> None:
+        """Pass on a last line without its end."""
+        if self._rest:
+            self._write([self._rest])
+        os.close(self.pipe)
+        os.close(self._log)
+
+    def _write(self, lines: Sequence[bytes]) -> None:
+        write_all(self._log, b"".join(line + b"\n" for line in lines))
+        write_all(self._target, b"".join(self._prefix + shown(line) + b"\n" for line in lines))
+
+
+def shown(line: bytes) -> bytes:
+    """Of a progress bar that rewrote its line, the last state."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write to a file descriptor; where nobody reads it any more, or no room is left, the data is dropped."""
+    with contextlib.suppress(OSError):
+        while data:
+            try:
+                data = data[os.write(target, data) :]
+            except BlockingIOError:  # whoever started us has made it so
+                select.select([], [target], [])

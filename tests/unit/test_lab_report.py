@@ -1,0 +1,177 @@
+"""A lab's closing report: what it says of links, workers and the emulator, and when it is loud."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from atoll.lab.emulator import EmulatorCounters, LinkCounters
+
+from atoll.core.events import StepDone, Warned, encode
+from atoll.lab import report
+from atoll.lab.topology import parse_topology
+
+TOPOLOGY = parse_topology("""
+seed = 5
+[[site]]
+name = "paris"
+workers = 2
+speed = [1.0, 0.25]
+[[site]]
+name = "berlin"
+[[link]]
+from = "paris"
+to = "berlin"
+rate = "8Mbit/s"
+""")
+LINK = LinkCounters(
+    source=0,
+    target=1,
+    offered_packets=1000,
+    offered_bytes=1_000_000,
+    delivered_packets=905,
+    delivered_bytes=905_000,
+    lost_queue_packets=40,
+    lost_queue_bytes=40_000,
+    lost_loss_packets=30,
+    lost_loss_bytes=30_000,
+    lost_outage_packets=30,
+    lost_outage_bytes=30_000,
+    duplicated=5,
+    corrupted=3,
+    reordered=2,
+    busy_seconds=0.5,
+    mean_queue_delay=0.012,
+    max_queue_delay=0.05,
+    dropped=0,
+)
+EMULATOR: dict[str, Any] = {
+    "seconds": 2.0,
+    "cpu_seconds": 0.25,
+    "packets": 905,
+    "reads": 10,
+    "writes": 10,
+    "lateness_mean": 12e-6,
+    "lateness_p99": 80e-6,
+    "lateness_worst": 2e-3,
+    "late_packets": 1,
+    "dropped": 0,
+    "malformed": 0,
+    "unrouted": 0,
+    "behind_seconds": 0,
+    "realtime": True,
+    "locked": True,
+}
+
+
+def make(folder: Path, before: dict[str, int] | None = None, **emulator: Any) -> report.LabRecord:
+    return report.make(
+        TOPOLOGY,
+        ["train", "it"],
+        status=0,
+        seconds=2.0,
+        links=[LINK],
+        emulator=EmulatorCounters(**{**EMULATOR, **emulator}),
+        dropped_before=before or {"paris": 0, "berlin": 0},
+        journals=folder,
+    )
+
+
+def test_each_link_is_told_in_full(tmp_path: Path) -> None:
+    record = make(tmp_path)
+    report.write(record, tmp_path)
+    written = json.loads((tmp_path / "lab.json").read_text())
+    (link,) = written["links"]
+    assert (link["source"], link["target"]) == ("paris", "berlin")
+    assert link["lost"] == {"queue": 40, "loss": 30, "outage": 30, "lab": 0}
+    assert link["offered"] == {"packets": 1000, "bytes": 1_000_000}
+    assert link["rate"] == pytest.approx(452_500)
+    assert link["share"] == pytest.approx(0.25)
+    assert written["kept_up"] is True
+    assert (written["seed"], written["command"]) == (5, ["train", "it"])
+    line = next(line for line in report.shown(record).splitlines() if "paris -> berlin" in line)
+    for part in (
+        "883.8 KiB in 905 of 1000 packets",
+        "40 by queue, 30 by loss, 30 by outage (10.00%)",
+        "12.0 ms, at worst 50.0 ms",
+        "3.62 Mbit/s",
+        "25%",
+        "5 twice, 3 corrupted, 2 out of order",
+    ):
+        assert part in line
+
+
+def test_an_emulator_that_kept_up_is_told_quietly(tmp_path: Path) -> None:
+    said = report.shown(make(tmp_path))
+    assert (
+        "905 packets, 12 us late on average, 99 % by less than 80 us, at worst 2.0 ms; 0.2 s of a core"
+        in said
+    )
+    assert "***" not in said
+    assert "priority" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dropped": 7}, "it dropped 7 packets itself"),
+        ({"behind_seconds": 3}, "in 3 seconds it was behind"),
+        (
+            {"before": {"paris": 9, "berlin": 0}},
+            "packets were dropped before it could read them (9 in paris)",
+        ),
+    ],
+)
+def test_one_that_did_not_is_told_loudly(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    record = make(tmp_path, **given)
+    assert not record.kept_up
+    shown = report.shown(record)
+    assert f"*** THE EMULATOR COULD NOT KEEP UP: {said} ***" in shown
+    assert "worse than the topology says" in shown
+
+
+def test_what_it_was_not_allowed_is_told(tmp_path: Path) -> None:
+    said = report.shown(make(tmp_path, realtime=False))
+    assert "no real-time priority" in said
+
+
+def test_packets_to_nowhere_are_told(tmp_path: Path) -> None:
+    assert "nowhere to go: 4 packets" in report.shown(make(tmp_path, unrouted=4))
+
+
+def test_an_emulator_that_was_killed_is_told(tmp_path: Path) -> None:
+    record = report.make(
+        TOPOLOGY,
+        ["x"],
+        status=1,
+        seconds=1.0,
+        links=[],
+        emulator=None,
+        dropped_before={},
+        journals=tmp_path / "none",
+    )
+    assert not record.kept_up
+    assert "*** THE EMULATOR WAS KILLED" in report.shown(record)
+
+
+def test_what_links_cost_the_training(tmp_path: Path) -> None:
+    """From the workers' journals; a line that was cut off and events of other kinds do no harm."""
+    step = StepDone(time=1.0, worker=0, iteration=1, samples=8.0, seconds=0.2, waiting=0.15, bytes_sent=2048)
+    line = encode(step) + b"\n"
+    warned = encode(Warned(time=1.0, worker=0, message="x")) + b"\n"
+    (tmp_path / "1-44.jsonl").write_bytes(warned + line * 3 + line[:20])
+    (tmp_path / "0-43.jsonl").write_bytes(line)
+    (tmp_path / "2-45.jsonl").write_bytes(warned)
+    (tmp_path / "9-46.jsonl").write_bytes(line)  # no such worker
+    record = make(tmp_path)
+    assert [(each.name, each.steps, each.speed) for each in record.workers] == [
+        ("paris 0", 1, 1.0),
+        ("paris 1", 3, 0.25),
+    ]
+    assert record.workers[1].waiting == pytest.approx(0.45)
+    assert (
+        "worker paris 1 at speed 0.25: 3 iterations of 200.0 ms, of which it waited 150.0 ms (75%) for "
+        "others and the links; sent 2.0 KiB in each"
+    ) in report.shown(record)
