@@ -406,7 +406,7 @@ class _Room:
 
     @property
     def bytes(self) -> int:
-        return self.ring + 2 * self.records * _RECORD_BYTES
+        return self.ring + self.records * _RECORD_BYTES
 
 
 def _room(link: Link) -> _Room:
@@ -416,8 +416,7 @@ def _room(link: Link) -> _Room:
     queue = max(min(phase.queue, phase.rate * _LONGEST_WAIT) for phase in link.phases)
     held = math.ceil(queue + rate * (delay + _SPARE_SECONDS)) + _SPARE_BYTES
     # Slow links may be full of the smallest packets; fast ones cannot, by the work that each makes.
-    records = min(held // 20, held // 128 + 2**16)
-    records = 1 << records.bit_length()
+    records = min(held // 20, held // 256 + 2**16)
     return _Room(records, held + records * _BLOCK_BYTES)
 
 
