@@ -6,6 +6,7 @@ names to what it counts. docs/notes/lab.md tells how links are modelled, and why
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import math
 import struct
@@ -26,12 +27,12 @@ from atoll.core.errors import ConfigError, UserError
 from atoll.core.units import format_bytes
 from atoll.lab.topology import Link, Phase, Topology
 
-_emulator: ModuleType | None
+_emulator: ModuleType | None = None
 _missing = ""
 try:
-    from atoll.lab import _emulator
+    _emulator = importlib.import_module("atoll.lab._emulator")
 except ImportError as error:
-    _emulator, _missing = None, str(error)
+    _missing = str(error)
 
 # As csrc/fates.h has them.
 _KNOTS, _QUARTER, _CELLS, _ONE = 4096, 1024, 768, 2**16
@@ -283,15 +284,15 @@ class EmulatorCounters:
 
 # The order of csrc/loop.h and csrc/links.h.
 _TOTALS = (
-    "started", "now", "cpu", "written", "lateness", "lateness_most", "late", "behind", "malformed", "unrouted",
-    "writes", "reads", "realtime", "locked",
+    "started", "now", "cpu", "written", "lateness", "lateness_most", "late", "behind", "malformed",
+    "unrouted", "writes", "reads", "realtime", "locked",
 )  # fmt: skip
 _HISTOGRAM = 8 * 40
 _PER_LINK = 18
 
 
 def _lateness_at(histogram: Sequence[int], share: float) -> float:
-    """Seconds below which `share` of the packets lie: the upper edge of a bucket, an eighth of a power of two."""
+    """Seconds that `share` of the packets are not above; to an eighth, the width of a bucket."""
     wanted, seen = share * sum(histogram), 0
     for bucket, count in enumerate(histogram):
         seen += count
@@ -377,15 +378,9 @@ class Emulator:
 def _link_counters(link: Link, values: Sequence[int]) -> LinkCounters:
     *counts, busy, delay, most, overflowed, unwritten = values
     crossed = counts[0] - counts[4]  # all but those that found the queue full
-    return LinkCounters(
-        link.source,
-        link.target,
-        *counts,
-        busy_seconds=busy / 1e12,
-        mean_queue_delay=delay / max(crossed, 1) / 1e9,
-        max_queue_delay=most / 1e9,
-        dropped=overflowed + unwritten,
-    )
+    seconds = [busy / 1e12, delay / max(crossed, 1) / 1e9, most / 1e9]
+    fields: list[Any] = [link.source, link.target, *counts, *seconds, overflowed + unwritten]
+    return LinkCounters(*fields)
 
 
 def _address(text: str) -> bytes:
@@ -427,9 +422,9 @@ def _check_memory(topology: Topology, rooms: Sequence[_Room], limit: int) -> Non
     room, link = max(zip(rooms, topology.links, strict=True), key=lambda pair: pair[0].bytes)
     names = " -> ".join(topology.sites[end].name for end in (link.source, link.target))
     raise ConfigError(
-        f"the packets on their way would need {format_bytes(total)} of memory, and {format_bytes(limit)} can be "
-        f"had; the most ({format_bytes(room.bytes)}) goes to the link {names}: give it a lower rate, delay, "
-        "jitter or queue"
+        f"the packets on their way would need {format_bytes(total)} of memory, and {format_bytes(limit)} can "
+        f"be had; the most ({format_bytes(room.bytes)}) goes to the link {names}: give it a lower rate, "
+        "delay, jitter or queue"
     )
 
 

@@ -45,8 +45,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _FORBIDDEN = (
     "this user may not make namespaces here: run it as root, or let an administrator allow user namespaces "
-    "(sysctl user.max_user_namespaces=10000, and where the kernel has them kernel.unprivileged_userns_clone=1 "
-    "and kernel.apparmor_restrict_unprivileged_userns=0); in a container, start that with --privileged"
+    "(sysctl user.max_user_namespaces=10000, and where there are such keys "
+    "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0); in a container, "
+    "start that with --privileged"
 )
 
 
@@ -63,24 +64,28 @@ class SiteSpace:
 # Before anything is made
 
 
-def check_possible() -> None:
-    """Raise UserError, one line, where this machine or this user cannot have a lab."""
+def find_way() -> list[str]:
+    """The command that starts another one as the first process of a lab's namespaces, tried once.
+
+    Root makes them itself, others (and root in a container) in a user namespace. Raises UserError, one line,
+    where this machine or this user cannot have a lab.
+    """
     if not sys.platform.startswith("linux"):
         raise UserError("a lab needs Linux: it is made of network namespaces")
     for command, package in (("unshare", "util-linux"), ("ip", "iproute2")):
         if shutil.which(command, path=_search_path()) is None:
             raise UserError(f"a lab needs the command {command!r}: install the package {package}")
     _check_tun()
-    done = _run([*unshare_command(), "true"], "unshare")
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"{_FORBIDDEN} ({said[-1] if said else f'unshare: status {done.returncode}'})")
-
-
-def unshare_command() -> list[str]:
-    """The command that starts another one as the first process of a lab's namespaces."""
-    command = ["unshare", "--fork", "--pid", "--mount", "--mount-proc", "--net", "--kill-child=KILL"]
-    return command if os.geteuid() == 0 else [*command, "--user", "--map-root-user"]
+    kinds = ["--pid", "--mount", "--mount-proc", "--net", "--uts"]  # of hostnames too, to come back to
+    plain = ["unshare", "--fork", *kinds, "--kill-child=KILL"]
+    as_user = [*plain, "--user", "--map-root-user"]
+    said = ""
+    for way in [plain, as_user] if os.geteuid() == 0 else [as_user]:
+        done = _run([*way, "true"], "unshare")
+        if done.returncode == 0:
+            return way
+        said = _last_line(done.stderr) or f"unshare: status {done.returncode}"
+    raise UserError(f"{_FORBIDDEN} ({said})")
 
 
 def _check_tun() -> None:
@@ -221,8 +226,12 @@ def _open_tun(site: str) -> int:
 def _ip(batch: str, what: str) -> None:
     done = _run(["ip", "-batch", "-"], "ip", batch + "\n")
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"{what}: ip: {said[0] if said else f'status {done.returncode}'}")
+        said = _last_line(done.stderr) or f"status {done.returncode}"
+        raise UserError(f"{what}: ip: {said}")
+
+
+def _last_line(said: bytes) -> str:
+    return (said.decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
