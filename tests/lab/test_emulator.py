@@ -25,7 +25,7 @@ import pytest
 
 from atoll.core.errors import UserError
 from atoll.lab.emulator import LinkCounters, available
-from atoll.lab.namespaces import check_possible, unshare_command
+from atoll.lab.namespaces import find_way
 from atoll.testing.sites import Sites, pair, phase
 
 INSIDE = "ATOLL_TEST_INSIDE"  # set where an ordinary user's tests run, in a user namespace
@@ -37,7 +37,7 @@ SO_RCVBUFFORCE, SOL_UDP, UDP_SEGMENT = 33, 17, 103
 def impossible() -> str:
     """Why there can be no sites here, or nothing."""
     try:
-        check_possible()
+        find_way()
     except UserError as error:
         return str(error)
     return available()
@@ -389,7 +389,7 @@ def test_it_ends_when_it_is_told_to() -> None:
 @pytest.mark.skipif(bool(os.environ.get(INSIDE)), reason="runs already in a user namespace")
 def test_all_this_works_for_an_ordinary_user() -> None:
     """The tests above again, in a user namespace, where root here is nobody outside."""
-    command = unshare_command()
+    command = find_way()
     if "--user" not in command:
         command += ["--user", "--map-root-user"]
     chosen = ["-k", "delay or survives or outage"] if not ORDINARY else []
