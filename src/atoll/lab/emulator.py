@@ -264,6 +264,7 @@ class EmulatorCounters:
     behind_seconds: int  # in which it dropped packets, or more than 1 % were late by more than 1 ms
     realtime: bool  # whether it runs before all ordinary processes (SCHED_FIFO)
     locked: bool  # whether its memory is locked
+    started: float = 0.0  # seconds of CLOCK_MONOTONIC: when it began, from where phases count; 0 before
 
     @property
     def kept_up(self) -> bool:
@@ -368,6 +369,7 @@ class Emulator:
             behind_seconds=total["behind"],
             realtime=bool(total["realtime"]),
             locked=bool(total["locked"]),
+            started=total["started"] / 1e9,
         )
 
     def _values(self) -> tuple[int, ...]:
