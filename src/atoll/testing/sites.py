@@ -12,11 +12,12 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from atoll.lab.emulator import Emulator
-from atoll.lab.namespaces import SiteSpace, make_site, within
+from atoll.lab.namespaces import SiteSpace, dropped_before_emulator, make_site, within
 from atoll.lab.topology import Link, Phase, Site, Topology
 
 T = TypeVar("T")
@@ -126,6 +127,10 @@ class Sites:
 
     def unread(self, site: int) -> int:
         """Packets that the site's TUN dropped, since the emulator did not read them in time."""
-        from atoll.lab.namespaces import dropped_before_emulator
-
         return _elsewhere(lambda: dropped_before_emulator(self.spaces[site]))
+
+    def overrun(self, site: int) -> int:
+        """Datagrams that arrived at a site and found their socket full: its program was too slow."""
+        table = self.inside(site, Path("/proc/thread-self/net/snmp").read_text)
+        names, values = (line.split() for line in table.splitlines() if line.startswith("Udp:"))
+        return int(values[names.index("RcvbufErrors")])
