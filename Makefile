@@ -23,7 +23,7 @@ soak: $(READY)
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
-			benchmarks/server.py benchmarks/consistency.py; do \
+			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 
@@ -32,7 +32,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/atoll/lab/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report,examples,test,lint]'
 	@touch $(READY)

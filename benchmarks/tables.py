@@ -102,11 +102,29 @@ def _consistency_row(case: Record) -> list[str]:
     return [case["task"], case["consistency"], *numbers, VERDICTS[case["met"]]]
 
 
+def lab(record: Record) -> str:
+    heads = ["what", "asked", "measured", "off by", "allowed", "target"]
+    return table(heads, [_lab_row(case) for case in record["cases"]])
+
+
+def _lab_row(case: Record) -> list[str]:
+    shown = [f"{case[key]:.5g} {case['unit']}" for key in ("asked", "measured")]
+    allowed = "" if case["limit"] is None else f"{case['limit']:.3g}"
+    return [case["name"], *shown, f"{case['off']:+.3g} {case['off_unit']}", allowed, VERDICTS[case["met"]]]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
-    shows = (ratios, ratios, memory, served, consistency)
-    for name, show in zip(("overhead", "ring", "memory", "server", "consistency"), shows, strict=True):
+    shows = {
+        "overhead": ratios,
+        "ring": ratios,
+        "memory": memory,
+        "server": served,
+        "consistency": consistency,
+        "lab": lab,
+    }
+    for name, show in shows.items():
         path = folder / f"{name}.json"
         if path.exists():
             record = json.loads(path.read_text(encoding="utf-8"))
