@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from atoll.lab.emulator import available
 from lab_command import Labs
 
 from atoll.core.errors import AtollError
 from atoll.lab import namespaces
+from atoll.lab.emulator import available
 
 
 @lru_cache(maxsize=1)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from atoll.lab.emulator import EmulatorCounters, LinkCounters
 
 from atoll.core.events import StepDone, Warned, encode
 from atoll.lab import report
+from atoll.lab.emulator import EmulatorCounters, LinkCounters
 from atoll.lab.topology import parse_topology
 
 TOPOLOGY = parse_topology("""
