@@ -1,7 +1,7 @@
 """The emulator alive: real sockets of two sites, whose packets go through it over TUN devices.
 
-How fast and how exact it is, is benchmarks/lab.py's to say, and the tests marked `exact`, for a quiet machine;
-for the others, limits are wide enough for a busy one.
+How fast and how exact it is, is benchmarks/lab.py's to say, and that of the tests marked `exact`, for a quiet
+machine; for the others, limits are wide enough for a busy one.
 """
 
 from __future__ import annotations
