@@ -586,6 +586,8 @@ def test_a_hub_that_cannot_be(folder: Path, options: dict[str, Any], said: str) 
 # -- the commands -------------------------------------------------------------------------------------------
 
 COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from atoll.cli import app, services
 if not any(command.name == "hub" for command in app.app.registered_commands):
     services.register(app.app)

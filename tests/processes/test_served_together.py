@@ -22,7 +22,7 @@ from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.hub_client import HubClient
 from atoll.train.place import Place
-from atoll.train.service import Service
+from atoll.train.service import Service, enter
 
 SAMPLES = 60
 
@@ -224,7 +224,8 @@ def test_a_worker_that_dies_before_the_run_begins_may_be_started_again(
 ) -> None:
     with ServedRun(2, patience=3.0, folder=tmp_path) as served:
         with served_worker(served.address, 1):
-            dies = Service(config("bsp"))  # it is known at the shards, and alone there
+            dies = enter(config("bsp"))  # it is known at the shards, and alone there
+        assert isinstance(dies, Service)
         dies.hub.close()  # without a goodbye
         dies.shards.close()
         wait_for(lambda: decided(tmp_path, "fenced"), "its death")

@@ -14,6 +14,7 @@ import atoll
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, CheckpointError, PrepareError, UserError
 from atoll.train.place import Place
+from atoll.train.resume import schedulers_of
 from atoll.train.session import Session
 
 
@@ -118,3 +119,16 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Any) -> None:
     again.prepare(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(CheckpointError, match="holds the state of SGD, and the session has prepared Adam"):
         again.load(tmp_path / "checkpoint")
+
+
+def test_a_scheduler_that_was_let_go_of_does_not_count() -> None:
+    _, _, optimizer = prepared()
+    assert schedulers_of(optimizer) == []
+    kept = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert schedulers_of(optimizer) == [kept]
+    gone = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    gone.itself = gone  # type: ignore[attr-defined]  # so that only the garbage collector ends it
+    del gone
+    assert schedulers_of(optimizer) == [kept]
+    both = torch.optim.lr_scheduler.ChainedScheduler([kept])
+    assert schedulers_of(optimizer) == [both]

@@ -183,19 +183,30 @@ def _state_of(sampler: ShardedSampler | LeasedSampler, places: Sequence[Any]) ->
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The learning-rate schedulers that drive `optimizer`, leaving out those that another one holds.
 
-    torch keeps no list of them on the optimizer, so the garbage collector is asked who there is; that takes
-    some ten milliseconds, at a save or a load.
+    torch keeps no list of them on the optimizer, so the garbage collector is asked who refers to it; that
+    takes some ten milliseconds, at a save or a load.
     """
-    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    gc.collect()  # a scheduler that the script has let go of must not count
-    # By type(o): isinstance would ask every proxy and deprecated alias in the process for its __class__.
-    found = [
-        o
-        for o in gc.get_objects()
-        if issubclass(type(o), kinds) and getattr(o, "optimizer", None) is optimizer
-    ]
+    found = _drivers_of(optimizer)
+    if len(found) > 1:  # one that the script has let go of, in a cycle of its own making, must not count
+        del found
+        gc.collect()
+        found = _drivers_of(optimizer)
     held = {id(child) for scheduler in found for child in getattr(scheduler, "_schedulers", ())}
     return [scheduler for scheduler in found if id(scheduler) not in held]
+
+
+def _drivers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All schedulers whose `optimizer` this is, those among them that nobody holds any more."""
+    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    referrers = gc.get_referrers(optimizer)
+    attributes = [each for each in referrers if type(each) is dict]  # a scheduler's, perhaps
+    # By type(each): isinstance would ask proxies and deprecated aliases for their __class__.
+    found = {
+        id(each): each
+        for each in (*referrers, *(gc.get_referrers(*attributes) if attributes else ()))
+        if issubclass(type(each), kinds) and each.optimizer is optimizer
+    }
+    return list(found.values())
 
 
 def _by_class(schedulers: list[Any]) -> dict[str, Any]:
