@@ -159,7 +159,7 @@ def test_a_session_at_a_quarter_takes_four_times_as_long(
     said = events_in(tmp_path)
     steps = [event.seconds for event in said if isinstance(event, events.StepDone)]
     assert len(steps) == 4
-    assert min(steps) >= 0.04 * micro * 0.99
+    assert sum(steps) >= 4 * 0.04 * micro * 0.99  # one that slept too long is made up for by the next
     (decided,) = [event for event in said if isinstance(event, events.Decided) and event.what == "speed"]
     assert decided.choice == "0.25 of this device's"
     assert "ATOLL_SPEED" in decided.reason
