@@ -184,20 +184,28 @@ class HubClient:
         self, message: AnyMessage, expected: type[Answer], what: str, timeout: float | None = None
     ) -> Answer:
         """Ask; after a lost connection say who we are on the new one, and ask again. The DeadlineError is of
-        the whole wait."""
+        the whole wait.
+
+        What had not left when the connection was lost goes out before that, and is a stranger's to the hub:
+        one refusal after a loss may be of this.
+        """
         until = time.monotonic() + (self._timeout if timeout is None else timeout)
+        stale = False
         while True:
             self.check()
             try:
                 if self._has_lost():
-                    self._losses = self._client.losses
+                    self._losses, stale = self._client.losses, True
                     self._introduce(max(0.0, until - time.monotonic()))
                 return ask(self._client, message, expected, max(0.0, until - time.monotonic()), what)[0]
             except DeadlineError:
                 raise DeadlineError(late(self._client, self._timeout, what)) from None
-            except (PeerLostError, RefusedError):  # who is on a new connection is a stranger to the hub
-                if not self._has_lost():
+            except (PeerLostError, RefusedError) as error:
+                if self._has_lost():
+                    continue
+                if not (stale and isinstance(error, RefusedError)):
                     raise
+                stale = False
 
     def _has_lost(self) -> bool:
         """Whether a connection was lost since the hub was told last who is on it."""
