@@ -245,7 +245,16 @@ def rate_case(what: str, rate: float, measured: float, sites: Sites) -> Case:
     off = 100 * (measured / rate - 1)
     note = f"{full} packets found the queue full and {overrun} the receiver's socket"
     note += f"; {health(sites.emulator.totals(), unread)}"
-    return Case(f"rate, {what}, iperf3", rate / 1e6, measured / 1e6, "Mbit/s", off, 2.0, "%", note)
+    return Case(
+        f"rate, {what} at {rate / 1e6:g} Mbit/s, iperf3",
+        rate / 1e6,
+        measured / 1e6,
+        "Mbit/s",
+        off,
+        2.0,
+        "%",
+        note,
+    )
 
 
 # -- numbered datagrams: loss, order, copies ---------------------------------------------------------------
