@@ -264,13 +264,14 @@ static void send_group(struct emulator *e, struct link *l, struct group *g)
             link_release(l, g->blocks[i]);
 }
 
-/* Deliver what is due on a link; returns when the next one will be. */
+/* Deliver what is due on a link by now, not what becomes so meanwhile: others wait. Returns when the next
+ * one is due. */
 static int64_t deliver(struct emulator *e, struct link *l)
 {
     const struct record *next;
-    int64_t now = now_of(e);
+    int64_t now = now_of(e), until = now;
     struct group g;
-    while ((next = link_next(l)) && next->due <= now) {
+    while ((next = link_next(l)) && next->due <= until) {
         g.pieces = g.packets = 0;
         g.payload = 0;
         g.first = *next;
@@ -278,7 +279,7 @@ static int64_t deliver(struct emulator *e, struct link *l)
             add_piece(&g, next);
             count_lateness(e, now - next->due);
             link_take(l);
-        } while ((next = link_next(l)) && next->due <= now && joins(e, &g, next));
+        } while ((next = link_next(l)) && next->due <= until && joins(e, &g, next));
         send_group(e, l, &g);
         now = now_of(e);
     }
