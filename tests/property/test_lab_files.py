@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from atoll.cli.app import main
@@ -129,6 +129,7 @@ def at_moment(values: dict[str, Any], moment: float) -> Phase:
     return link.phases[0]
 
 
+@settings(max_examples=40)
 @given(documents())
 def test_a_right_file_comes_to_what_it_says_at_every_moment(document: dict[str, Any]) -> None:
     topology = parse_topology(toml(document))
@@ -194,6 +195,7 @@ def test_garbage_in_any_place_is_right_or_one_line(
     assert show(text.encode()) == 2
 
 
+@settings(max_examples=40)
 @given(st.one_of(st.binary(), st.text().map(str.encode)))
 @example(b"")
 @example(b"[[" * 3000)
