@@ -1,0 +1,31 @@
+"""Named points of the code at which a test may strike: kill the process, stop it, or see that it got there.
+
+`reach` costs a comparison where nobody has installed a handler, and nobody but a test does
+(`atoll.testing.faults`). A point's name is `part.moment`; `POINTS` lists them all, so that a test can try
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the iteration (-1: of none)
+
+POINTS: dict[str, str] = {
+    # name: what has just happened, or is about to
+}
+
+_handler: Handler | None = None
+
+
+def install(handler: Handler | None) -> None:
+    """Call `handler` at every point from now on; None: nobody."""
+    global _handler
+    _handler = handler
+
+
+def reach(name: str, iteration: int = -1) -> None:
+    """The code is at this point, in this iteration; a handler may not let it return."""
+    if _handler is not None:
+        _handler(name, iteration)
