@@ -5,6 +5,7 @@ A fork server imports torch once; each life of a shard is a fork of it, so that 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -18,12 +19,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from torch import nn
+
+import atoll
 from atoll.core import points
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub import main as hub
 from atoll.server import main as server
-from atoll.testing.served import RUN
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import RUN, served_worker
+from atoll.train.place import Place
+from atoll.wire.messages import Parameters
 
 DEADLINE = 60.0
+ITERATIONS = 8
+POINTS_OF_SHARDS = sorted(point for point in points.POINTS if point.startswith("shard."))
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["mortal_shards", "atoll.server.main"])
 
@@ -174,3 +185,94 @@ class MortalRun:
         for process in self._shards.values():
             process.kill()
             process.join(DEADLINE)
+
+
+# -- what workers do meanwhile -----------------------------------------------------------------------------
+
+
+def config(consistency: Any, lazy: bool = False) -> Config:
+    sync = Sync(timeout="40s", consistency=consistency, slack=1, lazy=lazy)
+    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync)
+
+
+def train(
+    place: Place, address: str, consistency: str, lazy: bool, fired: Path, kills: int
+) -> dict[str, Any]:
+    """What a worker ends with: parameters, the optimizer's state, each chunk's version at its shard.
+
+    Its last iterations are made when all of `kills` have been.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(ITERATIONS, 2, 3, 20, generator=torch.Generator().manual_seed(1))
+    versions: dict[int, int] = {}
+    with served_worker(address, place.rank), atoll.join(config(consistency, lazy)) as session:
+        session.prepare(model, optimizer)
+        shards = session._service.shards  # type: ignore[union-attr]
+        staged = shards._handlers[Parameters]
+
+        def look(shard: int, message: Any, payload: memoryview | None) -> None:
+            versions[message.chunk] = max(versions.get(message.chunk, 0), message.version)
+            staged(shard, message, payload)
+
+        shards.on(Parameters, look)
+        for iteration in range(ITERATIONS):
+            until = time.monotonic() + DEADLINE
+            while iteration == ITERATIONS - 2 and len(list(fired.iterdir())) < kills:
+                assert time.monotonic() < until, "not all kills have been"
+                time.sleep(0.01)
+            if iteration == 3:
+                session.barrier()
+            optimizer.zero_grad()
+            model(data[iteration, place.rank]).square().mean().backward()
+            session.clip_grad_norm_(1.0)
+            optimizer.step()
+        session.barrier()
+        state = optimizer.state_dict()["state"]
+        return {
+            "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+            "state": [state[index] for index in sorted(state)],
+            "versions": versions,
+            "came_back": shards.come_back,
+        }
+
+
+def run_with(
+    pool: WorkerPool,
+    folder: Path,
+    kills: list[Kill],
+    consistency: str = "bsp",
+    shards: int = 2,
+    lazy: bool = False,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    with MortalRun(folder, 2, shards, kills, **options) as run:
+        results = pool.run(train, run.address, consistency, lazy, folder / "fired", len(kills), world=2)
+        assert not run.failures
+        assert run.fired == kills
+    return results
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for mine, theirs in zip(one["parameters"], other["parameters"], strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(one["state"], other["state"], strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+
+
+def kills_at(point: str) -> list[Kill]:
+    """Both shards, one after the other; only shard 0 keeps meetings."""
+    other = Kill(0, point, 4) if point == "shard.met" else Kill(1, point, 4, nth=2)
+    return [Kill(0, point, 2), other]
+
+
+def counted(folder: Path) -> dict[str, int]:
+    """How many iterations of each worker counted, by the log's word to the hub."""
+    told = [json.loads(line) for line in (folder / "hub" / "decisions.jsonl").read_text().splitlines()]
+    return {
+        each["choice"].partition(",")[0]: int(each["reason"].split()[0])
+        for each in told
+        if each["what"] == "fenced"
+    }

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from atoll.core.points import reach
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
 from atoll.store.log import CommitLog, LogState
@@ -283,6 +284,7 @@ class LogKeeper:
         whole = b"".join(part for part in parts if part is not None)
         met = messages.Met(number=meeting.number, workers=meeting.workers, sizes=sizes)
         self._last, self._last_payload = LastMeeting(met, meeting.incarnations), whole or None
+        reach("shard.met")
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)
             self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)

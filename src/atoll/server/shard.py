@@ -429,6 +429,8 @@ class Shard:
             return "" if self._model.complete else f"worker {self._setter[0]} brings this shard's values"
         if message.number and self._model.complete:
             return ""  # it comes again
+        if not self._replaying:
+            reach("shard.setup")
         return self._model.set_chunk(message, payload)
 
     def _handle_ready(self, _peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:

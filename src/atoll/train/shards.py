@@ -31,7 +31,7 @@ Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (sh
 LOG = 0  # the shard that keeps the log
 _EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
-_ASK_WHERE = 0.5  # seconds between questions where the shards are, while one is lost
+_ASK_WHERE = 0.25  # seconds between questions where the shards are, while one is lost
 _ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
 
 
