@@ -68,6 +68,9 @@ class Folder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.identity = self._read(run, shard)
+            if self.identity.over:  # that run has ended: begin anew
+                self.clear()
+                self.remember(over=False, incarnation=0)
         except BlockingIOError:
             os.close(self._lock)
             raise UserError(f"{path}: another shard is at work there; give it another --directory") from None
@@ -90,9 +93,6 @@ class Folder:
                 f"{self.path}: holds shard {found.shard} of run {found.run!r}; this is shard {shard} of run "
                 f"{run!r}: give it another --directory, or remove that one"
             )
-        if found.over:  # that run has ended: begin anew
-            self.clear()
-            return Identity(run=run, shard=shard)
         return found
 
     def remember(self, **changes: Any) -> None:
