@@ -142,7 +142,7 @@ def _read_segment(path: Path, last: bool) -> Iterator[Item]:
     with path.open("r+b") as file:
         size = os.fstat(file.fileno()).st_size
         # Payloads stay in place: the mapping lives as long as one of them does.
-        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
         end = 0
         try:
             for record, payload, end in records(whole):  # noqa: B007
@@ -269,7 +269,7 @@ class Journal:
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _write(self, record: Record, payload: Payload, size: int) -> None:
-        pieces = [memoryview(piece) for piece in encode_record(record, payload)]
+        pieces = [memoryview(piece) for piece in encode_record(record, payload, self._sync)]
         while pieces:
             wrote = os.writev(self._file, pieces)
             while pieces and wrote >= pieces[0].nbytes:

@@ -5,12 +5,13 @@ A record is a header (MessagePack) and perhaps a payload (a chunk). On disk, lit
     4 bytes   "ATJ1"
     4 bytes   the header's length, in bytes
     8 bytes   the payload's length, in bytes; all ones: no payload
-    8 bytes   the sum of the payload's 64-bit words, and of the bytes that are left
+    8 bytes   the sum of the payload's 64-bit words, and of the bytes that are left; all ones: not made
     4 bytes   CRC-32 of the 24 bytes above and the header
     the header, the payload
 
-A CRC of the payload would take five times as long as the sum, which finds what a crash does: lost or torn
-pages. What is cut off, or damaged, is where the journal ends.
+What is cut off, or damaged, is where the journal ends. When a process is killed, what it wrote is whole up to
+the last record, which the lengths tell. The sum is for the crash of a machine, which may lose pages in
+between; a CRC of the payload would take five times as long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Buffer: TypeAlias = Any  # whatever has the buffer protocol
 _PREFIX = struct.Struct("<4sIQQ")
 _CHECK = struct.Struct("<I")
 _MAGIC = b"ATJ1"
-_NONE = 2**64 - 1  # in the place of a payload's length
+_NONE = 2**64 - 1  # in the place of a payload's length, or of its sum
 PREFIX_BYTES = _PREFIX.size + _CHECK.size
 MOST_HEADER = HEADER_BYTES + 2**16  # bytes
 
@@ -72,15 +73,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
-def encode_record(record: Record, payload: Buffer | None = None) -> list[Buffer]:
-    """The record's bytes, in pieces; the payload's are not copied."""
+def encode_record(record: Record, payload: Buffer | None = None, summed: bool = True) -> list[Buffer]:
+    """The record's bytes, in pieces; the payload's are not copied. `summed`: with the payload's sum."""
     header = _encoder.encode(record)
     pieces: list[Buffer] = [header]
     size, total = _NONE, 0
     if payload is not None:
         view = memoryview(payload)
         body = view.cast("B") if view.nbytes else memoryview(b"")
-        size, total = body.nbytes, _sum(body)
+        size, total = body.nbytes, _sum(body) if summed else _NONE
         pieces.append(body)
     prefix = _PREFIX.pack(_MAGIC, len(header), size, total)
     return [prefix + _CHECK.pack(zlib.crc32(header, zlib.crc32(prefix))), *pieces]
@@ -116,11 +117,11 @@ def _read(journal: memoryview, offset: int) -> tuple[memoryview, memoryview | No
     if size == _NONE:
         return header, None, end
     payload = journal[start + length : end]
-    return (header, payload, end) if _sum(payload) == total else None
+    return (header, payload, end) if total in (_NONE, _sum(payload)) else None
 
 
 def _sum(payload: memoryview) -> int:
     whole = payload.nbytes // 8 * 8
     words = numpy.frombuffer(payload[:whole], "<u8") if whole else numpy.zeros(0, "<u8")
     rest = int.from_bytes(payload[whole:], "little")
-    return (int(numpy.add.reduce(words, dtype=numpy.uint64)) + rest) % 2**64
+    return (int(numpy.add.reduce(words, dtype=numpy.uint64)) + rest) % _NONE
