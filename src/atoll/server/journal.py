@@ -73,7 +73,10 @@ class Folder:
                 self.remember(over=False, incarnation=0)
         except BlockingIOError:
             os.close(self._lock)
-            raise UserError(f"{path}: another shard is at work there; give it another --directory") from None
+            raise UserError(
+                f"{path}: another shard is at work there, or was stopped and holds it: end that one first, or "
+                "give this one another --directory"
+            ) from None
         except BaseException:
             os.close(self._lock)
             raise

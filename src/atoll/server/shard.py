@@ -310,10 +310,11 @@ class Shard:
         if hub is None or (link.client.connected and not link.is_lost):
             return
         moved = bool(hub.addresses) and hub.addresses[0] != link.client.address
-        if link.is_lost or moved:
+        due = time.monotonic() >= self._asked_where + _ASK_WHERE
+        if moved or (link.is_lost and due):
             link.close()
             self._connect(hub.addresses[0] if moved else link.client.address)
-        if time.monotonic() >= self._asked_where + _ASK_WHERE:
+        if due:
             self._asked_where = time.monotonic()
             hub.ask_where()
 
