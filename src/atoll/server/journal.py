@@ -74,8 +74,8 @@ class Folder:
         except BlockingIOError:
             os.close(self._lock)
             raise UserError(
-                f"{path}: another shard is at work there, or was stopped and holds it: end that one first, or "
-                "give this one another --directory"
+                f"{path}: another shard is at work there, or was stopped and holds it: end that one first, "
+                "or give this one another --directory"
             ) from None
         except BaseException:
             os.close(self._lock)
