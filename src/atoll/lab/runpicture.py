@@ -326,10 +326,19 @@ def _title(folder: Path, record: LabRecord) -> str:
     if record.status:
         facts.append(f"ended with status {record.status}")
     if not record.kept_up:
-        facts.append("THE EMULATOR DID NOT KEEP UP")
+        facts.append(_behind(record))
     used = sum(link.offered.packets > 0 for link in record.links)
     if used > _MOST_LINKS:
         facts.append(f"the busiest {_MOST_LINKS} of {used} links")
     elif 0 < used < len(record.links):
         facts.append(f"{len(record.links) - used} directions of links unused")
     return f"{command}\n{'   ·   '.join(facts)}"
+
+
+def _behind(record: LabRecord) -> str:
+    emulator = record.emulator
+    if emulator is None:
+        return "THE EMULATOR WAS KILLED"
+    if emulator.dropped or any(record.dropped_before.values()):
+        return "THE EMULATOR DROPPED PACKETS"
+    return f"THE EMULATOR WAS BEHIND in {emulator.behind_seconds} s"
