@@ -97,6 +97,13 @@ def test_a_parameter_server_with_keys(labs: Labs) -> None:
     assert "listens at tcp://10.77.1.1:47701" in (logs / "shard-0.log").read_text()
 
 
+def test_a_ring_that_meets_at_the_hub(labs: Labs) -> None:
+    """Without shards the hub's workers are a ring."""
+    check_cost(labs, train(labs, HUB.replace("shards = 1", "shards = 0"), []))
+    log = (labs.directory / "records-lab-0" / "logs" / "hub.log").read_text()
+    assert "no shards, with keys" in log
+
+
 @pytest.mark.soak
 def test_a_parameter_server_under_two_torchrun_launches(labs: Labs) -> None:
     check_cost(labs, train(labs, HUB, TORCHRUN))
