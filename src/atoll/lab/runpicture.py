@@ -331,8 +331,8 @@ def _title(folder: Path, record: LabRecord) -> str:
     if used > _MOST_LINKS:
         facts.append(f"the busiest {_MOST_LINKS} of {used} links")
     elif 0 < used < len(record.links):
-        facts.append(f"{len(record.links) - used} directions of links unused")
-    return f"{command}\n{'   ·   '.join(facts)}"
+        facts.append(f"{len(record.links) - used} directions unused")
+    return "\n".join([command, *textwrap.wrap("  ·  ".join(facts), 115)])
 
 
 def _behind(record: LabRecord) -> str:
