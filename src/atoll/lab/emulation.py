@@ -5,10 +5,13 @@ Run as a module by `inside`, with the lab's spec and file descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +20,10 @@ import msgspec
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab.emulator import Emulator, EmulatorCounters, LinkCounters
 from atoll.lab.spec import Spec
+from atoll.lab.traffic import TRAFFIC, TrafficLog
 
 START_SECONDS = 30.0
+_SAMPLER_SECONDS = 5.0  # for its last line
 _COUNTERS = "counters.json"
 
 
@@ -95,6 +100,36 @@ class Emulation:
             return None
 
 
+class _Sampler:
+    """Writes down now and then what the links have done, from a thread of ordinary priority.
+
+    It reads counters that the emulator's thread writes, and takes nothing that this one waits for.
+    """
+
+    def __init__(self, emulator: Emulator, spec: Spec) -> None:
+        self._emulator, self._spec, self._over = emulator, spec, threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="atoll-lab-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write down a last time."""
+        self._over.set()
+        self._thread.join(_SAMPLER_SECONDS)
+
+    def _sample(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a lab
+            log = TrafficLog(Path(self._spec.records) / TRAFFIC, self._spec.topology)
+            while not (began := self._emulator.totals().started):
+                if self._over.wait(0.001):
+                    return
+            over = False
+            while not over:
+                at = time.monotonic() - began
+                log.add(at, self._emulator.counters())
+                over = self._over.wait(log.interval - at % log.interval)
+            log.add(time.monotonic() - began, self._emulator.counters())
+
+
 def main(arguments: Sequence[str]) -> None:
     """Carry packets until the file descriptor `stop` can be read; then write what was counted."""
     spec, counters = Spec.read(Path(arguments[0])), Path(arguments[1])
@@ -106,7 +141,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(error.exit_status)
     os.write(ready, b"+")
     os.close(ready)
+    sampler = _Sampler(emulator, spec)
     emulator.run(stop)
+    sampler.stop()
     beside = counters.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(Carried(emulator.counters(), emulator.totals())))
     beside.replace(counters)
