@@ -20,10 +20,12 @@ import msgspec
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab.emulator import Emulator, EmulatorCounters, LinkCounters
 from atoll.lab.spec import Spec
+from atoll.lab.topology import Topology
 from atoll.lab.traffic import TRAFFIC, TrafficLog
 
 START_SECONDS = 30.0
-_SAMPLER_SECONDS = 5.0  # for its last line
+_SAMPLER_SECONDS = 5.0  # for its last look
+_BEGIN_SECONDS = 0.01  # between looks whether the emulator has begun
 _COUNTERS = "counters.json"
 
 
@@ -101,33 +103,34 @@ class Emulation:
 
 
 class _Sampler:
-    """Writes down now and then what the links have done, from a thread of ordinary priority.
+    """Notes now and then what the links have done, in a thread of ordinary priority.
 
     It reads counters that the emulator's thread writes, and takes nothing that this one waits for.
     """
 
-    def __init__(self, emulator: Emulator, spec: Spec) -> None:
-        self._emulator, self._spec, self._over = emulator, spec, threading.Event()
+    def __init__(self, emulator: Emulator, topology: Topology) -> None:
+        self._emulator, self._over = emulator, threading.Event()
+        self._log = TrafficLog(topology)
         self._thread = threading.Thread(target=self._sample, name="atoll-lab-sampler", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Write down a last time."""
+    def finish(self, path: Path) -> None:
+        """Note a last time, and write all of it to `path`."""
         self._over.set()
         self._thread.join(_SAMPLER_SECONDS)
+        with contextlib.suppress(OSError):  # a full disk is no reason to lose a lab's counters
+            self._log.write(path)
 
     def _sample(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to end a lab
-            log = TrafficLog(Path(self._spec.records) / TRAFFIC, self._spec.topology)
-            while not (began := self._emulator.totals().started):
-                if self._over.wait(0.001):
-                    return
-            over = False
-            while not over:
-                at = time.monotonic() - began
-                log.add(at, self._emulator.counters())
-                over = self._over.wait(log.interval - at % log.interval)
-            log.add(time.monotonic() - began, self._emulator.counters())
+        while not (began := self._emulator.totals().started):
+            if self._over.wait(_BEGIN_SECONDS):
+                return
+        over = False
+        while not over:
+            at = time.monotonic() - began
+            self._log.add(at, self._emulator.counters())
+            over = self._over.wait(self._log.interval - at % self._log.interval)
+        self._log.add(time.monotonic() - began, self._emulator.counters())
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -141,9 +144,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(error.exit_status)
     os.write(ready, b"+")
     os.close(ready)
-    sampler = _Sampler(emulator, spec)
+    sampler = _Sampler(emulator, spec.topology)
     emulator.run(stop)
-    sampler.stop()
+    sampler.finish(Path(spec.records) / TRAFFIC)
     beside = counters.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(Carried(emulator.counters(), emulator.totals())))
     beside.replace(counters)

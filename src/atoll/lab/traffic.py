@@ -66,34 +66,30 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class TrafficLog:
-    """Writes links.jsonl, each moment as it comes.
+    """Keeps what the links had done at each moment, for links.jsonl, which `write` makes at the end.
 
-    When there are too many, every second one is left out and `interval` doubles. Raises OSError where the
-    file cannot be written.
+    Until then nothing touches the disk: the emulator's own memory is mapped in the same process, and a page
+    of it that comes late makes packets late. When there are too many moments, every second one is left out
+    and `interval` doubles.
     """
 
-    def __init__(self, path: Path, topology: Topology) -> None:
+    def __init__(self, topology: Topology) -> None:
         names = [site.name for site in topology.sites]
-        head = Head([(names[link.source], names[link.target]) for link in topology.links])
+        self._head = Head([(names[link.source], names[link.target]) for link in topology.links])
         self.interval = INTERVAL
-        self._path, self._head = path, msgspec.json.encode(head) + b"\n"
         self._moments: list[bytes] = []
         most = _MOST_ROWS // max(1, len(topology.links))
         self._most = max(_FEWEST_MOMENTS, min(_MOST_MOMENTS, most))
-        path.write_bytes(self._head)
 
     def add(self, at: float, links: Sequence[LinkCounters]) -> None:
-        line = msgspec.json.encode(Moment(round(at, 4), [Row.of(counted) for counted in links])) + b"\n"
-        if len(self._moments) < self._most:
-            self._moments.append(line)
-            with self._path.open("ab") as file:
-                file.write(line)
-            return
-        self._moments = [*self._moments[::2], line]
-        self.interval *= 2
-        beside = self._path.with_suffix(".new")
-        beside.write_bytes(self._head + b"".join(self._moments))
-        beside.replace(self._path)
+        if len(self._moments) >= self._most:
+            del self._moments[1::2]
+            self.interval *= 2
+        self._moments.append(msgspec.json.encode(Moment(round(at, 4), [Row.of(each) for each in links])))
+
+    def write(self, path: Path) -> None:
+        """Raises OSError where the file cannot be written."""
+        path.write_bytes(b"".join(line + b"\n" for line in (msgspec.json.encode(self._head), *self._moments)))
 
 
 def read(path: Path) -> list[Moment]:
