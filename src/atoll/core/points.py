@@ -14,6 +14,7 @@ Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the ite
 
 POINTS: dict[str, str] = {
     # name: what has just happened, or is about to
+    "shard.hello": "a worker has come to the shard, and is not welcomed yet",
     "shard.setup": "a chunk's first values, or a state of its optimizer, are at the shard",
     "shard.met": "a meeting of the workers has ended at the log, and nobody knows yet",
     "shard.staged": "all chunks of a contribution are at the shard; the log does not know yet",

@@ -214,6 +214,7 @@ class Hub:
             hello.address,
             hello.site,
             hello.incarnation,
+            hello.folder,
         )
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")

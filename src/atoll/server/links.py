@@ -38,7 +38,8 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 class HubLink:
     """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
-    seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started again.
+    seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started
+    again, and `folder` the number of the directory that it keeps.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
     large model, say.
@@ -55,6 +56,7 @@ class HubLink:
         own: str,
         timeout: float,
         incarnation: int = 0,
+        folder: int = 0,
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
@@ -70,6 +72,7 @@ class HubLink:
             site=site,
             address=own,
             incarnation=incarnation,
+            folder=folder,
             pid=os.getpid(),
         )
         try:

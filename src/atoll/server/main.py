@@ -83,8 +83,17 @@ def serve(
         name = f"shard {index}"
         server = stack.enter_context(Server(listen, keys, limit=LARGEST_FRAME, name=name))
         own = address or _reachable(server.address)
-        known_as = kept_in.identity.incarnation if kept_in is not None and found is not None else 0
-        hub = HubLink(hub_address, keys, run=run, shard=index, own=own, timeout=timeout, incarnation=known_as)
+        identity = kept_in.identity if kept_in is not None else None
+        hub = HubLink(
+            hub_address,
+            keys,
+            run=run,
+            shard=index,
+            own=own,
+            timeout=timeout,
+            incarnation=identity.incarnation if identity is not None and found is not None else 0,
+            folder=identity.number if identity is not None else 0,
+        )
         stack.callback(hub.close)
         if kept_in is not None:
             kept_in.remember(incarnation=hub.welcome.incarnation)

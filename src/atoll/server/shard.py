@@ -332,6 +332,7 @@ class Shard:
         if reason:
             return reason
         if hello.role == "worker":
+            reach("shard.hello")
             if self._log is not None:
                 self._note(hello, messages.encode(hello))
                 reason = self._log.handle_join(hello.worker, hello.incarnation)

@@ -258,12 +258,12 @@ class _Taking:
             if not self._may_end.wait(_JOURNAL_SECONDS):
                 raise OSError(f"the journal was not written within {_JOURNAL_SECONDS:g} s")
             if self._final.exists():
-                shutil.rmtree(self._final)
+                _remove(self._final)
             partial.rename(self._final)
             reach("shard.snapshot")
             for older in _wholes(self._folder):
                 if older != self._final:
-                    shutil.rmtree(older)
+                    _remove(older)
         except Exception as error:  # a full disk, say: told by the shard, which serves on
             self.error = str(error) or type(error).__name__
             with contextlib.suppress(OSError):
@@ -319,6 +319,15 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         if record.open is not None:
             optimizer.set_open_step(record.chunk, step, record.open.present, record.open.slots)
     return contents
+
+
+def _remove(snapshot: Path) -> None:
+    """Remove a whole snapshot; half removed, it has the name of one that is none."""
+    going = snapshot.with_name(snapshot.name + ".old" + _PARTIAL)
+    if going.exists():
+        shutil.rmtree(going)
+    snapshot.rename(going)
+    shutil.rmtree(going)
 
 
 def _wholes(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ class _Member:
     heard: float  # when it last gave a sign of life, in the caller's seconds
     iteration: int = 0
     address: str = ""
+    folder: int = 0  # of a shard that keeps one
 
 
 class Membership:
@@ -59,14 +60,15 @@ class Membership:
         address: str = "",
         site: str = "",
         incarnation: int = 0,
+        folder: int = 0,
     ) -> Admission:
         """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard that
-        was started again says which `incarnation` its forerunner was."""
+        keeps a `folder` says which, and which `incarnation` its forerunner there was."""
         if role == "worker":
             refused = self._wrong_site(site)
             return Admission(refused=refused) if refused else self._admit_worker(now, wish)
         if role == "shard":
-            return self._admit_shard(now, shard, address, incarnation)
+            return self._admit_shard(now, shard, address, incarnation, folder)
         if role == "site":
             return self._admit_site(now, site, address)
         return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
@@ -130,7 +132,7 @@ class Membership:
             return wish in self._workers
         return len(self._workers) >= self.workers
 
-    def _admit_shard(self, now: float, shard: int, address: str, before: int) -> Admission:
+    def _admit_shard(self, now: float, shard: int, address: str, before: int, folder: int) -> Admission:
         if not self.shards:
             return Admission(refused="the run has no shards: its hub was started with --shards 0")
         if not 0 <= shard < self.shards:
@@ -144,14 +146,14 @@ class Membership:
             )
         there = self._shards.get(shard)
         elsewhere = there is not None and there.address != address
-        again = there is not None and elsewhere and before == there.incarnation  # its forerunner is to go
+        again = there is not None and elsewhere and there.folder == folder > 0  # its forerunner is to go
         if there is not None and elsewhere and not again:
             return Admission(refused=f"shard {shard} is there already, at {there.address}")
         if there is None or again:
             self._incarnations += 1
-            there = self._shards[shard] = _Member(self._incarnations, now, address=address)
+            there = self._shards[shard] = _Member(self._incarnations, now, address=address, folder=folder)
         there.heard = now
-        how = "was started again, and " if before else ""
+        how = "was started again, and " if again else ""
         return Admission(incarnation=there.incarnation, reason=f"shard {shard} {how}is at {address}")
 
     def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:

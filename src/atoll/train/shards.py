@@ -50,7 +50,7 @@ class _Link:
     address: str
     sent: list[_Sent] = field(default_factory=list)
     welcomed: bool = False  # on this connection
-    comes_back: bool = False  # it keeps a journal
+    comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
     lost_at: float | None = None  # monotonic
 
 
@@ -178,12 +178,12 @@ class Shards:
 
     def _look_after_connections(self) -> None:
         """See to shards that were lost. Raises for one that refuses this worker, or will not come back."""
-        lost = False
+        lost = False  # or not found yet
         for shard, link in enumerate(self._links):
             link.client.check()
             if link.client.losses:
                 self._lose(shard, link)
-            lost = lost or link.lost_at is not None
+            lost = lost or not link.welcomed
         now = time.monotonic()
         if now - self._asked_where >= (_ASK_WHERE if lost else _ASK_ANYWAY):
             addresses = self._where() if any(link.comes_back for link in self._links) else None

@@ -41,9 +41,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Hello(Message, frozen=True):
     """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
 
-    From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
-    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
-    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave.
+    From a shard to the hub, `address` is where workers reach it, `shard` its index, `incarnation` what the
+    hub gave it before it was started again (0: it begins), and `folder` a number that its directory was given
+    when it was made: who comes with the same is the same shard, started again. From a worker to the hub,
+    `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub
+    gave.
     From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
     is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
@@ -57,6 +59,7 @@ class Hello(Message, frozen=True):
     address: Name = ""
     pid: Count = 0
     site: Name = ""
+    folder: Count = 0
 
 
 class Welcome(Message, frozen=True):
