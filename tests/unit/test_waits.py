@@ -88,6 +88,9 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("connect", "probe"): "of a datagram socket: it only chooses the route",
     ("read", "file"): "a regular file",
     ("read", "Spec"): "a regular file",
+    ("read", "JournalReader"): "a regular file, as far as it is written",
+    ("read", "report"): "a regular file",
+    ("read", "traffic"): "a regular file",
     ("read", "journal"): "a regular file, as far as it is written",
     ("read", "reader"): "a regular file, as far as it is written",
     ("read", "_tail"): "a regular file, as far as it is written",
@@ -106,6 +109,9 @@ _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 # file: function: the call, and why it has no deadline of its own.
 REVIEWED: dict[str, str] = {
     "lab/emulation.py: Emulation.carries: os.read(self._ready, 1)": _POLLED,
+    "lab/emulation.py: _Sampler._sample: self._over.wait(_BEGIN_SECONDS), again and again": (
+        "a thread that looks whether the emulator has begun, until `finish`"
+    ),
     "lab/inside.py: Inside._take: os.read(handle, 64)": _POLLED,
     "lab/inside.py: _end_with_runner: poll.poll()": "a thread whose task is to wait for the runner's end",
     "lab/output.py: Output._serve: self._selector.select(_DRAIN_SECONDS if self._ending else None), "
