@@ -246,6 +246,15 @@ class TestRecorder:
         recorder.close()
         assert len(read_lines(run.metrics)) == 9
 
+    def test_a_wall_clock_that_is_set_back_leaves_rates_right_and_small(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 1, "ring")
+        for jump, begin in ((0.0, 0), (-3600.0, 200)):
+            write(run, *(step(0, begin + i, 7200.0 + jump + 0.1 * (begin + i)) for i in range(200)))
+            recorder.poll()
+        assert recorder.status().steps_per_second == pytest.approx(1.0)
+        assert len(recorder._rates[0]._steps) <= 10.0 / 0.1 + 2
+        recorder.close()
+
     def test_events_are_bounded_and_the_failure_is_kept(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 1, "ring")
         for iteration in range(MOST_EVENTS + 20):
