@@ -210,7 +210,13 @@ def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float
     else:
         parts.stop(name, drawn.uniform(*STOPS))
         parts.wait_for(lambda: parts.running(name), f"{name} to go on", BACK_SECONDS)
-    parts.wait_for(progress.everyone_goes_on(), f"every worker to go on after {name}", BACK_SECONDS)
+    everyone_goes_on = progress.everyone_goes_on()
+
+    def is_over() -> bool:
+        assert not parts.failures, parts.failures  # at once, and not when the time is over
+        return everyone_goes_on()
+
+    parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
     return time.monotonic() - began
 
 
@@ -225,7 +231,6 @@ def run(folder: Path, consistency: str, faults: int, seconds: float, script: str
             due = begin + number * seconds / max(1, faults)
             parts.pause(max(0.0, due - time.monotonic()))
             slowest = max(slowest, strike(parts, progress, drawn))
-            assert not parts.failures, parts.failures
         parts.pause(max(0.0, begin + seconds - time.monotonic()))
         last = read_notes(folder).epoch + EPOCHS_AHEAD
         (folder / "last-epoch.partial").write_text(str(last))
