@@ -14,6 +14,7 @@ Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the ite
 
 POINTS: dict[str, str] = {
     # name: what has just happened, or is about to
+    "faults.start": "`python -m atoll.testing.faults` is about to run the program",
 }
 
 _handler: Handler | None = None

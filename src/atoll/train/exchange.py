@@ -13,7 +13,7 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ class NewParameters:
             self._connection.shards.wait(
                 lambda: len(self._staged) == len(self._chunks),
                 self._missing,
-                f"the parameters after iteration {self._asked - 1}",
+                self._what,
             )
         finally:
             self._publishing = False
@@ -145,6 +145,11 @@ class NewParameters:
             self._published[bound.chunk.id] = values
             bound.flat[: values.numel()].copy_(values)
             torch.autograd.graph.increment_version(bound.parameters)
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._chunks if chunk not in self._staged)
+        return f"{chunks} of the parameters after iteration {(self._asked or 0) - 1}"
 
     def _missing(self) -> list[int]:
         shard_of = self._connection.shard_of
@@ -294,7 +299,7 @@ class MeanExchange(SendingReducer, Exchange):
         self.connection.shards.wait(
             lambda: len(self._means) == len(self._gradients),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
-            f"the mean of iteration {self.steps}",
+            self._what,
         )
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
@@ -379,6 +384,11 @@ class MeanExchange(SendingReducer, Exchange):
             ),
         )
         self._scale_at_step = 1.0
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
+        return f"the mean of {chunks} in iteration {self.steps}"
 
     def _edited(self) -> list[int]:
         """The chunks in which the script has changed or replaced a gradient since it was published."""
@@ -474,6 +484,16 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def chunks_named(chunks: Iterable[int]) -> str:
+    """`chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
+    ids = sorted(chunks)
+    if len(ids) == 1:
+        return f"chunk {ids[0]}"
+    named, more = ids[:3], len(ids) - 3
+    last = f"{more} more" if more > 0 else str(named.pop()) if named else "none"
+    return f"chunks {', '.join(map(str, named))} and {last}"
 
 
 def bytes_of(flat: Tensor) -> memoryview:
