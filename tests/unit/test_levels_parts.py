@@ -156,9 +156,9 @@ def test_sites_have_one_shard_each_and_end_for_good() -> None:
     assert (members.site_address("berlin"), members.site_address("paris")) == ("tcp://a:1", "")
     assert not members.handle_hello(0.0, "worker", site="berlin").refused
     assert members.handle_heartbeat(4.0, 1)
-    assert members.poll_site_deaths(8.9) == []
-    ((site, incarnation, reason),) = members.poll_site_deaths(9.0)
-    assert (site, incarnation) == ("berlin", 1)
+    assert 1 not in dict(members.poll_deaths(8.9))
+    reason = dict(members.poll_deaths(9.0))[1]
+    assert members.handle_site_goodbye(1) == "berlin"
     assert "at tcp://a:1 was silent for 5.0 s" in reason
     assert come("berlin") == "site 'berlin' has ended, and cannot come back"
     said = members.handle_hello(9.0, "worker", site="berlin").refused

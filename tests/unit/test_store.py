@@ -644,9 +644,10 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.next_deadline() == 5.0
     assert members.handle_heartbeat(4.0, 1, iteration=7)
     assert members.poll_deaths(5.9) == []
-    (three, one) = sorted(members.poll_deaths(6.0), reverse=True)
-    assert (three[:2], one[:2]) == ((3, 2), (1, 3))
-    assert "silent for 5.0 s" in one[2]
+    one, three = members.poll_deaths(6.0)
+    assert (one[0], three[0]) == (3, 2)
+    assert "worker 1 was silent for 5.0 s" in one[1]
+    assert [members.handle_goodbye(incarnation) for incarnation in (3, 2)] == [1, 3]
     assert members.poll_deaths(6.0) == []
     assert not members.handle_heartbeat(6.0, 3)
     assert members.live() == {0: 1}
@@ -671,7 +672,8 @@ def test_shards_are_known_by_index() -> None:
     zero = members.handle_hello(2.0, "shard", shard=0, address="tcp://a:0")
     assert members.shard_addresses() == ["tcp://a:0", "tcp://a:1"]
     members.handle_heartbeat(6.0, zero.incarnation)
-    assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
+    assert [incarnation for incarnation, _ in members.poll_deaths(6.0)] == [one.incarnation]
+    assert members.handle_shard_goodbye(one.incarnation) == 1
     assert members.shard_addresses() is None
     assert members.live_shards() == [0]
     assert members.handle_shard_goodbye(one.incarnation) is None
