@@ -15,7 +15,7 @@ Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the ite
 POINTS: dict[str, str] = {
     # name: what has just happened, or is about to
     "faults.start": "`python -m atoll.testing.faults` is about to run the program",
-    # The hub's have no iteration; the number is of the journal's writes, from 1 (the first says which run).
+    # The hub's have no iteration: the number is of this process's writes into the journal, from 1.
     "hub.record": "the hub is about to write what a turn of its loop has changed",
     "hub.recorded": "it is written, and nobody was answered yet",
     "hub.answered": "the answers are sent, and no fence to a log",

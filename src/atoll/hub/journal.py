@@ -34,7 +34,7 @@ class HubJournal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         self.cut = 0  # bytes at the end that were no whole record
-        self.commits = 0  # writes
+        self.commits = 0  # writes, by this process
         self.records: list[AnyRecord] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)

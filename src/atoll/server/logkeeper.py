@@ -96,6 +96,22 @@ class LogKeeper:
         before = self._used_before.get((worker, incarnation), [])
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
 
+    def handle_hub(self) -> None:
+        """The hub has come, or has come again, and may have missed what was used."""
+        for worker, incarnation in sorted(self._joined.items()):
+            if self._fenced.get(worker, 0) >= incarnation:
+                continue  # the answer to its fence has it all
+            used = list(self._used_before.get((worker, incarnation), []))
+            iteration = 0
+            if self._log is not None:
+                now = self._log.fenced(worker, incarnation)
+                used, iteration = used + now.used, now.iteration
+            news = messages.Fenced(
+                worker=worker, incarnation=incarnation, iteration=iteration, used=used, news=True
+            )
+            if used:
+                self._peers.send(self._peers.hub, news)
+
     def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
         """A worker's word on its contribution; returns why it is refused."""
         if self._log is None:

@@ -246,6 +246,8 @@ class Shard:
         self._peers.send(
             peer, messages.Welcome(run=self._run, worker=hello.worker, incarnation=hello.incarnation)
         )
+        if hello.role == "hub" and self._log is not None:
+            self._log.handle_hub()
         return ""
 
     # -- setting up ---------------------------------------------------------------------------------------
