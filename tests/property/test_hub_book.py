@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
@@ -32,6 +32,9 @@ from atoll.wire.messages import Fenced, Gather, Lease, StoreCall, Used
 
 SITES = {"paris": 1, "berlin": 1}
 KINDS = ("worker", "shard", "site", "left", "died", "lease", "news", "fenced", "gather", "key", "beat")
+
+# Two workers with samples, in a ring where the run is one.
+BEGIN = [("worker", 1, 0, 1), ("worker", 2, 0, 2), ("gather", 0, 0, 0), ("gather", 0, 1, 0)]
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 9), st.integers(0, 2)), max_size=40
@@ -75,7 +78,8 @@ class Hub:
         elif kind == "beat":
             self.book.members.handle_heartbeat(self.now, what)
         elif kind in ("left", "died"):
-            incarnation = 1 + what
+            there = sorted(self.book.members.incarnations())
+            incarnation = there[what % len(there)] if there else 1 + what
             record = Left(at=self.now, incarnation=incarnation)
             gone = self.book.leave(record) if kind == "left" else self.book.die(self.died(incarnation))
             if gone is not None:
@@ -102,8 +106,12 @@ class Hub:
         self.answers.append((admission.worker, admission.incarnation, admission.refused))
 
     def lease(self, who: int, what: int, small: int) -> None:
-        lease = Lease(incarnation=1 + what, sampler=0, epoch=small, length=20, count=4, number=self.number)
-        asked, before = Asked(at=self.now, rank=who, lease=lease), self.book.leases.changes
+        live = sorted(self.book.members.live().items()) if what else []  # else perhaps of one who is gone
+        rank, incarnation = live[what % len(live)] if live else (who, 1 + small)
+        lease = Lease(
+            incarnation=incarnation, sampler=0, epoch=small, length=20, count=4, number=self.number - what % 2
+        )
+        asked, before = Asked(at=self.now, rank=rank, lease=lease), self.book.leases.changes
         try:
             self.answers.append(self.book.lease(asked))
         except UserError as error:
@@ -114,17 +122,23 @@ class Hub:
     def told(self, news: bool, who: int, what: int, small: int) -> None:
         used = [Used(sampler=0, epoch=small, start=2 * what, stop=2 * what + 3)]
         logs = sorted(self.book.fences) if self.book.members.sites else [GLOBAL]
-        fenced = Fenced(worker=who, incarnation=1 + what, iteration=1, used=used, news=news)
-        told = Told(at=self.now, log=logs[small % len(logs)], fenced=fenced)
+        log = logs[small % len(logs)]
+        known = sorted(self.book.members.live().items()) if news else sorted(self.book.fences[log])
+        worker, incarnation = known[what % len(known)] if known else (who, 1 + what)
+        fenced = Fenced(worker=worker, incarnation=incarnation, iteration=1, used=used, news=news)
+        told = Told(at=self.now, log=log, fenced=fenced)
         self.answers.append(self.book.told(told))
         self.records.append(told)
 
     def ring(self, kind: str, what: int, small: int) -> None:
+        live = sorted(self.book.members.live().values())
+        incarnation = live[what % len(live)] if live else 1 + what
         if kind == "gather":
-            self.rings.handle(b"x", Gather(incarnation=1 + what, number=1 + small, seconds=5.0))
+            self.rings.handle(b"x", Gather(incarnation=incarnation, number=1 + small, seconds=5.0))
             return
+        number = self.number - small  # some are sent twice
         call = StoreCall(
-            incarnation=1 + what, group=1 + small, number=self.number, operation="add", keys=["n"], amount=1
+            incarnation=incarnation, group=1, number=number, operation="add", keys=["n"], amount=1
         )
         self.rings.handle(b"x", call)
 
@@ -134,12 +148,13 @@ class Hub:
         self.rings.poll()
 
 
+@settings(max_examples=300)
 @given(EVENTS, EVENTS, st.booleans(), st.sampled_from([(0, False), (2, False), (1, True)]))
 def test_a_hub_that_read_its_records_answers_as_the_one_that_wrote_them(
     before: list[Any], after: list[Any], compact: bool, kind: tuple[int, bool]
 ) -> None:
     one = Hub(*kind)
-    for event in before:
+    for event in [*BEGIN, *before]:
         one.happen(*event)
     other = one.restarted(compact)
     assert other.book.state() == one.book.state()
