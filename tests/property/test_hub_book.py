@@ -53,7 +53,8 @@ class Hub:
             self.book.members,
             Decisions(),
             lambda: self.now,
-            lambda peer, message: self.answers.append(message) if peer else None,
+            # Who waited before a restart is nobody's connection after it, and asks again.
+            lambda _peer, message: self.answers.append(message),
             lambda _peer, reason, _name: self.answers.append(reason),
             lambda message: self.records.append(InRing(at=self.now, message=message)),
         )
