@@ -143,7 +143,7 @@ class HubLink:
         """Say Hello again on a new connection, and to a hub that has given this shard up: it may come back,
         as long as no other has come in its place. Said more than once, it counts once."""
         given_up = self._stranger == self.welcome.incarnation
-        if self._left or self.over or (self.client.losses == self._losses and not given_up):
+        if self._left or (self.client.losses == self._losses and not given_up):
             return
         self._stranger, self._losses = 0, self.client.losses
         self.client.send(encode(self._hello))
