@@ -193,7 +193,6 @@ def test_a_shard_is_started_again(command: Command) -> None:
     assert command.alive() == []
 
 
-@pytest.mark.xfail(strict=True, reason="shards do not go on from their directories yet")
 def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
     process = start(command, LEASING, "shards = 2", "[sync]", "consistency = 'asp'")
     wait_for(lambda: len(notes(command)) >= 6, "some batches")

@@ -111,7 +111,14 @@ class Book:
     def come(self, record: Came) -> Admission:
         """Somebody says Hello; a refusal changes nothing."""
         admission = self.members.handle_hello(
-            record.at, record.role, record.wish, record.shard, record.address, record.site, record.token
+            record.at,
+            record.role,
+            record.wish,
+            record.shard,
+            record.address,
+            record.site,
+            record.token,
+            record.before,
         )
         if not admission.refused:
             if record.role == "worker" and self.members.sites:

@@ -47,6 +47,7 @@ class Came(Record, frozen=True):
     address: str
     site: str
     token: str
+    before: int = 0  # a shard's forerunner's incarnation
 
 
 class Left(Record, frozen=True):

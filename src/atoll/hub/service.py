@@ -292,7 +292,7 @@ class Hub:
         if known is not None:  # its connection was lost, and is a new one
             self._owners[hello.incarnation] = peer
             self._welcome(peer, "worker", hello.site, known, hello.incarnation)
-        elif hello.incarnation:
+        elif hello.incarnation and hello.role != "shard":
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
         elif there is not None:  # our answer was lost
             self._owners[there.incarnation] = peer
@@ -324,6 +324,7 @@ class Hub:
             address=hello.address,
             site=hello.site,
             token=hello.token,
+            before=hello.incarnation if hello.role == "shard" else 0,
         )
         known = self._members.incarnations()
         admission = self._book.come(came)
@@ -462,7 +463,9 @@ class Hub:
             before = self._members.elsewhere(rival.hello.shard, rival.hello.address)
             silence = None if before is None else self._members.silence_of(now, before)
             if before is not None and silence is not None:
-                if self._is_gone(before):
+                if before == rival.hello.incarnation:
+                    self._bury(before, "it was started again elsewhere, and goes on from its directory")
+                elif self._is_gone(before):
                     self._bury(before, "its connection is gone, and another came in its place")
                 elif silence >= SUSPECT_BEATS * self._heartbeat:
                     self._bury(before, f"was silent for {silence:.1f} s, and another came in its place")

@@ -11,6 +11,20 @@ from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
 from atoll.wire import messages
+from atoll.wire.messages import Count
+
+
+class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rounds"):
+    """All that Rounds remember, beside roster and stages."""
+
+    loose: bool
+    idle: list[Count]
+    passed: list[Count]
+    iteration: Count
+    members: dict[int, Count]
+    commits: dict[int, messages.Commit]
+    combined: list[Count]
+    said: dict[int, messages.Step]
 
 
 class Rounds:
@@ -35,6 +49,27 @@ class Rounds:
         self._commits: dict[int, messages.Commit] = {}
         self._combined: list[int] = []  # the mean's workers, fenced ones included; empty before
         self._said: dict[int, messages.Step] = {}  # a fenced member's word counts too
+
+    def state(self) -> RoundsState:
+        """For a journal; `restored` makes the same of it."""
+        return RoundsState(
+            loose=self._loose,
+            idle=sorted(self._idle),
+            passed=sorted(self._passed),
+            iteration=self._iteration,
+            members=dict(self._members),
+            commits=dict(self._commits),
+            combined=list(self._combined),
+            said=dict(self._said),
+        )
+
+    @classmethod
+    def restored(cls, state: RoundsState, roster: Roster, stages: Stages) -> Rounds:
+        rounds = cls(roster, stages, state.iteration, state.loose)
+        rounds._idle, rounds._passed = set(state.idle), set(state.passed)
+        rounds._members, rounds._commits = dict(state.members), dict(state.commits)
+        rounds._combined, rounds._said = list(state.combined), dict(state.said)
+        return rounds
 
     def committed(self, _worker: int) -> int:
         """How many iterations are in the log, for a live worker."""

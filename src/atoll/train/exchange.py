@@ -33,11 +33,15 @@ from atoll.wire.messages import (
     Mean,
     Parameters,
     Pull,
+    PullMean,
     Push,
     Replace,
     Step,
     Used,
 )
+
+# What messages are sent again until: the mean under bsp, else the parameters; the parameters.
+CONTRIBUTION, STEP = "contribution", "step"
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class NewParameters:
         self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock, newest=newest))
+            pull = Pull(incarnation=shards.incarnation, clock=clock, newest=newest)
+            shards.send(shard, pull, until=STEP)
 
     def expect(self, clock: int) -> None:
         """As `pull`, where the contribution before has asked for them."""
@@ -98,8 +103,7 @@ class NewParameters:
             )
         finally:
             self._publishing = False
-        self._staged.clear()
-        self._asked = None
+        self._done()
         self._versions = self._seen()
 
     def discard(self) -> None:
@@ -107,8 +111,14 @@ class NewParameters:
         self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
+        self._done()
+
+    def _done(self) -> None:
+        """The parameters are there, so all shards have what they were made of."""
         self._staged.clear()
         self._asked = None
+        for topic in (CONTRIBUTION, STEP):
+            self._connection.shards.answered(topic)
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -231,7 +241,7 @@ class Exchange(Reducer):
             present=bytes(present),
             pull=self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat))
+        shards.send(shard, message, bytes_of(flat), until=CONTRIBUTION)
         self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
@@ -245,6 +255,7 @@ class Exchange(Reducer):
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
             ),
+            until=CONTRIBUTION,
         )
 
 
@@ -296,6 +307,7 @@ class MeanExchange(SendingReducer, Exchange):
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
             f"the mean of iteration {self.steps}",
         )
+        self.connection.shards.answered(CONTRIBUTION)
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
         self._published = self._gradients_seen()
@@ -356,6 +368,7 @@ class MeanExchange(SendingReducer, Exchange):
                     present=bytes(present),
                 ),
                 bytes_of(chunk.published.flat),
+                until=STEP,
             )
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
@@ -377,6 +390,7 @@ class MeanExchange(SendingReducer, Exchange):
                 edits=edits,
                 accepted=accepted,
             ),
+            until=STEP,
         )
         self._scale_at_step = 1.0
 
@@ -402,7 +416,11 @@ class MeanExchange(SendingReducer, Exchange):
         chunk = self._gradients.get(message.chunk)
         if message.iteration != self.steps or chunk is None:
             return
-        # The shard has answered, so what was sent from this memory has been received.
+        # The shard has answered, so what was sent from this memory has been received, and counts.
+        if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
+            shards = self.connection.shards
+            rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
+            shards.answered(CONTRIBUTION, shard, instead=rest)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 

@@ -85,6 +85,7 @@ class Service:
             timeout=config.timeout_seconds,
             limit=_LIMIT,
             site=self.site,
+            where=self.hub.where_shards_are,
         )
         self.samplers: list[LeasedSampler] = []
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
