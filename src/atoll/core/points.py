@@ -15,6 +15,11 @@ Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the ite
 POINTS: dict[str, str] = {
     # name: what has just happened, or is about to
     "faults.start": "`python -m atoll.testing.faults` is about to run the program",
+    # The hub's have no iteration: the number is of this process's writes into the journal, from 1.
+    "hub.record": "the hub is about to write what a turn of its loop has changed",
+    "hub.recorded": "it is written, and nobody was answered yet",
+    "hub.answered": "the answers are sent, and no fence to a log",
+    "hub.compacted": "a compact state is written beside the journal, and not in its place yet",
     "shard.setup": "a chunk's first values, or a state of its optimizer, are at the shard",
     "shard.met": "a meeting of the workers has ended at the log, and nobody knows yet",
     "shard.staged": "all chunks of a contribution are at the shard; the log does not know yet",
