@@ -36,6 +36,7 @@ def serve(
     *,
     sites: Mapping[str, int] | None = None,
     until_done: bool = False,
+    at_least: int = 1,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -46,11 +47,13 @@ def serve(
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
     `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
     others may connect. `patience`: seconds of silence after which a worker counts as dead; `heartbeat`: how
-    often they are to be heard. It ends when `until` says so, by a signal, or with `until_done` when all
-    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
-    wrong, a port in use too.
+    often they are to be heard. `at_least`: a ring with fewer members left than these ends. It ends when
+    `until` says so, by a signal, or with `until_done` when all workers have left or died and the shards,
+    which it tells, have ended. Raises UserError for input that is wrong, a port in use too.
     """
     _check(workers, shards, patience, heartbeat)
+    if not 1 <= at_least <= workers:
+        raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
     keys = read_keys(keys_file) if keys_file else None
     run = run or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -67,6 +70,7 @@ def serve(
             heartbeat=heartbeat,
             keys=keys,
             until_done=until_done,
+            at_least=at_least,
         )
         try:
             decisions.add(

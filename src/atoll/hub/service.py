@@ -22,6 +22,7 @@ from atoll.store.members import Admission, Membership
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Enter,
     Fenced,
     Gather,
     Goodbye,
@@ -30,6 +31,7 @@ from atoll.wire.messages import (
     Lease,
     Leased,
     Over,
+    Reform,
     Refused,
     Shards,
     StoreCall,
@@ -91,6 +93,7 @@ class Hub:
         heartbeat: float,
         keys: Keys | None = None,
         until_done: bool = False,
+        at_least: int = 1,
     ) -> None:
         self._until_done, self._begun, self._over = until_done, False, False
         self._manned = 0.0  # when workers were last there, by the clock
@@ -113,7 +116,16 @@ class Hub:
             self._tell_fenced,
         )
         self._clock = Clock(max(_LOOK_SECONDS * 2, membership.patience / 4))
-        self._rings = Rings(membership, decisions, self._clock.now, self._send, self._refuse)
+        self._rings = Rings(
+            membership,
+            decisions,
+            self._clock.now,
+            self._send,
+            self._refuse,
+            self._give_up,
+            heartbeat=heartbeat,
+            at_least=at_least,
+        )
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._parked: list[_Parked] = []
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
@@ -165,7 +177,7 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
-        elif isinstance(message, (Gather, StoreCall, WhoIsSilent)):
+        elif isinstance(message, (Gather, StoreCall, WhoIsSilent, Reform, Enter)):
             self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
@@ -260,6 +272,8 @@ class Hub:
             self._refuse(peer, self._given_up(beat.incarnation), "Heartbeat")
         elif self._over:  # nobody but shards is left
             self._send(peer, Over())
+        else:
+            self._rings.beat(peer, beat.incarnation)
 
     def _given_up(self, incarnation: int) -> str:
         return (
@@ -282,7 +296,7 @@ class Hub:
             self._decisions.add("shard left", f"shard {shard}", "it said goodbye")
         rank = self._members.handle_goodbye(goodbye.incarnation)
         if rank is not None:
-            self._fence(rank, goodbye.incarnation)
+            self._fence(rank, goodbye.incarnation, said_goodbye=True, finished=goodbye.finished)
             self._decisions.add("worker left", _worker(rank, goodbye.incarnation), "it said goodbye")
 
     # -- shards -------------------------------------------------------------------------------------------
@@ -352,9 +366,18 @@ class Hub:
             self._fence_site(site, incarnation)
             self._decisions.add("site died", f"site {site!r}", f"{reason}; the other sites go on")
 
-    def _fence(self, rank: int, incarnation: int) -> None:
+    def _give_up(self, incarnation: int, reason: str) -> None:
+        """A worker is dead, by what the others of its ring say."""
+        rank = self._members.handle_goodbye(incarnation)
+        if rank is not None:
+            self._decisions.add("worker died", _worker(rank, incarnation), reason)
+            self._fence(rank, incarnation)
+
+    def _fence(
+        self, rank: int, incarnation: int, *, said_goodbye: bool = False, finished: bool = False
+    ) -> None:
         self._owners.pop(incarnation, None)
-        self._rings.left(incarnation)
+        self._rings.left(incarnation, said_goodbye=said_goodbye, finished=finished)
         if not self._sites.fence(rank, incarnation) and self._members.shards:
             self._log.fence(rank, incarnation)
 

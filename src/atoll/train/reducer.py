@@ -194,12 +194,12 @@ class SendingReducer(Reducer):
         self.begin()
 
     def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
-        view = chunk.published.views[index]
         name = chunk.bound.names[index]
 
         def on_gradient(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
+            view = chunk.published.views[index]
             if gradient is not view:
                 if gradient.dtype != view.dtype:
                     chunk.bound.check()

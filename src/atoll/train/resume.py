@@ -4,8 +4,12 @@ nothing."""
 from __future__ import annotations
 
 import gc
+import io
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +69,9 @@ class TrainingState:
             failure = str(error)
         self._raise_together(failure, "session.load (the other workers to read)")
         assert checkpoint is not None
+        self._take(checkpoint)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.trees["state"]
         for index, prepared in enumerate(self.prepared):
             prepared.module.load_state_dict(_of_model(checkpoint.model, index))
@@ -80,8 +87,35 @@ class TrainingState:
         self.iteration = state["iteration"]
         self._load_random(state["random"])
 
-    def _collect(self) -> dict[str, Any]:
-        places = self._workers.gather(
+    def capture(self) -> bytes:
+        """All that a worker needs to go on beside this one."""
+        with tempfile.TemporaryDirectory() as folder:
+            state = self._collect(lambda value, _what: [value])
+            trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
+            write_checkpoint(Path(folder, "state"), model=self._models(), trees=trees)
+            packed = io.BytesIO()
+            with zipfile.ZipFile(packed, "w") as archive:
+                for file in Path(folder, "state").iterdir():
+                    archive.write(file, file.name)
+        return packed.getvalue()
+
+    def restore(self, raw: bytes) -> None:
+        """Be as the worker that captured `raw`."""
+        with tempfile.TemporaryDirectory() as folder:
+            zipfile.ZipFile(io.BytesIO(raw)).extractall(folder)
+            checkpoint = read_checkpoint(folder)
+        self._check(checkpoint, "the run")
+        self._take(checkpoint)
+
+    def regrouped(self, rank: int, world: int) -> None:
+        """The ring has other members."""
+        for sampler in self.samplers:
+            if isinstance(sampler, ShardedSampler):
+                sampler.rank, sampler.world = rank, world
+
+    def _collect(self, gather: Callable[[Any, str], list[Any]] | None = None) -> dict[str, Any]:
+        gather = gather or self._workers.gather
+        places = gather(
             [_place_of(sampler) for sampler in self.samplers], "session.save (the workers' samplers)"
         )
         by_sampler = zip(*places, strict=True)
@@ -96,9 +130,7 @@ class TrainingState:
             ],
             "samplers": [_state_of(s, p) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
-            "random": self._workers.gather(
-                random_state(self._device), "session.save (the workers' random state)"
-            ),
+            "random": gather(random_state(self._device), "session.save (the workers' random state)"),
         }
 
     def _models(self) -> dict[str, Any]:

@@ -37,13 +37,12 @@ from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.backward import BackwardEnd
-from atoll.train.channel import Channel
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
 from atoll.train.rendezvous import HubRing
 from atoll.train.resume import Stateful, TrainingState
-from atoll.train.ring import Ring
+from atoll.train.rounds import Regrouped, Ring
 from atoll.train.sampler import ShardedSampler
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service, enter, print_warning
@@ -95,7 +94,7 @@ class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
     def __init__(self, config: Config, place: Place, member: Service | HubRing | None = None) -> None:
-        self.config, self._place, self._member = config, place, member
+        self.config, self._first_place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
         self.device = _device(place)
         self._sampling: ShardedSampler | LeasedSampler | None = None  # the sampler that gave the latest index
@@ -105,13 +104,12 @@ class Session:
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
+        self._ring = self._make_ring(timeout)
         if service is not None:
             self._workers: Workers = ServedWorkers(place, service.shards)
         else:
-            channel = Channel(place, "session", timeout, torch.device("cpu")) if place.store else None
-            self._workers = Workers(place, channel)
+            self._workers = Workers(place, self._ring)
         self._state = TrainingState(self._workers, self.device)
-        self._ring = self._make_ring(timeout)
         self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
         self._backward = BackwardEnd(self._ring, self._stretch)
@@ -139,6 +137,8 @@ class Session:
             )
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+            if self._ring is not None:
+                self._ring.state, self._ring.told = self._state, self._regrouped
         else:
             service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
@@ -146,8 +146,13 @@ class Session:
     # Who and where
 
     @property
+    def _place(self) -> Place:
+        """This worker's place, as it is now: a ring that loses a member has new ones."""
+        return self._first_place if self._ring is None else self._ring.place
+
+    @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
+        """This worker's number, from 0. Where a ring goes on without a member it may become a lower one."""
         return self._place.rank
 
     @property
@@ -393,6 +398,8 @@ class Session:
                 f"the end of the session, which it reached after {self.iteration} iterations "
                 "(every worker must make equally many, and leave its `with` block)"
             )
+            if isinstance(self._member, HubRing):
+                self._member.finished = True
         finally:
             self._leave()
 
@@ -409,7 +416,6 @@ class Session:
             ends.callback(self._workers.close)
             if self._ring is not None:
                 ends.callback(self._ring.close)
-            self._ring = None
             for journal in (self._journal, self._lab_journal):
                 if journal is not None:
                     ends.callback(journal.close)
@@ -427,15 +433,28 @@ class Session:
         return self.device.type == "cpu" and keep_freed_memory()
 
     def _make_ring(self, timeout: float) -> Ring | None:
-        if self._place.store is None:
-            return None
-        data = Channel(self._place, "ring", timeout, self.device)
-        if self.device.type == "cpu":
-            return Ring(data, data)
-        return Ring(data, Channel(self._place, "agreement", timeout, torch.device("cpu")))
+        place, member = self._first_place, self._member
+        if isinstance(member, HubRing):
+            return Ring(place, self.device, timeout, member) if place.store or member.late else None
+        return Ring(place, self.device, timeout) if place.store else None
+
+    def _regrouped(self, ring: Regrouped) -> None:
+        """The ring goes on with other members than before."""
+        gone = [f"worker {name} was lost" for name in ring.lost] + [
+            f"worker {name} left" for name in ring.left
+        ]
+        entered = [f"worker {name} entered" for name in ring.entered]
+        happened = ", ".join(gone + entered) or "a connection was lost"
+        how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
+        self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
+        if self.is_main:
+            self._warn(
+                f"{happened} during iteration {self.iteration}; the ring goes on with {ring.world} "
+                f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
+            )
 
     def _ring_kind(self) -> str:
-        if self._place.store is None:
+        if self._ring is None:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
@@ -532,7 +551,7 @@ class Session:
         if run is None:
             return None
         run.create()
-        journal = Journal(run.journal(self.rank))
+        journal = Journal(run.journal(self._place.name))
         self._bus.subscribe(journal)
         return journal
 
@@ -563,10 +582,8 @@ class Session:
 
     def _seconds_waited(self) -> float:
         """What this worker has waited for others in all, for whatever reason."""
-        service, ring = self._service, self._ring
+        service = self._service
         sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
-        if ring is not None:
-            sources += {id(channel): channel for channel in (ring.data, ring.agreement)}.values()
         return float(sum(source.seconds_waited for source in sources))
 
     def _not_computing(self) -> contextlib.AbstractContextManager[None]:
@@ -593,7 +610,7 @@ class Session:
         self._emit(events.Warned, message=line)
 
     def _emit(self, kind: Any, **fields: Any) -> None:
-        self._bus.emit(kind(time=time.time(), worker=self.rank, **fields))
+        self._bus.emit(kind(time=time.time(), worker=self._place.name, **fields))
 
 
 def _device(place: Place) -> torch.device:

@@ -27,7 +27,8 @@ from atoll.train.exchange import (
     values_of,
 )
 from atoll.train.reducer import Calls, Reducer
-from atoll.train.ring import Ring, RingReducer
+from atoll.train.ring import RingReducer
+from atoll.train.rounds import Ring
 from atoll.train.service import Service
 from atoll.train.workers import Workers
 from atoll.wire.messages import (
@@ -102,6 +103,7 @@ class OverRing:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._leads = True  # the first model's reducer
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = RingReducer(
@@ -109,7 +111,9 @@ class OverRing:
             self._ring,
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             calls=training.calls,
+            leads=self._leads,
         )
+        self._leads = False
         stepper = ChunkOptimizer(
             training.optimizer,
             training.chunks,

@@ -96,9 +96,11 @@ class Heartbeat(Message, frozen=True):
 
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
-    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on."""
+    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
+    `finished`: its session came to its end together with the other members' of its ring."""
 
     incarnation: Count
+    finished: bool = False
 
 
 class Over(Message, frozen=True):
@@ -179,10 +181,64 @@ class Gather(Message, frozen=True):
 
 
 class Gathered(Message, frozen=True):
-    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come."""
+    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
+    `late`: that ring is under way without this worker, which may enter it (Enter)."""
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
+    late: bool = False
+
+
+class Reform(Message, frozen=True):
+    """A member of ring `group`, in which it has rank `rank`, wants the next one: it has lost touch with
+    another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member has
+    said so; `number` counts this worker's wishes, as Gather's.
+
+    `round` is the collective that it is in, and `holds` whether it holds all of that one's result. `fresh`:
+    it has entered, and has not got the training's state yet."""
+
+    incarnation: Count
+    number: Count
+    group: Count
+    rank: Count
+    round: Count
+    holds: bool = False
+    admits: bool = False
+    fresh: bool = False
+
+
+class Enter(Message, frozen=True):
+    """A late worker is ready to take part in the ring that is under way. Answered by Reformed, once the
+    members admit it."""
+
+    incarnation: Count
+    number: Count
+
+
+class Reformed(Message, frozen=True):
+    """The next ring: `workers` are the ranks that the hub knows its members by, in order of their ranks in
+    it; the last `newcomers` of them have no state yet, and take the first's.
+
+    `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
+    in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
+    With `group` 0 there is no next ring: `reason`."""
+
+    group: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    round: Count = 0
+    lost: Annotated[list[Count], Meta(max_length=4096)] = []
+    left: Annotated[list[Count], Meta(max_length=4096)] = []
+    reason: Text = ""
+
+
+class RingNews(Message, frozen=True):
+    """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
+    is gone, or has said so of another), and how many newcomers are `waiting` to enter."""
+
+    group: Count
+    broken: bool = False
+    waiting: Count = 0
 
 
 class WhoIsSilent(Message, frozen=True):
@@ -431,7 +487,7 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Gather, Gathered, WhoIsSilent, Silences, StoreCall, StoreAnswer,
+    Gather, Gathered, Reform, Enter, Reformed, RingNews, WhoIsSilent, Silences, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
 ]  # fmt: skip

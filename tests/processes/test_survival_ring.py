@@ -1,0 +1,265 @@
+"""Rings that lose members, with real processes and signals: who is left goes on, and computes what plain
+PyTorch computes from exactly the contributions that counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_command import wait_for
+from torch import Tensor, nn
+
+import atoll
+from atoll.core import points
+from atoll.core.config import Chunks, Config, Sync
+from atoll.core.errors import AtollError
+from atoll.hub.decisions import read_decisions
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.ring import RingReducer
+from atoll.train.session import Session
+
+STEPS = 6
+STRIKE = 3  # the iteration in which a fault happens
+DEADLINE = 60.0
+HEARTBEAT = 0.4  # a dead member is known after two and a half
+AT_ONCE = 4  # cases that run beside one another
+
+# Processes that are forked from one that has imported torch: a case costs no import.
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["torch", "atoll.train.session", "atoll.testing.served"])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`who` gets `what` when it reaches `point` in `iteration` (-1: in none) for the `nth` time."""
+
+    who: int
+    point: str
+    iteration: int = STRIKE
+    what: signal.Signals = signal.SIGKILL
+    nth: int = 1
+
+
+def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
+    """Let the faults happen to this process, each once, written down before."""
+    counts = dict.fromkeys(faults, 0)
+
+    def handler(point: str, iteration: int) -> None:
+        for fault in faults:
+            if (fault.who, fault.point, fault.iteration) == (who, point, iteration):
+                counts[fault] += 1
+                if counts[fault] == fault.nth:
+                    (folder / f"fired-{who}-{point}").touch()
+                    os.kill(os.getpid(), fault.what)
+                    time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
+
+    points.install(handler)
+
+
+# -- what the workers do ------------------------------------------------------------------------------------
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 7)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def share(who: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + who)
+    return torch.randn(3, 5, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, who: int, step: int) -> Tensor:
+    return model(share(who, step)).square().mean()
+
+
+Script = Callable[[Session, int, Path], dict[str, Any]]
+
+
+def trains(session: Session, who: int, _folder: Path) -> dict[str, Any]:
+    """Worker r weighs 2 ** r: an iteration's sum of weights says who counted."""
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    counted = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        session.weight(2.0**who)
+        loss_of(model, who, step).backward()
+        counted.append(weight_of(session))
+        optimizer.step()
+    return {"counted": counted, "parameters": [p.detach().tolist() for p in model.parameters()]}
+
+
+def weight_of(session: Session) -> float:
+    """All workers' weights together, in the iteration just reduced."""
+    reducer = session._state.prepared[0].reducer
+    assert isinstance(reducer, RingReducer)
+    return reducer._reference
+
+
+def work(
+    address: str, who: int, script: Script, faults: tuple[Fault, ...], folder: Path, timeout: str
+) -> None:
+    """A worker's whole life; what came of it is in a file."""
+    torch.set_num_threads(1)
+    strike(who, faults, folder)
+    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout=timeout))
+    with (folder / f"{who}.err").open("w") as sys.stderr:
+        try:
+            with served_worker(address, who), atoll.join(config) as session:
+                result = script(session, who, folder)
+                result |= {"rank": session.rank, "world": session.world}
+        except AtollError as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        beside = folder / f"{who}.new"
+        beside.write_text(json.dumps(result))
+        beside.replace(folder / f"{who}.json")
+
+
+@dataclass
+class Case:
+    """A hub and workers, each a process. Processes that are left are killed at the end."""
+
+    folder: Path
+    served: ServedRun
+    script: Script
+    faults: tuple[Fault, ...] = ()
+    timeout: str = "30s"
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
+
+    def start(self, who: int) -> None:
+        arguments = (self.served.address, who, self.script, self.faults, self.folder, self.timeout)
+        self.processes[who] = _forked.Process(target=work, args=arguments)  # type: ignore[attr-defined]
+        self.processes[who].start()
+
+    def result(self, who: int) -> dict[str, Any]:
+        """What a worker's script gave, once its process has ended."""
+        self.processes[who].join(DEADLINE)
+        assert not self.processes[who].is_alive(), f"worker {who} still runs: {self.said(who)}"
+        file = self.folder / f"{who}.json"
+        assert file.exists(), f"worker {who} died: {self.processes[who].exitcode}, {self.said(who)}"
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
+
+    def said(self, who: int) -> str:
+        return (self.folder / f"{who}.err").read_text()
+
+    def killed(self, who: int) -> None:
+        self.processes[who].join(DEADLINE)
+        assert self.processes[who].exitcode == -signal.SIGKILL
+
+    def told(self, what: str) -> list[str]:
+        return [decision.choice for decision in read_decisions(self.folder) if decision.what == what]
+
+
+@contextlib.contextmanager
+def case(
+    folder: Path,
+    script: Script = trains,
+    *faults: Fault,
+    workers: int = 3,
+    patience: float = 20.0,
+    timeout: str = "30s",
+    at_least: int = 1,
+) -> Iterator[Case]:
+    """`workers` of them train, and the faults happen."""
+    folder.mkdir(exist_ok=True)
+    with ServedRun(
+        workers, 0, patience=patience, heartbeat=HEARTBEAT, folder=folder, at_least=at_least
+    ) as served:
+        made = Case(folder, served, script, faults, timeout)
+        try:
+            for who in range(workers):
+                made.start(who)
+            yield made
+            for fault in faults:
+                assert (folder / f"fired-{fault.who}-{fault.point}").exists(), fault
+        finally:
+            for process in made.processes.values():
+                process.kill()
+                process.join(DEADLINE)
+    assert not served.failures
+
+
+def members_of(weight: float) -> list[int]:
+    return [who for who in range(8) if int(weight) >> who & 1]
+
+
+def plain(counted: list[float]) -> list[Tensor]:
+    """Parameters after the same steps in one process, from the contributions that counted."""
+    model, optimizer = make()
+    for step, weight in enumerate(counted):
+        optimizer.zero_grad()
+        for who in members_of(weight):
+            (loss_of(model, who, step) * 2.0**who / weight).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_went_on(results: list[dict[str, Any]], survivors: list[int]) -> None:
+    """They end alike, to the bit, and as plain PyTorch does with what counted."""
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["world"] == len(survivors)
+        assert result["counted"] == results[0]["counted"]
+        assert result["parameters"] == results[0]["parameters"]
+    assert sorted(result["rank"] for result in results) == list(range(len(survivors)))
+    counted = results[0]["counted"]
+    assert len(counted) == STEPS
+    assert members_of(counted[-1]) == survivors
+    for ours, theirs in zip(results[0]["parameters"], plain(counted), strict=True):
+        torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=0, atol=1e-9)
+
+
+# -- one dies, at each point --------------------------------------------------------------------------------
+
+IN_AN_ITERATION = [name for name in points.POINTS if name.startswith("ring.")]
+IN_AN_ITERATION = [name for name in IN_AN_ITERATION if name not in ("ring.broken", "ring.formed")]
+
+
+def one_dies(folder: Path, who: int, point: str) -> None:
+    with case(folder, trains, Fault(who, point)) as made:
+        survivors = [each for each in range(3) if each != who]
+        made.killed(who)
+        results = [made.result(each) for each in survivors]
+    assert_went_on(results, survivors)
+    counted = results[0]["counted"]
+    # What all held before it died counts; nobody else's is ever left out.
+    late = point in ("ring.confirmed", "ring.published", "ring.stepped")
+    assert [members_of(weight) for weight in counted[:STRIKE]] == [[0, 1, 2]] * STRIKE
+    if late:
+        assert members_of(counted[STRIKE]) == [0, 1, 2]
+    elif point in ("ring.sent", "ring.all_sent"):
+        assert members_of(counted[STRIKE]) in (survivors, [0, 1, 2])
+    assert [members_of(weight) for weight in counted[STRIKE + 1 :]] == [survivors] * (STEPS - STRIKE - 1)
+
+
+def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) -> None:
+    assert len(IN_AN_ITERATION) == 7
+    cases = [(who, point) for point in IN_AN_ITERATION for who in range(3)]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        ends = {threads.submit(one_dies, tmp_path / f"{who}-{point}", who, point): (who, point) for who, point in cases}
+        failures = {}
+        for end, which in ends.items():
+            try:
+                end.result()
+            except BaseException as error:
+                failures[which] = error
+    assert not failures, failures
