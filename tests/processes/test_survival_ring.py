@@ -40,7 +40,7 @@ AT_ONCE = 4  # cases that run beside one another
 
 # Processes that are forked from one that has imported torch: a case costs no import.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["torch", "atoll.train.session", "atoll.testing.served"])
+_forked.set_forkserver_preload(["torch", "torch._dynamo", "atoll.train.session", "atoll.testing.served"])
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 7)).double()
+    model = nn.Sequential(
+        nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 7)
+    ).double()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -255,7 +257,10 @@ def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) ->
     assert len(IN_AN_ITERATION) == 7
     cases = [(who, point) for point in IN_AN_ITERATION for who in range(3)]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        ends = {threads.submit(one_dies, tmp_path / f"{who}-{point}", who, point): (who, point) for who, point in cases}
+        ends = {
+            threads.submit(one_dies, tmp_path / f"{who}-{point}", who, point): (who, point)
+            for who, point in cases
+        }
         failures = {}
         for end, which in ends.items():
             try:
@@ -263,3 +268,98 @@ def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) ->
             except BaseException as error:
                 failures[which] = error
     assert not failures, failures
+
+
+# -- other ways to be lost, and other moments ---------------------------------------------------------------
+
+
+def test_a_member_that_stands_still_for_three_seconds_is_waited_for(tmp_path: Path) -> None:
+    fault = Fault(1, "ring.all_sent", what=signal.SIGSTOP)
+    with case(tmp_path / "run", trains, fault) as made:
+        wait_for((made.folder / "fired-1-ring.all_sent").exists, "the stop", DEADLINE)
+        time.sleep(3.0)
+        assert made.processes[0].is_alive()  # and waits
+        os.kill(made.processes[1].pid or 0, signal.SIGCONT)
+        results = [made.result(who) for who in range(3)]
+        assert made.told("ring") == ["ring 1 of 3 workers"]
+    assert_went_on(results, [0, 1, 2])
+
+
+def test_a_member_that_stands_still_for_ever_is_left_out_and_told_so(tmp_path: Path) -> None:
+    """Nothing fails at the others: they are blocked in a collective until the hub says so."""
+    fault = Fault(0, "ring.agreed", what=signal.SIGSTOP)
+    with case(tmp_path / "run", trains, fault, patience=2.0) as made:
+        results = [made.result(who) for who in (1, 2)]
+        assert "worker 0 was lost during iteration 3; the ring goes on with 2 workers" in made.said(1)
+        os.kill(made.processes[0].pid or 0, signal.SIGCONT)
+        assert "RunError: " in made.result(0)["error"]
+        assert "silent for too long" in made.result(0)["error"]
+        assert made.result(0)["error"].count("\n") == 0
+    assert_went_on(results, [1, 2])
+
+
+@pytest.mark.parametrize("point", ["ring.broken", "ring.formed"])
+def test_a_second_one_dies_while_the_ring_is_formed_again(tmp_path: Path, point: str) -> None:
+    first, second = Fault(2, "ring.agreed"), Fault(0, point, iteration=-1)
+    with case(tmp_path / "run", trains, first, second, patience=4.0) as made:
+        made.killed(2)
+        made.killed(0)
+        result = made.result(1)
+    assert_went_on([result], [1])
+
+
+def test_two_of_three_die_at_once(tmp_path: Path) -> None:
+    with case(tmp_path / "run", trains, Fault(0, "ring.sent"), Fault(1, "ring.published")) as made:
+        result = made.result(2)
+    assert_went_on([result], [2])
+
+
+def test_with_fewer_left_than_are_wanted_the_run_ends(tmp_path: Path) -> None:
+    with case(tmp_path / "run", trains, Fault(1, "ring.sent"), at_least=3) as made:
+        for who in (0, 2):
+            assert made.result(who)["error"] == (
+                "RunError: the ring does not go on: 2 of its workers are left, and at least 3 must be"
+            )
+
+
+def around(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """Every collective of a session, and what came of each. A member that is to die does so in `DIES`."""
+    counts: dict[str, int] = {}
+
+    def dies(where: str) -> None:
+        counts[where] = counts.get(where, 0) + 1
+        points.reach(f"test.{where}")
+
+    result: dict[str, Any] = {}
+    dies("prepare")
+    model, optimizer = make()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(who)  # the first member's values become everyone's
+    session.prepare(model, optimizer)
+    dies("gather")
+    result["gathered"] = session.gather(who)
+    dies("reduce")
+    result["mean"] = session.reduce(float(who), weight=2.0**who)
+    dies("barrier")
+    session.barrier()
+    dies("save")
+    session.save(folder / "checkpoint")
+    dies("load")
+    session.load(folder / "checkpoint")
+    result["parameters"] = [p.detach().tolist() for p in model.parameters()]
+    return result
+
+
+@pytest.mark.parametrize("where", ["prepare", "gather", "reduce", "barrier", "save", "load"])
+def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path: Path, where: str) -> None:
+    with case(tmp_path / "run", around, Fault(0, f"test.{where}", iteration=-1)) as made:
+        made.killed(0)
+        results = [made.result(who) for who in (1, 2)]
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["parameters"] == results[0]["parameters"]
+        before = ["prepare", "gather", "reduce", "barrier", "save", "load"].index(where)
+        assert result["gathered"] == ([0, 1, 2] if before > 1 else [1, 2])
+        mean = (0 + 1 * 2 + 2 * 4) / 7 if before > 2 else (1 * 2 + 2 * 4) / 6
+        assert result["mean"] == pytest.approx(mean)

@@ -17,9 +17,7 @@ from atoll.wire.messages import (
     Reform,
     Reformed,
     RingNews,
-    Silences,
     StoreCall,
-    WhoIsSilent,
 )
 
 _SILENT_BEATS = 2.5  # heartbeats of silence by which a member is dead whom the others have lost touch with
@@ -53,9 +51,8 @@ class Rings:
         self._regroup = Regroup(self._rendezvous.form, at_least)
         self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
-    def handle(self, peer: bytes, message: Gather | StoreCall | WhoIsSilent | Reform | Enter) -> None:
-        """A worker's wish to form a ring, the next ring or to enter one, its call of the ring's store, or its
-        question after the others."""
+    def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
+        """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
         rank = self._members.rank_of(message.incarnation)
         try:
             if rank is None:
@@ -66,11 +63,9 @@ class Rings:
                 self._gather(peer, rank, message)
             elif isinstance(message, Reform):
                 self._reform(peer, rank, message)
-            elif isinstance(message, Enter):
+            else:
                 self._regrouped(self._regroup.handle_enter(peer, rank, message))
                 self._tell_members()
-            else:
-                self._send(peer, Silences(seconds=self._members.silences(self._now())))
         except UserError as error:
             self._refuse(peer, str(error), type(message).__name__)
 

@@ -38,7 +38,6 @@ from atoll.wire.messages import (
     Used,
     Welcome,
     WhereAreShards,
-    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -177,7 +176,7 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
-        elif isinstance(message, (Gather, StoreCall, WhoIsSilent, Reform, Enter)):
+        elif isinstance(message, (Gather, StoreCall, Reform, Enter)):
             self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)

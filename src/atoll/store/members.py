@@ -243,12 +243,6 @@ class Membership:
         """How many iterations each has committed, by its last heartbeat."""
         return {rank: member.iteration for rank, member in sorted(self._workers.items())}
 
-    def silences(self, now: float) -> list[float]:
-        """For how many seconds each rank was not heard; -1 where nobody has it."""
-        there = {rank: now - member.heard for rank, member in self._workers.items()}
-        ranks = max([self.workers, *(rank + 1 for rank in there)])
-        return [there.get(rank, -1.0) for rank in range(ranks)]
-
     def silence(self, now: float, incarnation: int) -> float:
         """For how many seconds a worker that is there was not heard."""
         member = next(member for member in self._workers.values() if member.incarnation == incarnation)

@@ -49,8 +49,8 @@ class ServedRun:
         until_done: bool = False,
         at_least: int = 1,
     ) -> None:
-        """`patience`, `heartbeat`, `sites`, `until_done` and `at_least` as the hub's; `folder` gets what hub and shards
-        keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
+        """`patience`, `heartbeat`, `sites`, `until_done` and `at_least` as the hub's; `folder` gets what hub
+        and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least

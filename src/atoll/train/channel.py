@@ -213,10 +213,8 @@ class Channel:
         if self.place.watch is not None and waited < self.timeout:
             return BrokenRingError(f"worker {self.place.name} lost touch with another worker: {first_line}")
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
-            gone = [f"worker {self.place.name_of(rank)}" for rank in self._who_is_gone()]
-            who = " or ".join(gone) or "another worker"
             return PeerLostError(
-                f"worker {self.place.name} lost touch with {who}, waiting for {what}: {first_line}"
+                f"worker {self.place.name} lost touch with another worker, waiting for {what}: {first_line}"
             )
         missing = self._who_is_missing()
         who = " and ".join(f"worker {self.place.name_of(rank)}" for rank in missing) or "another worker"
@@ -225,28 +223,15 @@ class Channel:
             f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
         )
 
-    def _who_is_gone(self) -> list[int]:
-        """Whoever is most likely dead, where one is. Who started the workers says so where nobody else
-        can."""
-        if self.place.silent is None:
-            return []
-        missing = self._who_is_missing(gone=1)
-        if len(missing) < 2:
-            return missing
-        # Some of them may live, and wait for what another one sends.
-        silent = self.place.silent()
-        return [rank for rank in missing if rank in silent] or missing
-
-    def _who_is_missing(self, gone: int = 0) -> list[int]:
-        """Ask the store which workers are late, or lost someone, too; those that are not, are the ones waited
-        for. At least `gone` are known to be: when so few are left, nobody else is waited for."""
+    def _who_is_missing(self) -> list[int]:
+        """Ask the store which workers are late too; those that are not, are the ones waited for."""
         self._lates += 1
         others = [rank for rank in range(self.place.world) if rank != self.place.rank]
         try:
             self._store.set(f"late/{self._lates}/{self.place.rank}", "1")
             until = time.monotonic() + _EXPLAIN_SECONDS
             missing = others
-            while len(missing) > gone and time.monotonic() < until:
+            while missing and time.monotonic() < until:
                 missing = [rank for rank in missing if not self._store.check([f"late/{self._lates}/{rank}"])]
                 time.sleep(0.05)
             return missing

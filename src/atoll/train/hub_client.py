@@ -28,10 +28,8 @@ from atoll.wire.messages import (
     Refused,
     RingNews,
     Shards,
-    Silences,
     Welcome,
     WhereAreShards,
-    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -156,12 +154,6 @@ class HubClient:
         if not ring.group:
             raise RunError(f"the ring does not go on: {ring.reason}")
         return ring
-
-    def silences(self) -> list[float]:
-        """For how many seconds the hub has heard nothing of each rank; -1 where nobody has it."""
-        assert self.welcome is not None
-        question = WhoIsSilent(incarnation=self._incarnation)
-        return self._ask(question, Silences, "who is silent", self.welcome.patience).seconds
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
         """Up to `count` positions of an epoch of `length` samples.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -15,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import ask
@@ -246,7 +245,6 @@ class HubRing:
             world=len(names),
             local_rank=_local_rank(),
             store=self._store,
-            silent=self._silent,
             host=own_address(self._address),
             watch=partial(self._watch, self._group),
             names=names,
@@ -285,20 +283,6 @@ class HubRing:
         """Why the place is the hub's to give, in a few words."""
         before = "; torchrun's RANK and WORLD_SIZE do not count" if "WORLD_SIZE" in os.environ else ""
         return f"ATOLL_HUB is {self._address}{before}"
-
-    def _silent(self) -> list[int]:
-        """The ranks of which the hub has not heard for two heartbeats; none where it cannot be asked."""
-        heartbeat = self.welcome.heartbeat
-        until = time.monotonic() + 3 * heartbeat
-        with contextlib.suppress(AtollError):
-            while True:
-                silences = dict(enumerate(self.hub.silences()))
-                spans = [silences.get(name, -1.0) for name in self.place.names]
-                silent = [rank for rank, span in enumerate(spans) if span > 2 * heartbeat or span < 0]
-                if silent or time.monotonic() > until:
-                    return silent
-                time.sleep(heartbeat / 4)
-        return []
 
     def stepped(self, iteration: int) -> None:
         """Note how far this worker is, for the hub to know."""

@@ -241,18 +241,6 @@ class RingNews(Message, frozen=True):
     waiting: Count = 0
 
 
-class WhoIsSilent(Message, frozen=True):
-    """A ring's worker has lost touch with another one. Answered by Silences."""
-
-    incarnation: Count
-
-
-class Silences(Message, frozen=True):
-    """For how long the hub has heard nothing of each rank, in seconds; -1: it is not there."""
-
-    seconds: Annotated[list[float], Meta(max_length=4096)]
-
-
 class StoreCall(Message, frozen=True):
     """One call of c10d's Store on a ring's keys, answered by StoreAnswer. store/rendezvous.py says what each
     operation wants; `seconds` is for how long "get" and "wait" wait for keys. `number` counts this worker's
@@ -487,7 +475,7 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Gather, Gathered, Reform, Enter, Reformed, RingNews, WhoIsSilent, Silences, StoreCall, StoreAnswer,
+    Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
 ]  # fmt: skip
