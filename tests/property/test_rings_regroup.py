@@ -53,8 +53,8 @@ class Run:
         return self.rings
 
     def whole(self, worker: Worker) -> bool:
-        """Whether all members of its ring live, are in that ring and have not said that it is broken."""
-        return all(
+        """Whether it is in a ring whose members all live, are in it and have not said that it broke."""
+        return bool(worker.group) and all(
             member in self.alive and self.alive[member].group == worker.group and not self.alive[member].asked
             for member in self.members[worker.group]
         )
@@ -63,9 +63,9 @@ class Run:
 
     def holds(self, worker: Worker) -> None:
         """It gets the round's result: all members are in this round, or past it."""
-        others = [self.alive[member] for member in self.members[worker.group] if member in self.alive]
         if worker.asked or worker.fresh or not self.whole(worker) or worker.holds:
             return
+        others = [self.alive[member] for member in self.members[worker.group]]
         if all(other.round >= worker.round for other in others):
             worker.holds = True
             worker.held = tuple(sorted(other.name for other in others))
