@@ -81,17 +81,17 @@ class NewParameters:
         self._staged.clear()
         self._asked = clock
 
-    def publish(self) -> float:
-        """Wait for what was asked for and put it into the parameters; returns the seconds waited."""
+    def publish(self) -> None:
+        """Wait for what was asked for and put it into the parameters."""
         if self._asked is None:
-            return 0.0
+            return
         self.check_unchanged()
         self._publishing = True
         for chunk_id, values in self._staged.items():
             self._put(self._chunks[chunk_id], values)
         self._staged = dict.fromkeys(self._staged)
         try:
-            waited = self._connection.shards.wait(
+            self._connection.shards.wait(
                 lambda: len(self._staged) == len(self._chunks),
                 self._missing,
                 f"the parameters after iteration {self._asked - 1}",
@@ -101,16 +101,14 @@ class NewParameters:
         self._staged.clear()
         self._asked = None
         self._versions = self._seen()
-        return waited
 
-    def discard(self) -> float:
+    def discard(self) -> None:
         """Wait for what was asked for, where it is known to be what the parameters are."""
-        waited = self._connection.shards.wait(
+        self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
         self._staged.clear()
         self._asked = None
-        return waited
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -180,7 +178,7 @@ class Exchange(Reducer):
 
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
-        self.seconds_waiting += self.parameters.publish()
+        self.parameters.publish()
 
     def before_step(self) -> None:
         self.before_use()
@@ -293,7 +291,7 @@ class MeanExchange(SendingReducer, Exchange):
         for message in self._order[self._next :]:
             self._leave(message)
         self._commit(own, [])
-        self.seconds_waiting += self.connection.shards.wait(
+        self.connection.shards.wait(
             lambda: len(self._means) == len(self._gradients),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
             f"the mean of iteration {self.steps}",
@@ -331,7 +329,7 @@ class MeanExchange(SendingReducer, Exchange):
         self._reduced = False
         self.steps += 1
         self.parameters.pull(self.steps)
-        self.seconds_waiting += self.parameters.discard()
+        self.parameters.discard()
 
     def clip(self, clip: Callable[[], float]) -> None:
         """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
@@ -362,7 +360,7 @@ class MeanExchange(SendingReducer, Exchange):
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
         if not self._lazy or edited:
-            self.seconds_waiting += self.parameters.publish()
+            self.parameters.publish()
 
     def _say_step(
         self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
@@ -450,7 +448,7 @@ class AsyncExchange(Exchange):
         self._commit(own, hyperparameters)
         self.parameters.expect(self.steps + 1)
         if not self._lazy:
-            self.seconds_waiting += self.parameters.publish()
+            self.parameters.publish()
 
     def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
         """A copy of a chunk's gradients, zeros where there are none."""
