@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.sampler import ShardedSampler
+from atoll.train.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -132,6 +132,14 @@ class LeasedSampler(Sampler[int]):
             self._note_used(run)
         return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
+    def count(self, samples: float) -> float:
+        """A backward has reached this many samples; all of them count."""
+        self.consumed += int(samples)
+        return samples
+
+    def committed(self) -> None:
+        """An iteration is whole: `used` is what says so of its samples."""
+
     # Checkpoints
 
     def place(self) -> dict[str, Any]:
@@ -208,6 +216,29 @@ class LeasedSampler(Sampler[int]):
         self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
         while self._length and _count(self._done.get(self._epoch, [])) == self._length:
             self._epoch += 1
+
+    def deal_state(self) -> dict[str, Any]:
+        """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "offset": 0,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "loads": self._loads,
+            "used": [[epoch, *part] for epoch, parts in self._done.items() for part in parts],
+        }
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
+        self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        if type(state["loads"]) is not int or state["loads"] < 0:
+            raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
+
+    def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
+        """Lease as the worker does whose `deal_state` this is."""
+        self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        self._epoch, self._loads = state["epoch"], state["loads"]
 
     # Giving and leasing
 
@@ -347,15 +378,6 @@ class LeasedSampler(Sampler[int]):
             found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
         known = [(epoch, *part) for part in self._used.get(epoch, [])]
         self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
-
-
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The epoch's permutation of all indices, int64, shape (length,): ShardedSampler's."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator)
 
 
 def _merge(runs: Iterable[Run]) -> list[Run]:

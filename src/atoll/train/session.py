@@ -193,6 +193,7 @@ class Session:
             strategy=self._strategy,
             backward=self._backward,
             counted=self._count_samples,
+            whole=self._iteration_whole,
             stepped=self._stepped,
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
@@ -468,9 +469,14 @@ class Session:
         if not self._state.prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
-    def _count_samples(self, prepared: Prepared, samples: float) -> None:
+    def _count_samples(self, prepared: Prepared, samples: float) -> float:
         if self._sampling is not None and prepared is self._state.prepared[0]:
-            self._sampling.consumed += int(samples)
+            return self._sampling.count(samples)
+        return samples
+
+    def _iteration_whole(self, prepared: Prepared) -> None:
+        if self._sampling is not None and prepared is self._state.prepared[0]:
+            self._sampling.committed()
 
     def _sampler_gives(self, sampler: ShardedSampler | LeasedSampler) -> None:
         """A sampler is about to give an index: the samples that a forward counts next are its."""
