@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -378,6 +379,32 @@ class LeasedSampler(Sampler[int]):
             found = [(epoch, place, place + 1) for place in places[start:stop].tolist()]
         known = [(epoch, *part) for part in self._used.get(epoch, [])]
         self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
+
+
+class LeasedBatches(Sampler[list[int]]):
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`, of the size that `size()` gives before
+    each."""
+
+    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
+        self.sampler, self._size = sampler, size
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(islice(indices, self._size())):
+            yield batch
+
+    def __len__(self) -> int:
+        """An estimate, as the sampler's."""
+        return -(-len(self.sampler) // self._size())
 
 
 def _merge(runs: Iterable[Run]) -> list[Run]:

@@ -87,6 +87,7 @@ class Service:
             site=self.site,
         )
         self.samplers: list[LeasedSampler] = []
+        self.members = 0  # workers that live, as the shards last said; 0: not yet
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
 
     @property

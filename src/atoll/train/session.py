@@ -38,13 +38,13 @@ from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.train.backward import BackwardEnd
 from atoll.train.channel import Channel
-from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
 from atoll.train.rendezvous import HubRing
-from atoll.train.resume import Stateful, TrainingState
+from atoll.train.resume import AnySampler, Stateful, TrainingState
 from atoll.train.ring import Ring
-from atoll.train.sampler import ShardedSampler
+from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service, enter, print_warning
 from atoll.train.speed import Stretch, speed_from
@@ -98,7 +98,7 @@ class Session:
         self.config, self._place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
         self.device = _device(place)
-        self._sampling: ShardedSampler | LeasedSampler | None = None  # the sampler that gave the latest index
+        self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = self._stepped_at = time.perf_counter()
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
@@ -147,13 +147,13 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._place.rank
+        """This worker's number, from 0; it may change with the members."""
+        return self._state.rank
 
     @property
     def world(self) -> int:
-        """How many workers there are."""
-        return self._place.world
+        """How many workers there are; it changes with the members."""
+        return self._state.world
 
     @property
     def is_main(self) -> bool:
@@ -263,6 +263,44 @@ class Session:
         )
         self._state.samplers.append(sampler)
         return sampler
+
+    def batches(
+        self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
+    ) -> BatchesSampler | LeasedBatches:
+        """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
+        are: for `DataLoader(dataset, batch_sampler=...)`.
+
+        Its own batches are of that size divided by the number of workers, the remainder to the first, and
+        follow it when workers are lost or come new. With the mean weighted by samples, any number of workers
+        trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
+        is not set.
+        """
+        whole = self.config.sync.global_batch
+        if whole == 0:
+            raise UserError(
+                "session.batches makes batches of sync.global_batch samples over all workers, and that is "
+                "not set; write --set sync.global_batch=256, say, or use session.sampler"
+            )
+        if self._service is not None and not self._strategy.collective:
+            leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
+            return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
+        sampler = BatchesSampler(
+            dataset,
+            batch=whole,
+            rank=self.rank,
+            world=self.world,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            on_index=self._sampler_gives,
+        )
+        self._state.samplers.append(sampler)
+        return sampler
+
+    def _service_members(self) -> int:
+        """How many workers make a step together, where each goes at its own pace."""
+        assert self._service is not None
+        return self._service.members or self.world
 
     def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
         """Where workers go at their own pace, each takes its data from the hub as it needs it."""
@@ -478,7 +516,7 @@ class Session:
         if self._sampling is not None and prepared is self._state.prepared[0]:
             self._sampling.committed()
 
-    def _sampler_gives(self, sampler: ShardedSampler | LeasedSampler) -> None:
+    def _sampler_gives(self, sampler: AnySampler) -> None:
         """A sampler is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
         if sampler.resumed:
@@ -538,7 +576,7 @@ class Session:
         if run is None:
             return None
         run.create()
-        journal = Journal(run.journal(self.rank))
+        journal = Journal(run.journal(self._place.rank))
         self._bus.subscribe(journal)
         return journal
 
@@ -599,7 +637,7 @@ class Session:
         self._emit(events.Warned, message=line)
 
     def _emit(self, kind: Any, **fields: Any) -> None:
-        self._bus.emit(kind(time=time.time(), worker=self.rank, **fields))
+        self._bus.emit(kind(time=time.time(), worker=self._place.rank, **fields))
 
 
 def _device(place: Place) -> torch.device:
@@ -615,6 +653,11 @@ def _device(place: Place) -> torch.device:
         )
     torch.accelerator.set_device_index(place.local_rank)
     return torch.device(accelerator.type, place.local_rank)
+
+
+def _part_of(whole: int, rank: int, members: int) -> int:
+    """One member's part of `whole` samples, the remainder to the first; at least one."""
+    return max(1, whole // members + (rank % members < whole % members))
 
 
 def _finite(value: float) -> float | None:
