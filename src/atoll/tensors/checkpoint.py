@@ -92,6 +92,15 @@ def write_checkpoint(
         raise
 
 
+def is_checkpoint_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something is at `path` that `read_checkpoint` would read, or say what is wrong with it: more
+    than an empty folder."""
+    place = Path(os.path.realpath(path))
+    if place.is_dir():
+        return any(place.iterdir())
+    return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
+
+
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in the folder `path`, after its sizes and checksums have been compared.
 

@@ -239,7 +239,8 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         runs = [(e, start, stop) for e, start, stop in state["runs"]]
         self._set_deal(self._deal_of(runs, held, state["ended"]))
         self.rank, self.world = (0 if rank is None else rank), len(held)
-        self._whole = self._whole_now()
+        if rank is not None and not self._deal.ticks:  # it begins with the next epoch
+            self._begin(self._epoch + 1)
 
     # Inside
 

@@ -116,6 +116,10 @@ class Service:
         self.hub.iteration = iteration
         self.hub.check()
 
+    def told_members(self, count: int) -> None:
+        """So many workers live."""
+        self.members = count
+
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 

@@ -36,8 +36,10 @@ from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.channel import Channel
+from atoll.train.entering import Entrance, ServedEntrance
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -112,10 +114,13 @@ class Session:
             self._workers = Workers(place, channel)
         self._state = TrainingState(self._workers, self.device)
         self._ring = self._make_ring(timeout)
+        self._entrance: Entrance | None = None  # where workers may come late
         self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._journal = self._open_journal()
+        if isinstance(self._entrance, ServedEntrance):
+            self._entrance.begin()
         self._lab_journal = self._open_lab_journal()
         self._emit(
             events.Started,
@@ -393,6 +398,33 @@ class Session:
             self._state.save(path)
         self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
+    def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
+        """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
+        that it puts back has been made (schedulers, samplers, what is registered), before the loop.
+
+        Where the run is under way, with the state of a living worker; else from the checkpoint in `folder`,
+        if there is one; else from nothing. Every worker calls it; one that comes late enters between two
+        iterations of the others. Raises CheckpointError as `load` does.
+        """
+        self._require_prepared("session.resume")
+        entrance = self._entrance
+        if entrance is not None and entrance.late:
+            with self._not_computing():
+                entered = entrance.enter()
+            if entered:
+                at = f"at iteration {self.iteration}"
+                self._emit(events.Decided, what="entered", choice=at, reason="a living worker gave its state")
+                return self.iteration
+        there = folder is not None and is_checkpoint_there(folder)
+        if folder is not None and any(self._workers.gather(there, "session.resume (who has a checkpoint)")):
+            self.load(folder)
+        elif entrance is not None and self.iteration:
+            self._warn(
+                f"nobody lives who could give its state: parameters and optimizer are those of iteration "
+                f"{self.iteration}, and schedulers, buffers and data begin anew"
+            )
+        return self.iteration
+
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
 
@@ -400,6 +432,11 @@ class Session:
         is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
+        if self._entrance is not None and self._entrance.late:
+            raise UserError(
+                "session.load: this worker comes late, and the run is under way; call session.resume(folder) "
+                "in its place"
+            )
         with self._not_computing():
             self._state.load(path)
             self._strategy.loaded()
@@ -426,6 +463,8 @@ class Session:
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             self._leave()
             return
+        if isinstance(self._entrance, ServedEntrance):
+            self._entrance.ending()
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             self._workers.barrier(
@@ -459,8 +498,22 @@ class Session:
 
     def _make_strategy(self) -> Strategy:
         if self._service is not None:
-            return Served(self._service, self._workers, self.config)
+            return self._make_served(self._service)
         return Alone() if self._ring is None else OverRing(self._ring)
+
+    def _make_served(self, service: Service) -> Served:
+        assert isinstance(self._workers, ServedWorkers)
+        entrance = ServedEntrance(
+            service.shards,
+            self._workers,
+            self._state,
+            entered=lambda: served.entered(),
+            told_members=service.told_members,
+            elastic=self.config.sync.consistency == "bsp" and not service.site,
+        )
+        served = Served(service, self._workers, self.config, entrance)
+        self._entrance = entrance
+        return served
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()
