@@ -363,3 +363,66 @@ def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path:
         assert result["gathered"] == ([0, 1, 2] if before > 1 else [1, 2])
         mean = (0 + 1 * 2 + 2 * 4) / 7 if before > 2 else (1 * 2 + 2 * 4) / 6
         assert result["mean"] == pytest.approx(mean)
+
+
+# -- newcomers ----------------------------------------------------------------------------------------------
+
+
+def takes_in(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """Two begin, and in iteration 2 wait until a third one wants to enter; so one does in iteration 3."""
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    session.prepare(model, optimizer)
+    first = session.resume()
+    counted: list[float] = []
+    for step in range(first, STEPS):
+        if step == 2:
+            ring = session._ring
+            assert ring is not None
+            wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE)
+        optimizer.zero_grad()
+        session.weight(2.0**who)
+        loss_of(model, who, step).backward()
+        counted.append(weight_of(session))
+        optimizer.step()
+        scheduler.step()
+    parameters = [p.detach().tolist() for p in model.parameters()]
+    return {"first": first, "counted": counted, "parameters": parameters, "lr": scheduler.get_last_lr()}
+
+
+def test_a_late_worker_enters_between_two_iterations_with_a_living_ones_state(tmp_path: Path) -> None:
+    with case(tmp_path / "run", takes_in, workers=2) as made:
+        wait_for(lambda: made.told("ring"), "the ring", DEADLINE)
+        made.start(2)
+        results = [made.result(who) for who in range(3)]
+        assert made.told("ring") == ["ring 1 of 2 workers", "ring 2 of 3 workers"]
+    assert [result.get("first", result) for result in results] == [0, 0, 3]
+    for result in results:
+        assert (result["world"], result["lr"]) == (3, results[0]["lr"])
+        assert result["parameters"] == results[0]["parameters"]
+        assert result["counted"][-3:] == [7.0] * 3
+    assert results[0]["counted"] == [3.0] * 3 + [7.0] * 3
+
+
+def does_not_resume(session: Session, who: int, _folder: Path) -> dict[str, Any]:
+    """The late one forgets session.resume."""
+    return trains(session, who, _folder) if who == 2 else takes_in_nobody(session, who, _folder)
+
+
+def takes_in_nobody(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    wait_for((folder / "2.json").exists, "the end of the late one", DEADLINE)
+    loss_of(model, who, 0).backward()
+    optimizer.step()
+    return {}
+
+
+def test_a_late_worker_that_does_not_resume_is_refused_in_one_line(tmp_path: Path) -> None:
+    with case(tmp_path / "run", does_not_resume, workers=2) as made:
+        wait_for(lambda: made.told("ring"), "the ring", DEADLINE)
+        made.start(2)
+        assert made.result(2)["error"].startswith(
+            "UserError: this worker came when the run was under way; call session.resume() before the loop"
+        )
+        assert [made.result(who)["world"] for who in range(2)] == [2, 2]

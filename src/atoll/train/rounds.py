@@ -10,7 +10,7 @@ in memory that the old ring does not know.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -53,7 +53,9 @@ class State(Protocol):
 
     def restore(self, raw: bytes) -> None: ...
 
-    def regrouped(self, rank: int, world: int) -> None: ...
+    def regrouped(
+        self, rank: int, world: int, *, entered: bool = False, absent: Collection[int] = ()
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Ring:
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
         self._inside = False  # a round, of which what is called now is a part
+        self._members_are_new = False  # and `state` has not been told
         self._waited_before = 0.0  # on channels that are no more
         self._channels: _Channels | None = None
         if self.outside:
@@ -166,6 +169,8 @@ class Ring:
         while True:
             self._inside = True
             try:
+                if self._members_are_new:
+                    self._meet_new_members()
                 result = act()
                 self._holds = True
                 points.reach("ring.held", iteration)
@@ -209,22 +214,29 @@ class Ring:
         """Let in the newcomers that wait: every member calls it between the same two rounds."""
         self._form_next(None, "newcomers to enter")
 
-    def enter(self) -> None:
-        """Take part in the ring that is under way, and take over the training's state from a member."""
+    @property
+    def late(self) -> bool:
+        """Whether this worker came late, and has not entered."""
+        return self.outside
+
+    def enter(self) -> bool:
+        """Take part in the ring that is under way, and take over the training's state from a member. True."""
         assert self._member is not None
         began = time.monotonic()
         ring = self._member.enter()
         try:
-            self._stand(ring, began, "entering", again=False)
+            self._stand(ring, ring.round, began, "entering", again=False)
         except BrokenRingError as broken:
             self._form_next(broken, "entering")
+        return True
 
     def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:
         """Form rings until one stands; whether the round's result is to be taken as it is held."""
         assert self._member is not None
         began, number = time.monotonic(), self._number
         while True:
-            self._abandon()
+            if broken is not None:
+                self._abandon()
             points.reach("ring.broken")
             ring = self._member.reform(
                 self._number,
@@ -232,8 +244,9 @@ class Ring:
                 admits=broken is None,
                 fresh=self._fresh,
             )
+            self._abandon()  # who admits newcomers waits with that until all are past the round before
             try:
-                self._stand(ring, began, what, again=broken is not None and ring.round == number)
+                self._stand(ring, number, began, what, again=broken is not None and ring.round == number)
                 return self._number > number
             except BrokenRingError as another:
                 broken = another
@@ -244,30 +257,37 @@ class Ring:
                         f"(deadline sync.timeout, {self._timeout:g} s): {another}"
                     ) from another
 
-    def _stand(self, ring: Reformed, began: float, what: str, *, again: bool) -> None:
-        """Take part in `ring`, as the hub has decided."""
+    def _stand(self, ring: Reformed, number: int, began: float, what: str, *, again: bool) -> None:
+        """Take part in `ring`, as the hub has decided, for a worker that is in round `number`."""
         assert self._member is not None
         if ring.round > self._number and not (self._holds or self._fresh):
             raise RunError(
                 f"worker {self.place.name}: ring {ring.group} goes on at round {ring.round}, and this worker "
                 f"does not hold round {self._number}"
             )
+        taken = ring.round > number and not self._fresh
         self._passed(ring.round)
         self.place, self.outside = self._member.place_in(ring), False
         self._open()
         points.reach("ring.formed")
-        inside, self._inside = self._inside, True  # what the state tells the others is no round of its own
-        try:
-            if self.state is not None:
-                if ring.newcomers:
-                    self._hand_over(self.state, ring.newcomers)
-                self.state.regrouped(self.rank, self.world)
-        finally:
-            self._inside = inside
-        self._fresh = False
+        self._members_are_new = True
+        if ring.newcomers and self.state is not None:
+            self._hand_over(self.state, ring.newcomers)
+        if not taken:  # else the others wait for this worker at the next round
+            self._meet_new_members()
         entered = ring.workers[len(ring.workers) - ring.newcomers :]
         seconds = time.monotonic() - began
         self.told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
+
+    def _meet_new_members(self) -> None:
+        """All members are at the beginning of the same round: the time to deal data anew, say."""
+        inside, self._inside = self._inside, True  # what the state tells the others is no round of its own
+        try:
+            if self.state is not None:
+                self.state.regrouped(self.rank, self.world, entered=self._fresh)
+        finally:
+            self._inside = inside
+        self._members_are_new = self._fresh = False
 
     def _hand_over(self, state: State, newcomers: int) -> None:
         """The first member gives its state to those who have none."""
@@ -284,7 +304,6 @@ class Ring:
         channel.wait(channel.broadcast(payload), what)
         if fresh:
             state.restore(payload.numpy().tobytes())
-            self._fresh = False
 
     def _open(self) -> None:
         place, timeout = self.place, self._timeout

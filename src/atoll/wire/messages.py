@@ -65,6 +65,8 @@ class Welcome(Message, frozen=True):
 
     With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
     shard how many sites there are, for those are its workers.
+
+    From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
     run: Name
@@ -75,6 +77,7 @@ class Welcome(Message, frozen=True):
     heartbeat: Seconds = 0.0
     patience: Seconds = 0.0
     sites: list[Name] = []
+    late: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -333,9 +336,13 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The contribution is in the log."""
+    """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
+    who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
+    told the same."""
 
     iteration: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    entering: Annotated[list[Count], Meta(max_length=4096)] = []
 
 
 class Step(Message, frozen=True):
@@ -437,6 +444,33 @@ class Met(Message, frozen=True):
     clock: Count = 0
 
 
+class Arrive(Message, frozen=True):
+    """To the log, from a worker that it has welcomed as late: it takes part from now on, under BSP from an
+    iteration on that the others are told of in Committed."""
+
+    incarnation: Count
+
+
+class WantState(Message, frozen=True):
+    """A worker that comes late asks the log for what is not at the shards, as it is before `iteration`; the
+    log asks a living one, saying for whom: `worker`, and `life`, its incarnation. Answered by GiveState."""
+
+    iteration: Count
+    worker: Count = 0
+    life: Count = 0
+
+
+class GiveState(Message, frozen=True):
+    """Payload: a living worker's state, for `worker` of incarnation `life`, by way of the log. `members` are
+    those of the next iteration in order, and `meeting` is their next one's number. Without members and
+    payload, from the log: nobody lives who could give it."""
+
+    worker: Count
+    life: Count
+    meeting: Count
+    members: Annotated[list[Count], Meta(max_length=4096)] = []
+
+
 class WhoIsMissing(Message, frozen=True):
     """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
 
@@ -477,7 +511,8 @@ AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
-    PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
+    PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
+    Follow, Staged, Entry,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
