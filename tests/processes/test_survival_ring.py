@@ -375,10 +375,10 @@ def takes_in(session: Session, who: int, folder: Path) -> dict[str, Any]:
     session.prepare(model, optimizer)
     first = session.resume()
     counted: list[float] = []
+    ring = session._ring
+    assert ring is not None
     for step in range(first, STEPS):
         if step == 2:
-            ring = session._ring
-            assert ring is not None
             wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE)
         optimizer.zero_grad()
         session.weight(2.0**who)

@@ -94,10 +94,7 @@ class RingReducer(SendingReducer):
         agreed, order = self._ring.round(f"iteration {self.steps}", lambda: self._reduce(own), self.steps)
         self._admits = self._leads and agreed.newcomers
         self._publish(agreed)
-        if order:
-            self._order_is_measured = True
-            by_id = {message.id: message for message in self._order}
-            self._order = [by_id[each] for each in order]
+        self._leave_in(order)
         points.reach("ring.published", self.steps)
         self._done(own, agreed.samples)
 
@@ -212,6 +209,27 @@ class RingReducer(SendingReducer):
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
         return {**super().state_dict(), "reference": self._reference}
+
+    def member_state(self) -> dict[str, Any]:
+        """And the order in which messages leave, where it is measured."""
+        order = [message.id for message in self._order] if self._order_is_measured else []
+        return {**super().member_state(), "order": order}
+
+    def check_member_state(self, state: Mapping[str, Any]) -> None:
+        super().check_member_state(state)
+        if state["order"] and sorted(state["order"]) != sorted(message.id for message in self._order):
+            raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        super().load_member_state(state)
+        self._leave_in(state["order"])
+
+    def _leave_in(self, order: Sequence[int]) -> None:
+        """Messages leave in this order of their ids from now on; empty: as before."""
+        if order:
+            self._order_is_measured = True
+            by_id = {message.id: message for message in self._order}
+            self._order = [by_id[each] for each in order]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
