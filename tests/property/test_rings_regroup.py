@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
-from atoll.store.regroup import Regroup
+from atoll.store.regroup import Regroup, RegroupState
 from atoll.wire.messages import Enter, Reform, Reformed, decode_untrusted, encode
 
 WORLD = 3
@@ -38,7 +39,7 @@ class Run:
     one by one, and its confirmation too, but only after all hold it."""
 
     def __init__(self, at_least: int = 1) -> None:
-        self.rings = 1
+        self.rings, self.at_least = 1, at_least
         self.regroup = Regroup(self.form, at_least)
         self.alive = {each: Worker(each, each - 1, rank=each - 1) for each in range(1, WORLD + 1)}
         self.members: dict[int, list[int]] = {1: list(self.alive)}
@@ -131,6 +132,15 @@ class Run:
         self.alive[self.came] = worker
         self.tell(worker)
 
+    def restarts(self) -> None:
+        """The hub is started again with what it has written down; who waits asks again."""
+        written = msgspec.json.encode(self.regroup.state())
+        self.regroup = Regroup(self.form, self.at_least)
+        self.regroup.restore(msgspec.json.decode(written, type=RegroupState))
+        for worker in self.alive.values():
+            if worker.asked is not None:
+                self.tell(worker)
+
     def loses_mail(self) -> None:
         """Answers are lost; who waits asks again."""
         self.mail.clear()
@@ -179,7 +189,7 @@ ACTIONS = st.lists(
             + ["confirms"] * 6
             + ["breaks"] * 3
             + ["deliver"] * 5
-            + ["dies", "leaves", "comes", "admits", "again", "lost", "state", "state"]
+            + ["dies", "leaves", "comes", "admits", "again", "lost", "state", "state", "restart"]
         ),
         st.integers(0, 63),  # who: by a bit each, or by number
     ),
@@ -196,6 +206,8 @@ def act(run: Run, what: str, index: int) -> None:
         run.loses_mail()
     elif what == "comes":
         run.comes()
+    elif what == "restart":
+        run.restarts()
     elif what in ("holds", "confirms"):
         for place, worker in enumerate(workers):
             if index >> place & 1:

@@ -22,6 +22,8 @@ from typing import TypeAlias
 from atoll.core.errors import UserError
 from atoll.wire.messages import Enter, Reform, Reformed
 
+_NO_STATE = "those who held the training's state are gone"
+
 Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
 Answer: TypeAlias = tuple[Peer, Reformed]
 
@@ -30,6 +32,19 @@ Answer: TypeAlias = tuple[Peer, Reformed]
 class _Asked:
     peer: Peer
     message: Reform | Enter
+
+
+@dataclass
+class RegroupState:
+    """What `Regroup` knows of the ring that stands, as plain data. Who waits for an answer asks again."""
+
+    group: int
+    workers: dict[int, int]  # incarnation -> rank in the run, of the members in order of rank
+    broken: bool
+    over: bool
+    lost: list[int]
+    left: list[int]
+    answered: dict[int, tuple[int, Reformed]]
 
 
 class Regroup:
@@ -109,6 +124,26 @@ class Regroup:
         self._entering[enter.incarnation] = _Asked(peer, enter)
         return []
 
+    def state(self) -> RegroupState:
+        """All that a restart must not lose."""
+        workers = {member: self._workers[member] for member in self.members}
+        return RegroupState(
+            self.group,
+            workers,
+            self.broken,
+            self.over,
+            list(self._lost),
+            list(self._left),
+            dict(self._answered),
+        )
+
+    def restore(self, state: RegroupState) -> None:
+        """Be as `state` says."""
+        self.handle_formed(state.group, state.workers)
+        self.broken, self.over = state.broken, state.over
+        self._lost, self._left = list(state.lost), list(state.left)
+        self._answered = dict(state.answered)
+
     def _told_before(self, peer: Peer, message: Reform | Enter) -> list[Answer] | None:
         """The answer once more, to one that asks once more."""
         number, answer = self._answered.get(message.incarnation, (0, None))
@@ -129,6 +164,8 @@ class Regroup:
         (self._left if said_goodbye else self._lost).append(self._workers[incarnation])
         self.over = self.over or finished
         self.broken = True
+        if not self.members:
+            return self._end(_NO_STATE) if self._entering else []
         return self._go_on() if self._reports else []
 
     def _go_on(self) -> list[Answer]:
@@ -137,7 +174,7 @@ class Regroup:
             return []
         reports = [asked.message for asked in self._reports.values()]
         if all(report.fresh for report in reports if isinstance(report, Reform)):
-            return self._end("those who held the training's state are gone")
+            return self._end(_NO_STATE)
         if len(reports) < self._at_least:
             return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
         admitted = list(self._entering) if all(_admits(report) for report in reports) else []
