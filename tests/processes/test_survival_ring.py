@@ -365,6 +365,50 @@ def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path:
         assert result["mean"] == pytest.approx(mean)
 
 
+# -- data ---------------------------------------------------------------------------------------------------
+
+SAMPLES = 60
+
+
+def deals(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """An epoch in batches of two; what was in each is written down before it is used."""
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    data = torch.utils.data.TensorDataset(torch.arange(SAMPLES))
+    sampler = session.sampler(data, seed=3)
+    counted = []
+    with (folder / f"{who}.samples").open("a") as file:
+        for step, (indices,) in enumerate(torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)):
+            file.write(json.dumps(indices.tolist()) + "\n")
+            file.flush()
+            optimizer.zero_grad()
+            session.weight(2.0**who)
+            model(torch.ones(len(indices), 5, dtype=torch.float64)).square().mean().backward()
+            counted.append(weight_of(session))
+            optimizer.step()
+    return {"counted": counted}
+
+
+@pytest.mark.parametrize(("who", "point"), [(0, "ring.agreed"), (1, "ring.published"), (2, "ring.held")])
+def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
+    tmp_path: Path, who: int, point: str
+) -> None:
+    with case(tmp_path / "run", deals, Fault(who, point)) as made:
+        survivors = [each for each in range(3) if each != who]
+        results = [made.result(each) for each in survivors]
+        given = [(made.folder / f"{each}.samples").read_text().splitlines() for each in range(3)]
+    for result in results:
+        assert result.get("counted", result) == results[0]["counted"]
+    used = [
+        index
+        for step, weight in enumerate(results[0]["counted"])
+        for each in members_of(weight)
+        for index in json.loads(given[each][step])
+    ]
+    assert set(used) == set(range(SAMPLES))
+    assert len(used) <= SAMPLES + 2 * 2  # what is missing in the last batches is filled up
+
+
 # -- newcomers ----------------------------------------------------------------------------------------------
 
 
@@ -402,6 +446,23 @@ def test_a_late_worker_enters_between_two_iterations_with_a_living_ones_state(tm
         assert result["parameters"] == results[0]["parameters"]
         assert result["counted"][-3:] == [7.0] * 3
     assert results[0]["counted"] == [3.0] * 3 + [7.0] * 3
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_one_dies_while_a_late_worker_enters(tmp_path: Path, who: int) -> None:
+    """The first, which gives its state; another; and the one that enters. Those who are left go on."""
+    fault = Fault(who, "ring.formed", iteration=-1)
+    with case(tmp_path / "run", takes_in, fault, workers=2, patience=4.0) as made:
+        wait_for(lambda: made.told("ring"), "the ring", DEADLINE)
+        made.start(2)
+        made.killed(who)
+        survivors = [each for each in range(3) if each != who]
+        results = [made.result(each) for each in survivors]
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["parameters"] == results[0]["parameters"]
+        assert (result["world"], result["lr"]) == (2, results[0]["lr"])
+        assert members_of(result["counted"][-1]) == survivors
 
 
 def does_not_resume(session: Session, who: int, _folder: Path) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_the_random_state_is_derived_and_not_the_others() -> None:
     for rank in (1, 2, 1):
         with atoll.join(CONFIG) as session:
             Script(session)
-            session._state._workers.place = Place(rank=rank, world=4)
+            session._state._workers._place = Place(rank=rank, world=4)
             session._state.restore(raw)
             drawn.append(torch.rand(3))
     assert torch.equal(drawn[0], drawn[2])
