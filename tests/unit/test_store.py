@@ -76,8 +76,8 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     ]
     assert outcome.entries == [Combine(iteration=0, members=members)]
     assert [(r.worker, r.incarnation, r.message) for r in outcome.replies] == [
-        (0, 1, Committed(iteration=0)),
-        (1, 2, Committed(iteration=0)),
+        (0, 1, Committed(iteration=0, workers=[0, 1])),
+        (1, 2, Committed(iteration=0, workers=[0, 1])),
     ]
     assert log.handle_step(0, say(1, 0, scale=0.5, edited=[2])).entries == []
     assert log.waiting_for() == ["worker 1, to step iteration 0"]
@@ -93,7 +93,7 @@ def test_a_commit_that_counts_already_is_answered_again() -> None:
     contribute(log, 0, 1, 0)
     before = list(log.entries)
     again = log.handle_commit(0, commit(1, 0))
-    assert [reply.message for reply in again.replies] == [Committed(iteration=0)]
+    assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
     assert log.entries == before
 
 

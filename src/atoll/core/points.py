@@ -20,6 +20,15 @@ POINTS: dict[str, str] = {
     "hub.recorded": "it is written, and nobody was answered yet",
     "hub.answered": "the answers are sent, and no fence to a log",
     "hub.compacted": "a compact state is written beside the journal, and not in its place yet",
+    "ring.sent": "a message of an iteration has left for the ring",
+    "ring.all_sent": "all messages of an iteration have left",
+    "ring.agreed": "this worker holds all messages of an iteration, and what the workers say about it",
+    "ring.held": "this worker holds a collective's result, and has not yet said so to the others",
+    "ring.confirmed": "all members hold a collective's result",
+    "ring.published": "the iteration's mean is in p.grad",
+    "ring.stepped": "the iteration's step is made",
+    "ring.broken": "this worker is about to tell the hub that the ring broke, or admits newcomers",
+    "ring.formed": "this worker's channels of a ring that goes on stand",
 }
 
 _handler: Handler | None = None

@@ -89,6 +89,9 @@ class Shard:
             messages.Commit: self._handle_for_log,
             messages.Step: self._handle_for_log,
             messages.Meet: self._handle_meet,
+            messages.Arrive: self._handle_entering,
+            messages.WantState: self._handle_entering,
+            messages.GiveState: self._handle_entering,
             messages.WhoIsMissing: self._handle_who_is_missing,
             messages.Setup: self._handle_setup,
             messages.SetChunk: self._handle_set_chunk,
@@ -233,8 +236,10 @@ class Shard:
         reason = self._peers.greet(peer, hello)
         if reason:
             return reason
+        late = False
         if hello.role == "worker":
             if self._log is not None:
+                late = self._log.is_late(hello.worker, hello.incarnation)
                 reason = self._log.handle_join(hello.worker, hello.incarnation)
             elif self._model is not None:
                 reason = self._model.state.refusal(hello.worker, hello.incarnation)
@@ -244,7 +249,8 @@ class Shard:
             self._peers.forget(peer)
             return reason
         self._peers.send(
-            peer, messages.Welcome(run=self._run, worker=hello.worker, incarnation=hello.incarnation)
+            peer,
+            messages.Welcome(run=self._run, worker=hello.worker, incarnation=hello.incarnation, late=late),
         )
         if hello.role == "hub" and self._log is not None:
             self._log.handle_hub()
@@ -388,6 +394,24 @@ class Shard:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
         return self._log.handle_meet(hello.worker, meet, payload)
+
+    def _handle_entering(
+        self,
+        _peer: bytes,
+        hello: Hello,
+        message: messages.Arrive | messages.WantState | messages.GiveState,
+        payload: memoryview | None,
+    ) -> str:
+        """A worker comes late, or a living one gives it its state."""
+        if self._log is None or hello.role != "worker":
+            return "workers enter at shard 0"
+        if isinstance(message, messages.Arrive):
+            return self._log.handle_arrive(hello.worker, hello.incarnation)
+        if isinstance(message, messages.WantState):
+            self._log.handle_want(hello.worker, hello.incarnation, message)
+        else:
+            self._log.handle_give(message, payload)
+        return ""
 
     def _handle_who_is_missing(
         self, peer: bytes, _hello: Hello, _message: messages.WhoIsMissing, _: memoryview | None

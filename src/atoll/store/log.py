@@ -236,6 +236,15 @@ class CommitLog:
         """Whether the run has begun here, and all its workers have left or died."""
         return self._roster.begun and not self._roster.live and not self._roster.waiting
 
+    def comes_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this incarnation."""
+        return self._roster.begun and self._roster.incarnation(worker) != incarnation
+
+    @property
+    def next_meeting(self) -> int:
+        """The number of the next meeting to take place."""
+        return self._meetings.next
+
     def live(self) -> dict[int, int]:
         """The workers that take part: worker -> incarnation."""
         return dict(self._roster.live)

@@ -27,6 +27,11 @@ class Meetings:
         self._parts: dict[int, dict[int, _Part]] = {}  # number -> worker -> part
         self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
 
+    @property
+    def next(self) -> int:
+        """The number of the next to take place."""
+        return self._next
+
     def bind(self, worker: int, incarnation: int) -> None:
         """This worker is here from the beginning, so that every meeting waits for it."""
         self._bound[worker] = incarnation

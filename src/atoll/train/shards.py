@@ -51,6 +51,7 @@ class Shards:
         self.run, self.site = run, site
         self.addresses = list(addresses)
         self.seconds_waited = 0.0  # in all
+        self.late = False  # the run has begun without this worker, which has yet to arrive
         self._handlers: dict[type[AnyMessage], Handler] = {}
         self._clients = [
             Client(address, keys, limit=limit, name=self._name(index))
@@ -134,7 +135,13 @@ class Shards:
     def _greet(self) -> None:
         """Say hello to each shard: versions, run and rank are checked there."""
         welcome: set[int] = set()
-        self.on(Welcome, lambda shard, _message, _payload: welcome.add(shard))
+
+        def take(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+            assert isinstance(message, Welcome)
+            self.late = self.late or message.late
+            welcome.add(shard)
+
+        self.on(Welcome, take)
         self.send_all(
             Hello(
                 version=VERSION,
