@@ -291,6 +291,7 @@ def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:
     # It comes back, anew, and takes part in the next iteration that begins.
     back = run.again(2, 9)
     back.ready()
+    back.send(0, m.Arrive(incarnation=9))
     run.workers = [one, two]
     run.iterate(2)
     back.ask(0)
