@@ -14,6 +14,13 @@ Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the ite
 
 POINTS: dict[str, str] = {
     # name: what has just happened, or is about to
+    "enter.arrived": "a worker that comes late has told the log that it takes part",
+    "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
+    "enter.giving": "a living worker is about to give it the rest",
+    "enter.given": "it has given that",
+    "enter.restored": "the newcomer goes on from there",
+    "members.meet": "members have changed; this one is about to meet the others",
+    "members.dealt": "what is left of their data is dealt anew",
 }
 
 _handler: Handler | None = None
