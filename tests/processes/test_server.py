@@ -469,6 +469,7 @@ def test_the_first_worker_comes_back_and_finds_what_was_trained(start: Callable[
     hub.send(0, m.Fence(worker=0, incarnation=1))
     hub.expect(0, m.Fenced)
     back = run.again(0, 7)
+    back.send(0, m.Arrive(incarnation=7))
     back.set_up(2, consistency="asp")  # with values of its own, which nobody wants any more
     back.ready()
     back.ask(0)

@@ -120,6 +120,18 @@ def test_who_comes_late_enters_with_the_iteration_that_all_members_were_told_of(
     assert set(log.live()) == {0, 1, 2}
 
 
+def test_meetings_wait_for_a_newcomer_from_the_one_on_that_it_knows() -> None:
+    log = log_of("asp")
+    log.handle_join(2, 9)
+    log.handle_meet(0, 1, 0, "a", 10)
+    log.handle_entered(2, 9, 1)  # by worker 0, who waits in meeting 0 for worker 1
+    assert [m.workers for m in log.handle_meet(1, 2, 0, "a", 11).met] == [[0, 1]]
+    log.handle_meet(0, 1, 1, "b", 12)
+    assert log.handle_meet(1, 2, 1, "b", 13).met == []
+    assert log.waiting_for() == ["worker 2, to come to 'b'"]
+    assert [m.workers for m in log.handle_meet(2, 9, 1, "b", 14).met] == [[0, 1, 2]]
+
+
 def test_who_comes_when_nobody_lives_enters_at_once() -> None:
     log = log_of("bsp")
     log.handle_fence(0, 1)
