@@ -30,15 +30,17 @@ PACE = 0.1  # seconds of an iteration while somebody is to come
 
 # Each line of a worker's notes is one iteration that counts. A worker whose rank is in `hang` stops in that
 # iteration, before its backward; one whose rank is in `pace` goes slowly from that iteration on, until a file
-# says that all are there.
+# says that all are there. `die` has a point of the code for a worker's name, at which it kills itself.
 SCRIPT = f"""
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 import torch
 import atoll
+from atoll.core import points
 
 torch.set_num_threads(1)
 plan = json.loads(sys.argv[1])
 me, name = os.environ["ATOLL_RANK"], sys.argv[2]
+points.install(lambda at, _: os.kill(os.getpid(), signal.SIGKILL) if at == plan["die"].get(name) else None)
 torch.manual_seed(0 if not plan["late"] else 77)  # who comes late begins with other values
 model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
 model.register_buffer("seen", torch.zeros(()).double())
@@ -116,7 +118,16 @@ class Workers:
         torch.save(self.inputs, folder / "inputs.pt")
 
     def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:
-        given = {"late": False, "resume": True, "batches": True, "hang": {}, "pace": {}, **self._plan, **plan}
+        given = {
+            "late": False,
+            "resume": True,
+            "batches": True,
+            "hang": {},
+            "pace": {},
+            "die": {},
+            **self._plan,
+            **plan,
+        }
         environment = {
             **os.environ,
             HUB_VARIABLE: self._address,
@@ -141,6 +152,11 @@ class Workers:
         self.wait(lambda: (self.folder / f"hangs-{name}").exists(), f"{name} to hang")
         self._processes[name].send_signal(signal.SIGKILL)
         self._processes[name].wait(DEADLINE)
+
+    def await_death(self, name: str) -> None:
+        """By the point of the code at which it is to die."""
+        self._processes[name].wait(DEADLINE)
+        assert self._processes[name].returncode == -signal.SIGKILL, self._processes[name].communicate()[1]
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """A worker that has failed meanwhile says why."""
@@ -300,6 +316,35 @@ def test_bsp_grows_from_two_to_four_and_shrinks_to_one(begin: Callable[..., Work
     parameters, average = plain(workers, iterations)
     assert_near(workers.end("0")["model"], parameters)
     assert_near(workers.end("0")["average"], average)
+
+
+def test_newcomers_and_who_lets_them_in_may_die_on_the_way(begin: Callable[..., Workers]) -> None:
+    """One newcomer dies as a member that has nothing yet; worker 0 as it is about to give its state to
+    another, who gets it from the next."""
+    die = {"lost": "enter.member", "zero": "enter.giving"}
+    workers = begin(2, f"global_batch = {BATCH}", pace={"0": 4, "1": 4}, die=die)
+    for rank, name in enumerate(("zero", "one")):
+        workers.start(name, rank)
+    workers.wait(lambda: bool(workers.notes("zero")), "the run's first iteration")
+    workers.start("lost", 2, late=True)
+    workers.await_death("lost")
+    workers.start("new", 3, late=True)
+    workers.await_death("zero")
+    workers.wait(lambda: bool(workers.notes("new")), "the new worker's first iteration")
+    (workers.folder / "all-there").touch()
+    workers.finish("one", "new")
+
+    one, new = workers.notes("one"), workers.notes("new")
+    assert [at for at, *_ in one] == list(range(len(one)))
+    assert [at for at, *_ in new] == list(range(new[0][0], len(one)))
+    iterations = merged(workers, "zero", "one", "new")
+    used = Counter(index for samples in iterations.values() for index in samples)
+    assert used == Counter(dict.fromkeys(range(LENGTH), EPOCHS))
+    parameters, average = plain(workers, iterations)
+    for name in ("one", "new"):
+        assert_near(workers.end(name)["model"], parameters)
+        assert_near(workers.end(name)["average"], average)
+    assert one[-1][3] == 2
 
 
 def test_asp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers]) -> None:

@@ -31,6 +31,7 @@ from atoll.hub.decisions import read_decisions
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.ring import RingReducer
 from atoll.train.session import Session
+from atoll.train.sockets import shut
 
 STEPS = 6
 STRIKE = 3  # the iteration in which a fault happens
@@ -363,6 +364,33 @@ def test_one_dies_where_the_others_wait_in_a_collective_of_the_session(tmp_path:
         assert result["gathered"] == ([0, 1, 2] if before > 1 else [1, 2])
         mean = (0 + 1 * 2 + 2 * 4) / 7 if before > 2 else (1 * 2 + 2 * 4) / 6
         assert result["mean"] == pytest.approx(mean)
+
+
+def cut_off(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """As `trains`; in one iteration all connections of worker 1 to the others break, as a router might do."""
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    counted = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        session.weight(2.0**who)
+        if (who, step) == (1, STRIKE):
+            assert session._ring is not None
+            data = session._ring.data
+            assert shut(data._ports, data._peers) == 2
+        loss_of(model, who, step).backward()
+        counted.append(weight_of(session))
+        optimizer.step()
+    return {"counted": counted, "parameters": [p.detach().tolist() for p in model.parameters()]}
+
+
+def test_connections_that_break_between_the_living_are_made_again(tmp_path: Path) -> None:
+    with case(tmp_path / "run", cut_off) as made:
+        results = [made.result(who) for who in range(3)]
+        assert made.told("ring") == ["ring 1 of 3 workers", "ring 2 of 3 workers"]
+        assert "a connection was lost during iteration 3; the ring goes on with 3 workers" in made.said(0)
+    assert_went_on(results, [0, 1, 2])
+    assert results[0]["counted"] == [7.0] * STEPS
 
 
 # -- data ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,13 @@ POINTS: dict[str, str] = {
     "ring.stepped": "the iteration's step is made",
     "ring.broken": "this worker is about to tell the hub that the ring broke, or admits newcomers",
     "ring.formed": "this worker's channels of a ring that goes on stand",
+    "enter.arrived": "a worker that comes late has told the log that it takes part",
+    "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
+    "enter.giving": "a living worker is about to give it the rest",
+    "enter.given": "it has given that",
+    "enter.restored": "the newcomer goes on from there",
+    "members.meet": "members have changed; this one is about to meet the others",
+    "members.dealt": "what is left of their data is dealt anew",
 }
 
 _handler: Handler | None = None

@@ -32,10 +32,12 @@ class Entrance:
         """A newcomer asks for the state before `iteration`; `look` sees to it."""
         self._wants[worker, incarnation] = _Want(iteration)
 
-    def give(self, give: messages.GiveState, payload: memoryview | None) -> None:
-        """Pass on what a living worker gives. Given twice: the first counts."""
-        if self._wants.pop((give.worker, give.life), None) is not None:
-            self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
+    def give(self, give: messages.GiveState, payload: memoryview | None) -> bool:
+        """Pass on what a living worker gives; False where nobody wants it. Given twice: the first counts."""
+        if self._wants.pop((give.worker, give.life), None) is None:
+            return False
+        self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
+        return True
 
     def look(self, live: Mapping[int, int], meeting: int) -> None:
         """Ask somebody who lives for what nobody living was asked for; tell newcomers where nobody is left.

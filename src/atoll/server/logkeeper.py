@@ -134,7 +134,8 @@ class LogKeeper:
 
     def handle_give(self, give: messages.GiveState, payload: memoryview | None) -> None:
         """A living worker gives its state to one that comes late."""
-        self._entrance.give(give, payload)
+        if self._entrance.give(give, payload) and not give.refused:
+            self._meetings.handle_entered(give.worker, give.life, give.meeting)
 
     def _see_to_entrance(self) -> None:
         """Have somebody who lives give what is wanted."""

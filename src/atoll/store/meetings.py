@@ -26,15 +26,18 @@ class Meetings:
         self._next = 0  # all numbers below are over
         self._parts: dict[int, dict[int, _Part]] = {}  # number -> worker -> part
         self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
+        self._since: dict[int, int] = {}  # worker -> the first meeting that waits for it, if not 0
 
     @property
     def next(self) -> int:
         """The number of the next to take place."""
         return self._next
 
-    def bind(self, worker: int, incarnation: int) -> None:
-        """This worker is here from the beginning, so that every meeting waits for it."""
+    def bind(self, worker: int, incarnation: int, since: int = 0) -> None:
+        """Every meeting from number `since` on waits for this worker: it is here from the beginning, or knows
+        the number from one who is."""
         self._bound[worker] = incarnation
+        self._since[worker] = since
 
     def meet(self, worker: int, incarnation: int, number: int, what: str, handle: int, draft: Draft) -> None:
         """A live worker's part. Refused, or come twice: its handle is released."""
@@ -59,6 +62,7 @@ class Meetings:
         """A worker is fenced: it is not waited for, and its parts are released."""
         if self._bound.get(worker, incarnation + 1) <= incarnation:
             del self._bound[worker]
+            self._since.pop(worker, None)
         for parts in self._parts.values():
             part = parts.get(worker)
             if part is not None and part.incarnation <= incarnation:
@@ -83,7 +87,8 @@ class Meetings:
         return self._roster.is_quorate() and not self._missing()
 
     def _missing(self) -> list[int]:
-        return sorted(set(self._bound) - set(self._parts[self._next]))
+        bound = {worker for worker in self._bound if self._since.get(worker, 0) <= self._next}
+        return sorted(bound - set(self._parts[self._next]))
 
     def waiting_for(self) -> list[str]:
         """Who is waited for, in words."""

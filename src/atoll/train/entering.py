@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from atoll.core.errors import UserError
+from atoll.core.errors import CheckpointError, UserError
+from atoll.core.points import reach
 from atoll.train.resume import TrainingState
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.shards import LOG, Shards
@@ -71,7 +72,9 @@ class ServedEntrance:
     def enter(self) -> bool:
         shards = self._shards
         shards.send(LOG, Arrive(incarnation=shards.incarnation))
+        reach("enter.arrived")
         iteration = self._entered()
+        reach("enter.member", iteration)
         shards.send(LOG, WantState(iteration=iteration))
         shards.wait(
             lambda: self._given is not None,
@@ -82,6 +85,8 @@ class ServedEntrance:
         give, payload = self._given
         self._given = None
         self._workers.enter(give.meeting, list(give.members) or [self._worker])
+        if give.refused:
+            raise CheckpointError(f"a living worker's state: {give.refused}")
         members = list(give.members) or [self._worker]
         if give.members:
             rank = members.index(self._worker) if self._elastic else None
@@ -90,6 +95,7 @@ class ServedEntrance:
             self._state.iteration = iteration
         if self._elastic:
             self._take_members(members)
+        reach("enter.restored", iteration)
         return bool(give.members)
 
     def _handle_give(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
@@ -129,15 +135,22 @@ class ServedEntrance:
         if not due:
             return
         self._wanted = [want for want in self._wanted if want not in due]
-        payload = memoryview(self._state.capture())
+        refused, payload = "", memoryview(b"")
+        try:
+            payload = memoryview(self._state.capture())
+        except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
+            refused = str(error)[:4000]
         for want in due:
+            reach("enter.giving", want.iteration)
             give = GiveState(
                 worker=want.worker,
                 life=want.life,
                 meeting=self._workers.next_meeting,
                 members=self._members or [self._worker, want.worker],
+                refused=refused,
             )
             self._shards.send(LOG, give, payload)
+            reach("enter.given", want.iteration)
 
     # Changes of members
 
@@ -150,6 +163,7 @@ class ServedEntrance:
     def _regroup(self, iteration: int, members: list[int], entering: list[int]) -> None:
         """All who have made this iteration meet, and deal what is left of their data anew."""
         what = f"the members' places in their data after iteration {iteration}"
+        reach("members.meet", iteration)
         places = self._workers.gather(self._state.places(), what)
         there = dict(zip(self._workers.ranks, places, strict=True))
         now = sorted({*there, *entering})
@@ -158,6 +172,7 @@ class ServedEntrance:
             [there.get(worker) for worker in now], now.index(self._worker), len(now), absent
         )
         self._members = now
+        reach("members.dealt", iteration)
 
     def _take_members(self, members: list[int]) -> None:
         self._members = members

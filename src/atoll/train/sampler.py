@@ -99,6 +99,8 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             "committed": self._committed,
             "before_last": self._before_last,
             "ended": self._whole and not self._iterating,
+            "whole": self._whole,
+            "idle": not self.consumed and (self._whole or not self._iterating),
         }
 
     def _used(self) -> int:
@@ -181,6 +183,10 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         next epoch. Raises RunError where members are in different epochs.
         """
         known = {index: _place(place) for index, place in enumerate(places) if place is not None}
+        if all(place["idle"] for place in places if place is not None):
+            over = any(place["whole"] for place in places if place is not None)
+            self._deal_idle(rank, len(places), over and rank not in known)
+            return
         epochs = {place["epoch"] for place in places if place is not None}
         if epochs != {self._epoch}:
             raise RunError(
@@ -203,6 +209,15 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             self._begin(self._epoch + 1)
         self._orders = {epoch: self._order(epoch) for epoch in {run[0] for run in self._deal.runs}}
 
+    def _deal_idle(self, rank: int, world: int, over: bool) -> None:
+        """Nobody trains on what this sampler gives now, nor has in this deal (it may be for evaluation): the
+        next iteration is of all of it; for one who comes new when the epoch was `over`, of the next one."""
+        whole, self.rank, self.world = self._whole, rank, world
+        self._set_deal(self._deal_of(self._deal.runs))
+        self._whole = whole
+        if over:
+            self._begin(self._epoch + 1)
+
     def _dealt_anew(self, used: int) -> None:
         """This worker has used that many ticks of the new deal."""
         self.consumed = used
@@ -215,6 +230,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             "runs": [list(run) for run in deal.runs],
             "held": [[[list(item) for item in tick] for tick in ticks] for ticks in deal.held],
             "ended": deal.ended,
+            "over": self._whole and not self.given,
         }
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +243,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             right = right and isinstance(ticks, list) and all(isinstance(tick, list) for tick in ticks)
             items = [item for tick in ticks for item in tick] if right else []
             right = right and all(_is_item(item, self._length) for item in items)
-        if not right or not isinstance(state.get("ended"), bool):
+        if not right or not all(isinstance(state.get(key), bool) for key in ("ended", "over")):
             raise CheckpointError("the sampler's deal names workers or samples that are none")
 
     def load_deal_state(self, state: Mapping[str, Any], rank: int | None = None) -> None:
@@ -239,7 +255,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         runs = [(e, start, stop) for e, start, stop in state["runs"]]
         self._set_deal(self._deal_of(runs, held, state["ended"]))
         self.rank, self.world = (0 if rank is None else rank), len(held)
-        if rank is not None and not self._deal.ticks:  # it begins with the next epoch
+        if rank is not None and (state["over"] or not self._deal.ticks):  # it begins with the next epoch
             self._begin(self._epoch + 1)
 
     # Inside

@@ -467,13 +467,14 @@ class WantState(Message, frozen=True):
 
 class GiveState(Message, frozen=True):
     """Payload: a living worker's state, for `worker` of incarnation `life`, by way of the log. `members` are
-    those of the next iteration in order, and `meeting` is their next one's number. Without members and
-    payload, from the log: nobody lives who could give it."""
+    those of the next iteration in order, and `meeting` is their next one's number. `refused`: why it cannot
+    be given. Without members and payload, from the log: nobody lives who could give it."""
 
     worker: Count
     life: Count
     meeting: Count
     members: Annotated[list[Count], Meta(max_length=4096)] = []
+    refused: Text = ""
 
 
 class WhoIsMissing(Message, frozen=True):
