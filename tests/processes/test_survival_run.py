@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
 import time
 from collections import Counter
-from typing import Any
 
-import psutil
 import pytest
+from killed_runs import HUB, STEADY, hub_decisions, kill, services, start
 from run_command import DEADLINE, Command, wait_for
 
 SAMPLES, EPOCHS, BATCH = 90, 2, 3
@@ -40,57 +36,9 @@ with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) 
             print(json.dumps(indices.tolist()), file=notes)
 """
 
-STEADY = """
-import time
-import torch
-import atoll
-
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 300)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with atoll.join() as session:
-    session.prepare(model, optimizer)
-    while session.iteration < STEPS:
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
-        time.sleep(0.02)
-"""
-
-
-def start(
-    command: Command, script: str, *options: str, run: str = "strategy = 'server'", workers: int = 2
-) -> subprocess.Popen[str]:
-    (command.directory / "atoll.toml").write_text("\n".join(["[run]", run, *options]))
-    return command.start(script, workers=workers)
-
-
-def services(command: Command, *words: str) -> list[psutil.Process]:
-    """The processes whose command line has all of these words."""
-    found = []
-    for process in command.alive():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if set(words) <= set(process.cmdline()):
-                found.append(process)
-    return found
-
-
-def kill(command: Command, *words: str) -> None:
-    """kill -9 the one that is there, once it is."""
-    wait_for(lambda: services(command, *words), " ".join(words))
-    services(command, *words)[0].kill()
-
 
 def notes(command: Command) -> list[list[int]]:
     return [json.loads(line) for path in command.directory.glob("notes-*") for line in path.open()]
-
-
-def hub_decisions(command: Command) -> list[dict[str, Any]]:
-    path = command.directory / "run" / "service" / "decisions.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-HUB = ("atoll.launch.service", "hub")
 
 
 @pytest.mark.parametrize("sites", [0, 2])
@@ -152,20 +100,6 @@ def test_a_worker_that_is_killed_before_the_run_begins_is_started_again(command:
     assert command.summary()["steps"] == 5
 
 
-def test_an_elastic_ring_trains_through_its_hubs_death(command: Command) -> None:
-    process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
-    wait_for(lambda: command.steps() > 3, "a few steps")
-    kill(command, *HUB)
-    _, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, err
-    assert "the hub was killed by SIGKILL, and is started again (1 of 3)" in err
-    assert command.summary()["steps"] == 200
-    assert command.summary()["strategy"] == "ring"
-    left = [each for each in hub_decisions(command) if each["what"] == "worker left"]
-    assert len(left) <= 2  # the launcher may end the hub before it has heard both
-    assert not [each for each in hub_decisions(command) if each["what"] == "worker died"]
-
-
 def test_a_script_s_own_error_is_not_started_again(command: Command) -> None:
     raises = "import os\nif os.environ['RANK'] == '1': raise SystemExit(7)\n"
     process = start(command, raises + STEADY.replace("STEPS", "10**6"), "restarts = 5")
@@ -202,15 +136,3 @@ def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
     assert "shard 0 was killed by SIGKILL, and is started again (1 of 3)" in err
     counts = Counter(index for batch in notes(command) for index in batch)
     assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
-
-
-@pytest.mark.xfail(strict=True, reason="rings are not made again without a member yet")
-def test_an_elastic_ring_goes_on_without_a_worker_that_was_killed(command: Command) -> None:
-    process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
-    wait_for(lambda: command.steps() > 3, "a few steps")
-    journal = command.directory / "run" / "workers" / "1.jsonl"
-    os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
-    _, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, err
-    assert "worker 1 was killed by SIGKILL; the others go on without it" in err
-    assert command.summary()["steps"] == 200

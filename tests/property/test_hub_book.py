@@ -56,6 +56,7 @@ class Hub:
             # Who waited before a restart is nobody's connection after it, and asks again.
             lambda _peer, message: self.answers.append(message),
             lambda _peer, reason, _name: self.answers.append(reason),
+            lambda _incarnation, _reason: None,
             lambda message: self.records.append(InRing(at=self.now, message=message)),
         )
         self.book.rings = self.rings
@@ -64,10 +65,10 @@ class Hub:
         """Another one, that has read what this one wrote."""
         other = Hub(self.book.members.shards, bool(self.book.members.sites))
         other.now, other.number = self.now, self.number
-        other.answers = list(self.answers)
         other.records = [Knows(at=self.now, state=self.book.state())] if compact else list(self.records)
         for record in map(encode_record, list(other.records)):
             other.book.apply(decode_record(record))
+        other.answers = list(self.answers)  # what is gone through again answers nobody
         return other
 
     def happen(self, kind: str, who: int, what: int, small: int) -> None:

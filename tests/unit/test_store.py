@@ -21,7 +21,7 @@ from atoll.store.entries import (
 from atoll.store.leases import Leases
 from atoll.store.log import CommitLog
 from atoll.store.members import Membership
-from atoll.store.outcomes import StoreError
+from atoll.store.outcomes import Outcome, StoreError
 from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
@@ -76,8 +76,8 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     ]
     assert outcome.entries == [Combine(iteration=0, members=members)]
     assert [(r.worker, r.incarnation, r.message) for r in outcome.replies] == [
-        (0, 1, Committed(iteration=0)),
-        (1, 2, Committed(iteration=0)),
+        (0, 1, Committed(iteration=0, workers=[0, 1])),
+        (1, 2, Committed(iteration=0, workers=[0, 1])),
     ]
     assert log.handle_step(0, say(1, 0, scale=0.5, edited=[2])).entries == []
     assert log.waiting_for() == ["worker 1, to step iteration 0"]
@@ -88,12 +88,63 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     assert len(log.reasons) == len(log.entries)
 
 
+def entering(outcome: Outcome) -> list[list[int]]:
+    """Of each answer to a commit, who enters next."""
+    return [r.message.entering for r in outcome.replies if isinstance(r.message, Committed)]
+
+
+def test_who_comes_late_enters_with_the_iteration_that_all_members_were_told_of() -> None:
+    log = log_of("bsp")
+    assert log.comes_late(2, 9)
+    assert not log.comes_late(1, 2)
+    log.handle_join(2, 9)  # while iteration 0 is under way: all who make it are told
+    contribute(log, 0, 1, 0)
+    log.handle_staged(0, 1, 2, 0)
+    outcome = log.handle_commit(1, commit(2, 0))
+    assert entering(outcome) == [[2], [2]]
+    log.handle_join(3, 10)  # too late for that: they have been told
+    assert entering(log.handle_commit(0, commit(1, 0))) == [[2]]  # asked again, the same answer
+    log.handle_step(0, say(1, 0))
+    joined = log.handle_step(1, say(2, 0)).entries[1:]
+    assert joined == [Joined(worker=2, incarnation=9, clock=1)]
+    assert not log.comes_late(2, 9)
+    for worker, incarnation in ((0, 1), (1, 2)):
+        contribute(log, worker, incarnation, 1)
+    log.handle_staged(0, 2, 9, 1)
+    outcome = log.handle_commit(2, commit(9, 1))
+    assert entering(outcome) == [[3], [3], [3]]
+    log.handle_fence(3, 10)  # it dies before
+    for worker, incarnation in ((0, 1), (1, 2), (2, 9)):
+        outcome = log.handle_step(worker, say(incarnation, 1))
+    assert not any(isinstance(entry, Joined) for entry in outcome.entries)
+    assert set(log.live()) == {0, 1, 2}
+
+
+def test_meetings_wait_for_a_newcomer_from_the_one_on_that_it_knows() -> None:
+    log = log_of("asp")
+    log.handle_join(2, 9)
+    log.handle_meet(0, 1, 0, "a", 10)
+    log.handle_entered(2, 9, 1)  # by worker 0, who waits in meeting 0 for worker 1
+    assert [m.workers for m in log.handle_meet(1, 2, 0, "a", 11).met] == [[0, 1]]
+    log.handle_meet(0, 1, 1, "b", 12)
+    assert log.handle_meet(1, 2, 1, "b", 13).met == []
+    assert log.waiting_for() == ["worker 2, to come to 'b'"]
+    assert [m.workers for m in log.handle_meet(2, 9, 1, "b", 14).met] == [[0, 1, 2]]
+
+
+def test_who_comes_when_nobody_lives_enters_at_once() -> None:
+    log = log_of("bsp")
+    log.handle_fence(0, 1)
+    log.handle_fence(1, 2)
+    assert Joined(worker=0, incarnation=9, clock=0) in log.handle_join(0, 9).entries
+
+
 def test_a_commit_that_counts_already_is_answered_again() -> None:
     log = log_of("bsp", workers=1)
     contribute(log, 0, 1, 0)
     before = list(log.entries)
     again = log.handle_commit(0, commit(1, 0))
-    assert [reply.message for reply in again.replies] == [Committed(iteration=0)]
+    assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
     assert log.entries == before
 
 

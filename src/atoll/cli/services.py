@@ -57,6 +57,9 @@ def hub(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
     ] = None,
+    at_least: Annotated[
+        int, typer.Option("--at-least", metavar="M", help="With fewer workers left, a ring ends.")
+    ] = 1,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="End, and end the shards, when all workers have left.")
     ] = False,
@@ -83,6 +86,7 @@ def hub(
         min(HEARTBEAT, seconds / 10),
         sites=sites,
         until_done=until_done,
+        at_least=at_least,
     )
 
 

@@ -61,6 +61,8 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
     nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
     consistency: Consistency = "bsp"  # strategy server: how far workers may be apart
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
+    # Samples in a step over all workers, for session.batches; 0: not asked for
+    global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
 
 

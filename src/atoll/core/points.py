@@ -29,6 +29,22 @@ POINTS: dict[str, str] = {
     "shard.stepped": "a chunk is stepped, and sent to nobody",
     "shard.answered": "a chunk is on its way to a worker",
     "shard.snapshot": "a snapshot has got its name; what it replaces is still there",
+    "ring.sent": "a message of an iteration has left for the ring",
+    "ring.all_sent": "all messages of an iteration have left",
+    "ring.agreed": "this worker holds all messages of an iteration, and what the workers say about it",
+    "ring.held": "this worker holds a collective's result, and has not yet said so to the others",
+    "ring.confirmed": "all members hold a collective's result",
+    "ring.published": "the iteration's mean is in p.grad",
+    "ring.stepped": "the iteration's step is made",
+    "ring.broken": "this worker is about to tell the hub that the ring broke, or admits newcomers",
+    "ring.formed": "this worker's channels of a ring that goes on stand",
+    "enter.arrived": "a worker that comes late has told the log that it takes part",
+    "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
+    "enter.giving": "a living worker is about to give it the rest",
+    "enter.given": "it has given that",
+    "enter.restored": "the newcomer goes on from there",
+    "members.meet": "members have changed; this one is about to meet the others",
+    "members.dealt": "what is left of their data is dealt anew",
 }
 
 _handler: Handler | None = None

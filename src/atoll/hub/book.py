@@ -37,7 +37,7 @@ class RingsOf(Protocol):
     def replay(self, now: float, message: AnyMessage) -> None:
         """Take a worker's word again, and answer nobody."""
 
-    def left(self, incarnation: int) -> None:
+    def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
         """A worker is no more."""
 
     def state(self) -> bytes:
@@ -126,8 +126,8 @@ class Book:
             self.begun = self.begun or len(self.members.live()) >= self.members.workers
         return admission
 
-    def leave(self, record: Left) -> Gone | None:
-        """Somebody leaves in good order; None where nobody of this incarnation is there."""
+    def leave(self, record: Left | Died) -> Gone | None:
+        """Somebody leaves; None where nobody of this incarnation is there."""
         site = self.members.handle_site_goodbye(record.incarnation)
         if site:
             self._fence_site(site, record.incarnation)
@@ -138,12 +138,12 @@ class Book:
         rank = self.members.handle_goodbye(record.incarnation)
         if rank is None:
             return None
-        self._fence(rank, record.incarnation)
+        self._fence(rank, record)
         return Gone(worker=rank)
 
     def die(self, record: Died) -> Gone | None:
         """Somebody is dead. A site's log goes with its shard, and with it whom it was to fence."""
-        gone = self.leave(Left(at=record.at, incarnation=record.incarnation))
+        gone = self.leave(record)
         if gone is not None and gone.site:
             self.fences.pop(gone.site, None)
         return gone
@@ -152,10 +152,12 @@ class Book:
         """The site of a worker that has ever come; empty for anyone else."""
         return next((site for (_, known), site in self._site_of.items() if known == incarnation), "")
 
-    def _fence(self, rank: int, incarnation: int) -> None:
+    def _fence(self, rank: int, record: Left | Died) -> None:
         """The log that knows a worker is to take nothing from it."""
+        incarnation, said_goodbye = record.incarnation, isinstance(record, Left)
         if self.rings is not None:
-            self.rings.left(incarnation)
+            finished = isinstance(record, Left) and record.finished
+            self.rings.left(incarnation, said_goodbye=said_goodbye, finished=finished)
         if self.members.sites:
             fences = self.fences.get(self._site_of.get((rank, incarnation), GLOBAL))
         else:

@@ -42,6 +42,7 @@ def serve(
     *,
     sites: Mapping[str, int] | None = None,
     until_done: bool = False,
+    at_least: int = 1,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -53,11 +54,14 @@ def serve(
     `folder` also gets the address, for `listen` may leave the port open (0), and the journal: a hub that is
     started again with the same folder goes on with the same run at the same address. `ready` is called with
     the address once others may connect. `patience`: the most seconds of silence after which a member counts
-    as dead; `heartbeat`: how often they are to be heard. It ends when `until` says so, by a signal, or with
-    `until_done` when all workers have left or died and the shards, which it tells, have ended. Raises
-    UserError for input that is wrong, a port in use and a folder of another run too.
+    as dead; `heartbeat`: how often they are to be heard. `at_least`: a ring with fewer members left than
+    these ends. It ends when `until` says so, by a signal, or with `until_done` when all workers have left or
+    died and the shards, which it tells, have ended. Raises UserError for input that is wrong, a port in use
+    and a folder of another run too.
     """
     _check(workers, shards, patience, heartbeat)
+    if not 1 <= at_least <= workers:
+        raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
     keys = read_keys(keys_file) if keys_file else None
     where = None if not folder else Path(folder)
@@ -84,7 +88,16 @@ def serve(
         stack.callback(decisions.close)
         book = Book(workers, patience, shards, sites, heartbeat)
         cut = journal.cut if journal is not None else 0
-        hub = Hub(server, book, decisions, run=run, keys=keys, until_done=until_done, journal=journal)
+        hub = Hub(
+            server,
+            book,
+            decisions,
+            run=run,
+            keys=keys,
+            until_done=until_done,
+            at_least=at_least,
+            journal=journal,
+        )
         stack.callback(hub.close)
         if book.over and not book.members.incarnations():
             raise UserError(f"{where}: the run {run!r} there is over; give another --directory")

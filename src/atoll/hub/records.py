@@ -51,9 +51,10 @@ class Came(Record, frozen=True):
 
 
 class Left(Record, frozen=True):
-    """One of them said goodbye."""
+    """One of them said goodbye; `finished`: at the end of its session."""
 
     incarnation: int
+    finished: bool = False
 
 
 class Died(Record, frozen=True):

@@ -35,18 +35,19 @@ from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Enter,
     Fenced,
     Gather,
     Goodbye,
     Heartbeat,
     Hello,
     Lease,
+    Reform,
     Refused,
     Shards,
     StoreCall,
     Welcome,
     WhereAreShards,
-    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -99,7 +100,8 @@ class Hub:
 
     `run` is the run's name; who names another one is refused, who names none is told it. `turn` is one round
     of the loop, `serve` is the loop. With `until_done` it ends when all workers have left or died, after as
-    many were there as the run begins with, and the shards have ended, which are then told to.
+    many were there as the run begins with, and the shards have ended, which are then told to. A ring of fewer
+    members than `at_least` does not go on.
 
     Each turn writes down what it has changed, in `journal` where there is one, before it answers anybody.
     What the journal holds already is gone through again first, and the run goes on from there.
@@ -114,6 +116,7 @@ class Hub:
         run: str,
         keys: Keys | None = None,
         until_done: bool = False,
+        at_least: int = 1,
         journal: HubJournal | None = None,
     ) -> None:
         self._until_done = until_done
@@ -133,7 +136,16 @@ class Hub:
         self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
         self._replayed_at: float | None = None  # while what is in the journal is gone through
         self._clock = Clock(2 * _LOOK_SECONDS)
-        self._rings = Rings(self._members, decisions, self._now, self._send, self._refuse, self._keep_word)
+        self._rings = Rings(
+            self._members,
+            decisions,
+            self._now,
+            self._send,
+            self._refuse,
+            self._give_up,
+            self._keep_word,
+            at_least=at_least,
+        )
         book.rings = self._rings
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._pids: dict[int, int] = {}  # incarnation of a shard -> its process
@@ -269,7 +281,7 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
-        elif isinstance(message, (Gather, StoreCall, WhoIsSilent)):
+        elif isinstance(message, (Gather, StoreCall, Reform, Enter)):
             self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
@@ -384,6 +396,8 @@ class Hub:
             self._refuse(peer, self._given_up(beat.incarnation), "Heartbeat")
         elif self._book.over:  # nobody but shards is left
             self._send(peer, messages.Over())
+        else:
+            self._rings.beat(peer, beat.incarnation)
 
     def _given_up(self, incarnation: int) -> str:
         return (
@@ -403,7 +417,7 @@ class Hub:
         if not self._owns(peer, incarnation):
             self._refuse(peer, "only a worker itself says goodbye", "Goodbye")
             return
-        left = Left(at=self._clock.now(), incarnation=incarnation)
+        left = Left(at=self._clock.now(), incarnation=incarnation, finished=goodbye.finished)
         gone = self._book.leave(left)
         if gone is not None:
             self._new.append(left)
@@ -503,6 +517,11 @@ class Hub:
 
     def _poll_deaths(self) -> None:
         for incarnation, reason in self._members.poll_deaths(self._clock.now()):
+            self._bury(incarnation, reason)
+
+    def _give_up(self, incarnation: int, reason: str) -> None:
+        """A worker is dead, by what the others of its ring say."""
+        if incarnation in self._members.incarnations():
             self._bury(incarnation, reason)
 
     def _bury(self, incarnation: int, reason: str) -> None:

@@ -297,6 +297,21 @@ class CommitLog:
         """Whether the run has begun here, and all its workers have left or died."""
         return self._roster.begun and not self._roster.live and not self._roster.waiting
 
+    def comes_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this incarnation."""
+        return self._roster.begun and self._roster.incarnation(worker) != incarnation
+
+    def handle_entered(self, worker: int, incarnation: int, meeting: int) -> None:
+        """A live worker that has come late knows the others' state: meetings from that number on wait for
+        it."""
+        if self._roster.live.get(worker) == incarnation:
+            self._meetings.bind(worker, incarnation, meeting)
+
+    @property
+    def next_meeting(self) -> int:
+        """The number of the next meeting to take place."""
+        return self._meetings.next
+
     def live(self) -> dict[int, int]:
         """The workers that take part: worker -> incarnation."""
         return dict(self._roster.live)

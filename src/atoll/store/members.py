@@ -72,7 +72,8 @@ class Membership:
     `heartbeat` is how often members are to be heard, in seconds. `sites` has the number of workers of each
     site, where the run has levels; each site has a shard of its own.
 
-    A run without shards is a ring, whose ranks are those below `workers`. Elsewhere any number may come.
+    A run without shards is a ring, whose ranks are those below `workers` until it is formed (`open`). Else
+    any number may come.
     Incarnations come from one counter, from 1; who comes back has a higher one. Shards have them too, so that
     their heartbeats can be told apart.
     """
@@ -93,6 +94,7 @@ class Membership:
         self._workers: dict[int, _Member] = {}
         self._shards: dict[int, _Member] = {}
         self.shards = shards
+        self.open = False  # a ring is under way, which late workers may enter: any rank is good then
         self._incarnations = 0
 
     def handle_hello(
@@ -174,7 +176,7 @@ class Membership:
         if wish in self._workers:
             return Admission(refused=f"rank {wish} is taken: its worker lives")
         rank = wish if wish >= 0 else next(r for r in range(RANKS + 1) if r not in self._workers)
-        if not self.shards and rank >= self.workers:
+        if not self.shards and rank >= self.workers and not self.open:
             return Admission(refused=self._beyond(wish))
         if rank >= RANKS:
             return Admission(refused=f"rank {rank} is beyond {RANKS - 1}, the highest")
@@ -189,7 +191,7 @@ class Membership:
 
     def must_wait(self, wish: int) -> bool:
         """Whether a worker with this wish (-1: any rank) has to wait until another one leaves or is dead."""
-        if wish >= 0 or self.shards:
+        if wish >= 0 or self.shards or self.open:
             return wish in self._workers
         return len(self._workers) >= self.workers
 
@@ -334,10 +336,10 @@ class Membership:
         """How many iterations each has committed, by its last heartbeat."""
         return {rank: member.iteration for rank, member in sorted(self._workers.items())}
 
-    def silences(self, now: float) -> list[float]:
-        """For how many seconds each rank below `workers` was not heard; -1 where nobody has it."""
-        there = {rank: now - member.heard for rank, member in self._workers.items()}
-        return [there.get(rank, -1.0) for rank in range(self.workers)]
+    def silence(self, now: float, incarnation: int) -> float:
+        """For how many seconds a worker that is there was not heard."""
+        member = next(member for member in self._workers.values() if member.incarnation == incarnation)
+        return now - member.heard
 
     def rank_of(self, incarnation: int) -> int | None:
         """The rank of a worker that is there."""

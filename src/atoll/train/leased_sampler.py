@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.sampler import ShardedSampler
+from atoll.train.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -132,6 +133,14 @@ class LeasedSampler(Sampler[int]):
             self._note_used(run)
         return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
+    def count(self, samples: float) -> float:
+        """A backward has reached this many samples; all of them count."""
+        self.consumed += int(samples)
+        return samples
+
+    def committed(self) -> None:
+        """An iteration is whole: `used` is what says so of its samples."""
+
     # Checkpoints
 
     def place(self) -> dict[str, Any]:
@@ -208,6 +217,29 @@ class LeasedSampler(Sampler[int]):
         self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
         while self._length and _count(self._done.get(self._epoch, [])) == self._length:
             self._epoch += 1
+
+    def deal_state(self) -> dict[str, Any]:
+        """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "offset": 0,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "loads": self._loads,
+            "used": [[epoch, *part] for epoch, parts in self._done.items() for part in parts],
+        }
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
+        self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        if type(state["loads"]) is not int or state["loads"] < 0:
+            raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
+
+    def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
+        """Lease as the worker does whose `deal_state` this is."""
+        self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        self._epoch, self._loads = state["epoch"], state["loads"]
 
     # Giving and leasing
 
@@ -349,13 +381,30 @@ class LeasedSampler(Sampler[int]):
         self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
 
 
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The epoch's permutation of all indices, int64, shape (length,): ShardedSampler's."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator)
+class LeasedBatches(Sampler[list[int]]):
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`, of the size that `size()` gives before
+    each."""
+
+    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
+        self.sampler, self._size = sampler, size
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(islice(indices, self._size())):
+            yield batch
+
+    def __len__(self) -> int:
+        """An estimate, as the sampler's."""
+        return -(-len(self.sampler) // self._size())
 
 
 def _merge(runs: Iterable[Run]) -> list[Run]:

@@ -78,6 +78,7 @@ class Shards:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
         self.seconds_waited = 0.0  # in all
+        self.late = False  # the run has begun without this worker, which has yet to arrive
         self.come_back = 0  # how often a shard was lost and found again
         self._keys, self._limit, self._where, self._asked_where = keys, limit, where, 0.0
         self._handlers: dict[type[AnyMessage], Handler] = {}
@@ -212,6 +213,7 @@ class Shards:
 
     def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Welcome)
+        self.late = self.late or message.late
         link = self._links[shard]
         if message.shard not in (-1, shard) and not self.site:
             return  # another shard, which has got the lost one's old port: the hub tells the new one
