@@ -15,15 +15,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 train: $(READY)
 	$(BIN)/atoll run --workers 2 examples/gpt.py --minutes 3
 
+# Two at a time, a file of tests each: half of the time goes to waiting for others.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
-			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py; do \
+			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 

@@ -14,13 +14,6 @@ from atoll.lab import namespaces
 from atoll.lab.emulator import available
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Live labs are for `make soak`, until `make test` has the minutes for them."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.soak)
-
-
 @lru_cache(maxsize=1)
 def obstacle() -> str:
     """Why this machine cannot have a lab; empty where it can."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 from pathlib import Path
 
 import pytest
 from lab_command import TWO, Labs, wait_for
+
+from atoll.lab import report, runpicture, traffic
 
 TRAIN = """
 import torch, atoll
@@ -21,8 +24,10 @@ with atoll.join() as session:
     torch.manual_seed(session.rank)
     for _ in range(12):
         optimizer.zero_grad()
-        model(torch.randn(16, 32)).square().mean().backward()
+        loss = model(torch.randn(16, 32)).square().mean()
+        loss.backward()
         optimizer.step()
+        session.log(loss=loss)
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     print(f"ended with {total!r} of {session.world}", flush=True)
 """
@@ -54,10 +59,28 @@ def check_cost(labs: Labs, out: str) -> None:
         ("berlin 1", 0.5, 12),
     ]
     for worker in record["workers"]:
-        assert 0 < worker["waiting"] < worker["seconds"]
-    assert "worker berlin 1 at speed 0.5: 12 iterations of " in out
+        assert 0 <= worker["waiting_for_slower"] < worker["waiting"] < worker["seconds"]
+    assert "worker berlin 1 at speed 0.5 made 12 iterations of " in out
+    assert "link paris -> berlin carried " in out
+    check_traffic(labs)
     assert all(link["delivered"]["bytes"] > 12 * 2000 for link in record["links"])
     assert all(sum(link["lost"].values()) == 0 for link in record["links"])
+
+
+def check_traffic(labs: Labs) -> None:
+    """What the links did over time adds up to what they did; the loss is on the same axis."""
+    folder, record = labs.directory / "records-lab-0", labs.record()
+    moments = traffic.read(folder / "links.jsonl")
+    assert len(moments) >= 2
+    assert [row.delivered_bytes for row in moments[-1].rows] == [
+        link["delivered"]["bytes"] for link in record["links"]
+    ]
+    assert record["seconds"] <= moments[-1].at + 0.1
+    told = report.read_journals(folder / "journals", 2)
+    loss, took = runpicture.over_time(told, record["began"])
+    assert (loss.name, len(loss.points), len(took.points)) == ("loss", 12, 12)
+    assert all(0 < at < moments[-1].at for at, _ in loss.points)
+    assert (folder / "lab.png").exists() == bool(importlib.util.find_spec("matplotlib"))
 
 
 def test_a_ring_of_two_torchrun_launches(labs: Labs) -> None:
@@ -72,6 +95,13 @@ def test_a_parameter_server_with_keys(labs: Labs) -> None:
     logs = labs.directory / "records-lab-0" / "logs"
     assert "with keys" in (logs / "hub.log").read_text()
     assert "listens at tcp://10.77.1.1:47701" in (logs / "shard-0.log").read_text()
+
+
+def test_a_ring_that_meets_at_the_hub(labs: Labs) -> None:
+    """Without shards the hub's workers are a ring."""
+    check_cost(labs, train(labs, HUB.replace("shards = 1", "shards = 0"), []))
+    log = (labs.directory / "records-lab-0" / "logs" / "hub.log").read_text()
+    assert "no shards, with keys" in log
 
 
 @pytest.mark.soak

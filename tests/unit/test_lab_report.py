@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab_records import EMULATOR, LINK, journal
 
+from atoll.core.errors import UserError
 from atoll.core.events import StepDone, Warned, encode
 from atoll.lab import report
-from atoll.lab.emulator import EmulatorCounters, LinkCounters
+from atoll.lab.emulator import EmulatorCounters
 from atoll.lab.topology import parse_topology
 
 TOPOLOGY = parse_topology("""
@@ -26,44 +28,6 @@ from = "paris"
 to = "berlin"
 rate = "8Mbit/s"
 """)
-LINK = LinkCounters(
-    source=0,
-    target=1,
-    offered_packets=1000,
-    offered_bytes=1_000_000,
-    delivered_packets=905,
-    delivered_bytes=905_000,
-    lost_queue_packets=40,
-    lost_queue_bytes=40_000,
-    lost_loss_packets=30,
-    lost_loss_bytes=30_000,
-    lost_outage_packets=30,
-    lost_outage_bytes=30_000,
-    duplicated=5,
-    corrupted=3,
-    reordered=2,
-    busy_seconds=0.5,
-    mean_queue_delay=0.012,
-    max_queue_delay=0.05,
-    dropped=0,
-)
-EMULATOR: dict[str, Any] = {
-    "seconds": 2.0,
-    "cpu_seconds": 0.25,
-    "packets": 905,
-    "reads": 10,
-    "writes": 10,
-    "lateness_mean": 12e-6,
-    "lateness_p99": 80e-6,
-    "lateness_worst": 2e-3,
-    "late_packets": 1,
-    "dropped": 0,
-    "malformed": 0,
-    "unrouted": 0,
-    "behind_seconds": 0,
-    "realtime": True,
-    "locked": True,
-}
 
 
 def make(folder: Path, before: dict[str, int] | None = None, **emulator: Any) -> report.LabRecord:
@@ -71,6 +35,7 @@ def make(folder: Path, before: dict[str, int] | None = None, **emulator: Any) ->
         TOPOLOGY,
         ["train", "it"],
         status=0,
+        began=1000.0,
         seconds=2.0,
         links=[LINK],
         emulator=EmulatorCounters(**{**EMULATOR, **emulator}),
@@ -92,15 +57,20 @@ def test_each_link_is_told_in_full(tmp_path: Path) -> None:
     assert written["kept_up"] is True
     assert (written["seed"], written["command"]) == (5, ["train", "it"])
     line = next(line for line in report.shown(record).splitlines() if "paris -> berlin" in line)
-    for part in (
-        "883.8 KiB in 905 of 1000 packets",
-        "40 by queue, 30 by loss, 30 by outage (10.00%)",
-        "12.0 ms, at worst 50.0 ms",
-        "3.62 Mbit/s",
-        "25%",
-        "5 twice, 3 corrupted, 2 out of order",
-    ):
-        assert part in line
+    assert line == (
+        "link paris -> berlin carried 883.8 KiB (3.62 Mbit/s, busy 25% of the time) and lost 100 of 1000 "
+        "packets (10.00%): 40 by queue, 30 by loss, 30 by outage; 5 came twice, 3 came corrupted, 2 came out "
+        "of order; they queued 12.0 ms on average, 50.0 ms at worst"
+    )
+    assert report.read(tmp_path) == record
+
+
+def test_a_folder_without_a_lab(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"lab.json: cannot be read: No such file or directory$"):
+        report.read(tmp_path)
+    (tmp_path / "lab.json").write_text('{"command": []}')
+    with pytest.raises(UserError, match="is no lab's record: "):
+        report.read(tmp_path)
 
 
 def test_an_emulator_that_kept_up_is_told_quietly(tmp_path: Path) -> None:
@@ -146,6 +116,7 @@ def test_an_emulator_that_was_killed_is_told(tmp_path: Path) -> None:
         TOPOLOGY,
         ["x"],
         status=1,
+        began=1000.0,
         seconds=1.0,
         links=[],
         emulator=None,
@@ -171,7 +142,35 @@ def test_what_links_cost_the_training(tmp_path: Path) -> None:
         ("paris 1", 3, 0.25),
     ]
     assert record.workers[1].waiting == pytest.approx(0.45)
+    assert record.workers[1].waiting_for_slower is None, "nobody said that workers meet in each iteration"
     assert (
-        "worker paris 1 at speed 0.25: 3 iterations of 200.0 ms, of which it waited 150.0 ms (75%) for "
-        "others and the links; sent 2.0 KiB in each"
+        "worker paris 1 at speed 0.25 made 3 iterations of 200.0 ms: it computed 50.0 ms (25%) and waited "
+        "150.0 ms (75%) for others and the links; it sent 2.0 KiB in each"
+    ) in report.shown(record)
+
+
+@pytest.mark.parametrize(
+    ("choice", "world", "told"),
+    [
+        ("ring gloo over 2 workers", 2, True),
+        ("server bsp, shards: tcp://10.77.1.1:47701", 2, True),
+        ("server asp, shards: tcp://10.77.1.1:47701", 2, False),
+        ("ring none: one worker", 1, False),  # two runs, side by side
+    ],
+)
+def test_waiting_for_a_slower_worker_is_no_cost_of_links(
+    tmp_path: Path, choice: str, world: int, told: bool
+) -> None:
+    """The first computes for 0.2 and 0.4 s of each second, the other 0.6 and 0.3 s."""
+    journal(tmp_path, 0, [0.2, 0.4], 1.0, choice, world)
+    journal(tmp_path, 1, [0.6, 0.3], 1.0, choice, world)
+    record = make(tmp_path)
+    slower = [worker.waiting_for_slower for worker in record.workers]
+    if not told:
+        assert slower == [None, None]
+        return
+    assert slower == pytest.approx([0.4, 0.1])
+    assert (
+        "worker paris 0 made 2 iterations of 1.0 s: it computed 300.0 ms (30%) and waited 200.0 ms (20%) for "
+        "slower workers and 500.0 ms (50%) for the links; it sent 2.0 KiB in each"
     ) in report.shown(record)

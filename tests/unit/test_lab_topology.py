@@ -461,6 +461,10 @@ def test_a_wrong_file_ends_both_commands_with_status_2(
         (["lab", "run"], "Missing argument 'TOPOLOGY'"),
         (["lab", "run", "lab.toml"], "Missing argument '-- COMMAND ...'"),
         (["lab", "run", "lab.toml", "--directroy", "d", "--", "true"], "No such option: --directroy"),
+        (
+            ["lab", "run", "lab.toml", "ping", "-c", "5"],
+            "No such option: -c; if it is one of the command's own, write -- before the command\n",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_one_line_and_status_2(

@@ -642,6 +642,35 @@ def test_a_tunnel_to_nothing_is_waited_for(keys: Keys | None) -> None:
         client.check()
 
 
+def _forward(source: socket.socket, target: socket.socket, delay: float) -> None:
+    with suppress(OSError):
+        while data := source.recv(4096):
+            time.sleep(delay)
+            target.sendall(data)
+
+
+def test_a_server_far_away_is_no_refusal() -> None:
+    """A handshake that takes longer than what is patient with strangers: across a continent or two."""
+
+    def talk(link: socket.socket) -> None:
+        host, port = server.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), SOON) as beyond:
+            beyond.settimeout(None)
+            threading.Thread(target=_forward, args=(beyond, link, 0.3), daemon=True).start()
+            _forward(link, beyond, 0.3)
+
+    def connected() -> bool:
+        client.check()
+        return client.connected
+
+    with (
+        Server(ANY, KEYS, limit=LIMIT, name="hub") as server,
+        fake(talk) as address,
+        Client(address, KEYS, limit=LIMIT, name="hub") as client,
+    ):
+        until(connected)
+
+
 def test_a_silent_server_is_waited_for(keys: Keys | None) -> None:
     with (
         fake(lambda link: time.sleep(SOON)) as address,

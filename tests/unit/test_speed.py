@@ -195,3 +195,41 @@ def test_gradients_of_a_slow_worker_leave_late(pool: WorkerPool, tmp_path: Path)
         if what == "send":
             assert slow[place - 1] == "settle"
     assert waited >= 0.09, "the other one waits for its gradients, not only for its step"
+
+
+def meeting_job(place: Place, folder: str) -> tuple[float, float]:
+    """Seconds that a meeting of the script's own took worker 0, and the waiting of that iteration as it is
+    told; worker 1 comes half a second after it."""
+    os.environ[LAB_JOURNALS_VARIABLE] = f"{folder}/{place.rank}"
+    there = Path(folder, "there")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with atoll.join(place=place) as session:
+            session.prepare(model, optimizer)
+            if place.rank == 0:
+                there.touch()
+            else:
+                until = time.monotonic() + 60
+                while not there.exists():
+                    assert time.monotonic() < until, "waited 60 s for worker 0 to come to the meeting"
+                    time.sleep(0.01)
+                time.sleep(0.5)
+            start = time.perf_counter()
+            session.reduce(1.0)
+            took = time.perf_counter() - start
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            session.log(loss=2.0)
+    finally:
+        del os.environ[LAB_JOURNALS_VARIABLE]
+    told = events_in(Path(folder, str(place.rank)))
+    assert [event.values for event in told if isinstance(event, events.Logged)] == [{"loss": 2.0}]
+    (step,) = [event for event in told if isinstance(event, events.StepDone)]
+    return took, step.waiting
+
+
+def test_waiting_in_the_scripts_own_meetings_is_told(pool: WorkerPool, tmp_path: Path) -> None:
+    (took, waiting), _ = pool.run(meeting_job, str(tmp_path), world=2)
+    assert took >= 0.5
+    assert waiting >= 0.5 * took

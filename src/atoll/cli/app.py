@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -77,15 +77,22 @@ def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A confi
 
 @app.command("report")
 def _report(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIRECTORY", help="A run's directory.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="A run's directory, or a lab's folder of records.")
+    ],
 ) -> None:
-    """Draw the picture of a run again.
+    """Draw the picture of a run, or of a lab's run, again.
 
     A run that was killed gets its metrics and summary from the workers' journals first.
     """
-    from atoll.observe.report import redraw
+    from atoll.lab import report as lab_report
+    from atoll.lab import runpicture
+    from atoll.observe import report
 
-    print(redraw(RunDirectory(directory)))
+    if (directory / lab_report.RECORD).exists():
+        print(runpicture.redraw(directory))
+    else:
+        print(report.redraw(RunDirectory(directory)))
 
 
 def _load(
@@ -121,7 +128,14 @@ def _end(message: str, status: int) -> NoReturn:
 def _message(error: Exception) -> str:
     """A usage error's text, on one line."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    context: Any = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoSuchOption" and _is_lab_run(context):
+        message += "; if it is one of the command's own, write -- before the command"
     return " ".join(message.split())
+
+
+def _is_lab_run(context: Any) -> bool:
+    return getattr(context, "command_path", "").split()[-2:] == ["lab", "run"]
 
 
 def main() -> NoReturn:
@@ -135,3 +149,7 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped by Ctrl-C", 130)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

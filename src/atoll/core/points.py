@@ -21,6 +21,7 @@ POINTS: dict[str, str] = {
     "enter.restored": "the newcomer goes on from there",
     "members.meet": "members have changed; this one is about to meet the others",
     "members.dealt": "what is left of their data is dealt anew",
+    "faults.start": "`python -m atoll.testing.faults` is about to run the program",
 }
 
 _handler: Handler | None = None

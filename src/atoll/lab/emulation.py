@@ -5,10 +5,13 @@ Run as a module by `inside`, with the lab's spec and file descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +20,12 @@ import msgspec
 from atoll.core.errors import AtollError, RunError, UserError
 from atoll.lab.emulator import Emulator, EmulatorCounters, LinkCounters
 from atoll.lab.spec import Spec
+from atoll.lab.topology import Topology
+from atoll.lab.traffic import TRAFFIC, TrafficLog
 
 START_SECONDS = 30.0
+_SAMPLER_SECONDS = 5.0  # for its last look
+_BEGIN_SECONDS = 0.01  # between looks whether the emulator has begun
 _COUNTERS = "counters.json"
 
 
@@ -95,6 +102,37 @@ class Emulation:
             return None
 
 
+class _Sampler:
+    """Notes now and then what the links have done, in a thread of ordinary priority.
+
+    It reads counters that the emulator's thread writes, and takes nothing that this one waits for.
+    """
+
+    def __init__(self, emulator: Emulator, topology: Topology) -> None:
+        self._emulator, self._over = emulator, threading.Event()
+        self._log = TrafficLog(topology)
+        self._thread = threading.Thread(target=self._sample, name="atoll-lab-sampler", daemon=True)
+        self._thread.start()
+
+    def finish(self, path: Path) -> None:
+        """Note a last time, and write all of it to `path`."""
+        self._over.set()
+        self._thread.join(_SAMPLER_SECONDS)
+        with contextlib.suppress(OSError):  # a full disk is no reason to lose a lab's counters
+            self._log.write(path)
+
+    def _sample(self) -> None:
+        while not (began := self._emulator.totals().started):
+            if self._over.wait(_BEGIN_SECONDS):
+                return
+        over = False
+        while not over:
+            at = time.monotonic() - began
+            self._log.add(at, self._emulator.counters())
+            over = self._over.wait(self._log.interval - at % self._log.interval)
+        self._log.add(time.monotonic() - began, self._emulator.counters())
+
+
 def main(arguments: Sequence[str]) -> None:
     """Carry packets until the file descriptor `stop` can be read; then write what was counted."""
     spec, counters = Spec.read(Path(arguments[0])), Path(arguments[1])
@@ -106,7 +144,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(error.exit_status)
     os.write(ready, b"+")
     os.close(ready)
+    sampler = _Sampler(emulator, spec.topology)
     emulator.run(stop)
+    sampler.finish(Path(spec.records) / TRAFFIC)
     beside = counters.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(Carried(emulator.counters(), emulator.totals())))
     beside.replace(counters)

@@ -1,7 +1,7 @@
 """The emulator: what the links of a topology do to the packets between its sites.
 
 The work on each packet is done in C (`csrc/`), by one thread. This module packs a topology for it, and gives
-names to what it counts. docs/notes/lab.md tells how links are modelled, and why so.
+names to what it counts. docs/notes/emulator.md tells how links are modelled, and why so.
 """
 
 from __future__ import annotations

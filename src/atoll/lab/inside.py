@@ -263,10 +263,12 @@ class Inside:
     def _report(self, status: int) -> str:
         """Write lab.json; returns the closing report as lines."""
         carried = self._emulation.carried() if self._emulation is not None else None
+        links_began = carried.emulator.started if carried is not None else self._began
         record = report.make(
             self._spec.topology,
             self._spec.command,
             status=status,
+            began=time.time() - (time.monotonic() - links_began),
             seconds=self._over - self._began,
             links=carried.links if carried is not None else [],
             emulator=carried.emulator if carried is not None else None,

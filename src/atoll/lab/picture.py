@@ -156,7 +156,7 @@ def _draw_timeline(panel: Axes, ways: list[Way], end: float) -> None:
             panel.text(
                 (phase.at + until) / 2,
                 row,
-                _fitting(text, int(_CHARACTERS * (until - phase.at) / end)),
+                fitting(text, int(_CHARACTERS * (until - phase.at) / end)),
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -170,7 +170,7 @@ def _draw_timeline(panel: Axes, ways: list[Way], end: float) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _fitting(text: str, room: int) -> str:
+def fitting(text: str, room: int) -> str:
     """The text's first parts, a line each, as far as lines of `room` characters hold them."""
     parts = itertools.takewhile(lambda part: len(part) <= room, text.split(" · "))
     return "\n".join(itertools.islice(parts, _LINES))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from atoll.core.events import StepDone, decode
+from atoll.core.errors import UserError
+from atoll.core.events import AnyEvent, Decided, Started, StepDone
 from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.lab.emulator import EmulatorCounters, LinkCounters
+from atoll.lab.spec import workers_of
 from atoll.lab.topology import Topology
+from atoll.observe.journal import JournalReader
 
 RECORD = "lab.json"  # in the folder of records
 
@@ -46,7 +51,12 @@ class LinkRecord(msgspec.Struct, frozen=True):
 
 class WorkerRecord(msgspec.Struct, frozen=True):
     """What one process that trained with Atoll did: `seconds` of its steps, and the part of them that it
-    spent `waiting` for others, over links or not."""
+    spent `waiting` for whatever reason.
+
+    `waiting_for_slower` is the part of `waiting` that it would have waited over perfect links too: in each
+    iteration, as long as the slowest worker computed after it. None where workers do not wait for one another
+    in each iteration (ssp, asp) and that cannot be told.
+    """
 
     worker: int
     name: str  # its site, and its number
@@ -55,6 +65,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     seconds: float
     waiting: float
     bytes_sent: int
+    waiting_for_slower: float | None = None
 
 
 class LabRecord(msgspec.Struct, frozen=True):
@@ -63,12 +74,14 @@ class LabRecord(msgspec.Struct, frozen=True):
     command: list[str]
     status: int
     seed: int
+    began: float  # seconds since the epoch: from when the file's times count, just before the workers' start
     seconds: float  # from the workers' start to their end
     kept_up: bool  # the emulator; where it did not, links were worse than the topology says
     links: list[LinkRecord]
     emulator: EmulatorCounters | None
     dropped_before: dict[str, int]  # by site: packets that the kernel dropped before the emulator read them
     workers: list[WorkerRecord]
+    topology: Topology
 
 
 def make(
@@ -76,6 +89,7 @@ def make(
     command: Sequence[str],
     *,
     status: int,
+    began: float,
     seconds: float,
     links: Sequence[LinkCounters],
     emulator: EmulatorCounters | None,
@@ -88,12 +102,14 @@ def make(
         command=list(command),
         status=status,
         seed=topology.seed,
+        began=began,
         seconds=seconds,
         kept_up=emulator is not None and emulator.kept_up and not any(dropped_before.values()),
         links=[_link(counted, names, seconds) for counted in links],
         emulator=emulator,
         dropped_before=dict(dropped_before),
         workers=_workers(topology, journals),
+        topology=topology,
     )
 
 
@@ -120,40 +136,87 @@ def _link(counted: LinkCounters, names: Sequence[str], seconds: float) -> LinkRe
     )
 
 
-def _workers(topology: Topology, journals: Path) -> list[WorkerRecord]:
-    """One record for each journal of a process that made steps; a file is named `worker-pid.jsonl`."""
-    placed = [(site.name, speed) for site in topology.sites for speed in site.speeds]
+@dataclass(frozen=True)
+class Told:
+    """What one process told in its journal; `worker` is the lab's number of it."""
+
+    worker: int
+    events: list[AnyEvent]
+
+    @property
+    def steps(self) -> list[StepDone]:
+        return [event for event in self.events if isinstance(event, StepDone)]
+
+
+def read_journals(journals: Path, workers: int) -> list[Told]:
+    """Those of processes that made steps, by worker; a file is named `worker-pid.jsonl`."""
     found = []
     for path in sorted(journals.glob("*.jsonl")):
         number = path.stem.partition("-")[0]
-        steps = [event for line in path.read_bytes().splitlines() if (event := _step(line)) is not None]
-        if not steps or not number.isdecimal() or int(number) >= len(placed):
-            continue
-        site, speed = placed[int(number)]
-        record = WorkerRecord(
-            worker=int(number),
-            name=f"{site} {number}",
-            speed=speed,
-            steps=len(steps),
-            seconds=sum(step.seconds for step in steps),
-            waiting=sum(step.waiting for step in steps),
-            bytes_sent=sum(step.bytes_sent for step in steps),
+        if number.isdecimal() and int(number) < workers:
+            told = Told(int(number), list(JournalReader(path).read()))
+            found += [told] if told.steps else []
+    return sorted(found, key=lambda told: told.worker)
+
+
+def slowest(told: Sequence[Told]) -> dict[int, float]:
+    """By iteration, the seconds that the slowest worker computed; empty unless all meet in each."""
+    most: dict[int, float] = {}
+    if _in_step(told):
+        for step in itertools.chain.from_iterable(each.steps for each in told):
+            most[step.iteration] = max(most.get(step.iteration, 0.0), step.seconds - step.waiting)
+    return most
+
+
+def _in_step(told: Sequence[Told]) -> bool:
+    """Whether all are workers of one run that meets in each iteration: a ring's, or bsp's, as one says for
+    all."""
+    events = [event for each in told for event in each.events]
+    choices = {event.what: event.choice for event in events if isinstance(event, Decided)}
+    workers = min((event.workers for event in events if isinstance(event, Started)), default=0)
+    meets = choices["server"].startswith("bsp") if "server" in choices else "ring" in choices
+    return meets and workers >= max(2, len(told))
+
+
+def for_slower(step: StepDone, most: Mapping[int, float]) -> float:
+    """The part of its waiting that a step would have waited over perfect links too; see `slowest`."""
+    longer = most.get(step.iteration, 0.0) - (step.seconds - step.waiting)
+    return min(step.waiting, max(0.0, longer))
+
+
+def _workers(topology: Topology, journals: Path) -> list[WorkerRecord]:
+    """One record for each process that made steps."""
+    placed = workers_of(topology)
+    told = read_journals(journals, len(placed))
+    most = slowest(told)
+    return [
+        WorkerRecord(
+            worker=each.worker,
+            name=placed[each.worker].name,
+            speed=placed[each.worker].speed,
+            steps=len(each.steps),
+            seconds=sum(step.seconds for step in each.steps),
+            waiting=sum(step.waiting for step in each.steps),
+            bytes_sent=sum(step.bytes_sent for step in each.steps),
+            waiting_for_slower=sum(for_slower(step, most) for step in each.steps) if most else None,
         )
-        found.append(record)
-    return sorted(found, key=lambda record: record.worker)
-
-
-def _step(line: bytes) -> StepDone | None:
-    """The step that a journal's line tells of; a line that was cut off tells of none."""
-    try:
-        event = decode(line)
-    except msgspec.DecodeError:
-        return None
-    return event if isinstance(event, StepDone) else None
+        for each in told
+    ]
 
 
 def write(record: LabRecord, folder: Path) -> None:
     (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+
+def read(folder: Path) -> LabRecord:
+    """The record that `write` left in `folder`; raises UserError where there is none."""
+    path = folder / RECORD
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LabRecord)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: is no lab's record: {error}") from None
 
 
 # What people read
@@ -162,10 +225,7 @@ def write(record: LabRecord, folder: Path) -> None:
 def shown(record: LabRecord) -> str:
     """The closing report, several lines."""
     lines = [f"the lab ran for {_span(record.seconds)}"]
-    lines += _table(
-        ["link", "carried", "lost", "queueing", "rate", "busy", ""],
-        [_row(link) for link in record.links],
-    )
+    lines += [_link_line(link) for link in record.links]
     lines += [_worker_line(worker) for worker in record.workers]
     lines += _emulator_lines(record)
     return "\n".join(lines)
@@ -176,38 +236,44 @@ def _span(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if 0 < seconds < 1e-3 else format_seconds(seconds)
 
 
-def _row(link: LinkRecord) -> list[str]:
-    lost = [f"{count} by {cause}" for cause, count in link.lost.items() if count]
-    share = sum(link.lost.values()) / max(1, link.offered.packets)
+def _link_line(link: LinkRecord) -> str:
+    """A sentence: `link a -> b carried 3.0 MiB, and lost 12 of 2100 packets (0.57%): ...`"""
+    lost = sum(link.lost.values())
+    causes = [f"{count} by {cause}" for cause, count in link.lost.items() if count]
     other = {"twice": link.duplicated, "corrupted": link.corrupted, "out of order": link.reordered}
-    return [
-        f"{link.source} -> {link.target}",
-        f"{format_bytes(link.delivered.bytes)} in {link.delivered.packets} of {link.offered.packets} packets",
-        f"{', '.join(lost)} ({share:.2%})" if lost else "none",
-        f"{_span(link.queue_delay_mean)}, at worst {_span(link.queue_delay_worst)}",
-        format_rate(8 * link.rate),
-        f"{link.share:.0%}",
-        ", ".join(f"{count} {what}" for what, count in other.items() if count),
+    came = [f"{count} came {what}" for what, count in other.items() if count]
+    packets = f"{link.offered.packets} packet{'s' * (link.offered.packets != 1)}"
+    share = lost / max(1, link.offered.packets)
+    parts = [
+        f"link {link.source} -> {link.target} carried {format_bytes(link.delivered.bytes)} "
+        f"({format_rate(8 * link.rate)}, busy {link.share:.0%} of the time)",
+        f"and lost {lost} of {packets} ({share:.2%}): {', '.join(causes)}"
+        if lost
+        else f"and lost none of {packets}",
+        ", ".join(came),
     ]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
+    if link.queue_delay_worst > 0:
+        parts.append(
+            f"they queued {_span(link.queue_delay_mean)} on average, {_span(link.queue_delay_worst)} at worst"
+        )
+    return "; ".join(filter(None, [" ".join(parts[:2]), *parts[2:]]))
 
 
 def _worker_line(worker: WorkerRecord) -> str:
-    each, waiting = worker.seconds / worker.steps, worker.waiting / worker.steps
-    share = waiting / each if each > 0 else 0.0
+    """A sentence: what an iteration took, and what of it was computing, and what waiting, and for whom."""
+    each = worker.seconds / worker.steps
+
+    def part(seconds: float) -> str:
+        return f"{_span(seconds / worker.steps)} ({seconds / worker.seconds if each > 0 else 0.0:.0%})"
+
     speed = f" at speed {worker.speed:g}" if worker.speed != 1 else ""
+    slower = worker.waiting_for_slower
+    waited = f"waited {part(worker.waiting)} for others and the links"
+    if slower is not None:
+        waited = f"waited {part(slower)} for slower workers and {part(worker.waiting - slower)} for the links"
     return (
-        f"worker {worker.name}{speed}: {worker.steps} iterations of {_span(each)}, of which it "
-        f"waited {_span(waiting)} ({share:.0%}) for others and the links; sent "
+        f"worker {worker.name}{speed} made {worker.steps} iterations of {_span(each)}: it computed "
+        f"{part(worker.seconds - worker.waiting)} and {waited}; it sent "
         f"{format_bytes(worker.bytes_sent / worker.steps)} in each"
     )
 

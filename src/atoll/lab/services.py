@@ -29,7 +29,7 @@ class Services:
         self._keys = folder / "run.key"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._make_keys()
-        hub = ["hub", "--workers", str(workers), "--shards", str(max(1, shards)), "--listen", self._hub]
+        hub = ["hub", "--workers", str(workers), "--shards", str(shards), "--listen", self._hub]
         self._start("hub", [*hub, "--key-file", str(self._keys), "--run", run])
         for shard in range(shards):
             listen = f"tcp://{address}:{_PORT + 1 + shard}"

@@ -345,8 +345,8 @@ class Client(Endpoint):
         now = time.monotonic()
         slow = self._handshake_began is not None and now > self._handshake_began + _PROBE_SECONDS
         if (self._unclear or slow) and not self._linked and not self._refusal and now >= self._next_probe:
-            self._unclear = False
-            self._probe()
+            hung_up, self._unclear = self._unclear, False
+            self._probe(hung_up)
             self._next_probe = time.monotonic() + _PROBE_PAUSE_SECONDS
 
     def _note(self, event: int, value: int) -> None:
@@ -380,15 +380,17 @@ class Client(Endpoint):
         self._linked, self._trouble = False, f"it {how}"
         self._refusal = f"{self.name} at {self.address} {how}"
 
-    def _probe(self) -> None:
+    def _probe(self, hung_up: bool) -> None:
         """Ask the port what it is. A server with another key hangs up without a word, and so does a tunnel
         to a server that is not up yet: the first ten bytes tell, which every ZeroMQ sends at once (RFC 23).
+
+        A ZeroMQ that has not hung up may only be far away: a handshake takes four round trips.
         """
         greeting = _greeting_of(self.address)
         if greeting is None:
             return  # silence: perhaps it comes yet
         if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
-            if self._keys is not None:
+            if self._keys is not None and hung_up:
                 self._refuse("refuses this key")
         elif greeting:
             self._refuse("speaks no Atoll")

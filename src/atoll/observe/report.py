@@ -95,7 +95,8 @@ def _title(run: RunDirectory, summary: Summary) -> str:
     return "   ·   ".join(facts)
 
 
-def _plain(panel: Axes) -> None:
+def plain(panel: Axes) -> None:
+    """Only what is needed round the data."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.set_axisbelow(True)
@@ -111,8 +112,8 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
         panel.plot(steps, values, color=SMOOTH, linewidth=1.5, marker="o", markersize=4)
     else:
         panel.plot(steps, values, color=LOGGED, linewidth=0.9)
-        panel.plot(steps, _running_mean(values), color=SMOOTH, linewidth=1.8)
-    _plain(panel)
+        panel.plot(steps, running_mean(values), color=SMOOTH, linewidth=1.8)
+    plain(panel)
     panel.set_ylabel(name)
     if values:
         panel.annotate(
@@ -126,7 +127,7 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
         )
 
 
-def _running_mean(values: list[float]) -> list[float]:
+def running_mean(values: list[float]) -> list[float]:
     """The mean over about a thirtieth of the run round each point; the window shrinks towards the ends, so
     that the mean lags nowhere."""
     sums = [0.0, *itertools.accumulate(values)]
@@ -150,7 +151,7 @@ def _draw_steps(panel: Axes, lines: list[Line]) -> None:
     panel.stackplot(
         steps, working, waiting, colors=[WORKING, WAITING], labels=["working", "waiting for others"]
     )
-    _plain(panel)
+    plain(panel)
     panel.set_ylabel("ms a step")
     panel.set_xlabel("iteration")
     if whole:
@@ -179,6 +180,6 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
         )
     panel.invert_yaxis()
     panel.margins(x=0.14)
-    _plain(panel)
+    plain(panel)
     panel.grid(visible=False, axis="y")
     panel.set_xlabel("seconds in steps")

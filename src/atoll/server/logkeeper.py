@@ -181,7 +181,7 @@ class LogKeeper:
         """Tell the hub what has been used; drop lines that nobody will ask for."""
         if self._log is None:
             return
-        if self._peers.hub is not None:
+        if self._peers.takes(self._peers.hub):  # else the log keeps them together
             for news in self._log.poll_used():
                 self._peers.send(self._peers.hub, news)
         self._forget_old_lines()

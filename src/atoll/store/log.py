@@ -58,7 +58,8 @@ class CommitLog:
         # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
         self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
         self._committed: dict[tuple[int, int], int] = {}
-        self._news: dict[tuple[int, int], list[messages.Used]] = {}
+        # Of both, what the hub has not been told: as ranges, which stay few however long it is gone.
+        self._news: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
 
     # -- workers come and go ------------------------------------------------------------------------------
 
@@ -95,16 +96,11 @@ class CommitLog:
 
     def fenced(self, worker: int, incarnation: int) -> messages.Fenced:
         """For the hub: how many iterations of this incarnation count, and all positions that they used."""
-        used = [
-            messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
-            for (sampler, epoch), ranges in sorted(self._used.get((worker, incarnation), {}).items())
-            for start, stop in ranges
-        ]
         return messages.Fenced(
             worker=worker,
             incarnation=incarnation,
             iteration=self._committed.get((worker, incarnation), 0),
-            used=used,
+            used=_as_used(self._used.get((worker, incarnation), {})),
         )
 
     def poll_used(self) -> list[messages.Fenced]:
@@ -115,7 +111,7 @@ class CommitLog:
                 worker=worker,
                 incarnation=incarnation,
                 iteration=self._committed.get((worker, incarnation), 0),
-                used=used,
+                used=_as_used(used),
                 news=True,
             )
             for (worker, incarnation), used in sorted(self._news.items())
@@ -201,11 +197,10 @@ class CommitLog:
     def _count(self, worker: int, commit: messages.Commit) -> None:
         key = (worker, commit.incarnation)
         self._committed[key] = commit.iteration + 1
-        ranges = self._used.setdefault(key, {})
+        ranges, news = self._used.setdefault(key, {}), self._news.setdefault(key, {}) if commit.used else {}
         for used in commit.used:
-            ranges.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
-        if commit.used:
-            self._news.setdefault(key, []).extend(commit.used)
+            for each in (ranges, news):
+                each.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
 
     # -- what others ask ----------------------------------------------------------------------------------
 
@@ -267,3 +262,11 @@ class CommitLog:
     def waiting_for(self) -> list[str]:
         """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""
         return self._meetings.waiting_for() or self._rule.waiting_for()
+
+
+def _as_used(ranges: dict[tuple[int, int], Ranges]) -> list[messages.Used]:
+    return [
+        messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
+        for (sampler, epoch), each in sorted(ranges.items())
+        for start, stop in each
+    ]

@@ -13,7 +13,7 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,36 +97,34 @@ class NewParameters:
         self._staged.clear()
         self._asked = clock
 
-    def publish(self) -> float:
-        """Wait for what was asked for and put it into the parameters; returns the seconds waited."""
+    def publish(self) -> None:
+        """Wait for what was asked for and put it into the parameters."""
         if self._asked is None:
-            return 0.0
+            return
         self.check_unchanged()
         self._publishing = True
         for chunk_id, values in self._staged.items():
             self._put(self._chunks[chunk_id], values)
         self._staged = dict.fromkeys(self._staged)
         try:
-            waited = self._connection.shards.wait(
+            self._connection.shards.wait(
                 lambda: len(self._staged) == len(self._chunks),
                 self._missing,
-                f"the parameters after iteration {self._asked - 1}",
+                self._what,
             )
         finally:
             self._publishing = False
         self._staged.clear()
         self._asked = None
         self._versions = self._seen()
-        return waited
 
-    def discard(self) -> float:
+    def discard(self) -> None:
         """Wait for what was asked for, where it is known to be what the parameters are."""
-        waited = self._connection.shards.wait(
+        self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
         self._staged.clear()
         self._asked = None
-        return waited
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -164,6 +162,11 @@ class NewParameters:
             bound.flat[: values.numel()].copy_(values)
             torch.autograd.graph.increment_version(bound.parameters)
 
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._chunks if chunk not in self._staged)
+        return f"{chunks} of the parameters after iteration {(self._asked or 0) - 1}"
+
     def _missing(self) -> list[int]:
         shard_of = self._connection.shard_of
         return sorted({shard_of[chunk_id] for chunk_id in self._chunks if chunk_id not in self._staged})
@@ -197,7 +200,7 @@ class Exchange(Reducer):
 
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
-        self.seconds_waiting += self.parameters.publish()
+        self.parameters.publish()
 
     def before_step(self) -> None:
         self.before_use()
@@ -318,10 +321,10 @@ class MeanExchange(SendingReducer, Exchange):
         for message in self._order[self._next :]:
             self._leave(message)
         self._commit(own, [])
-        self.seconds_waiting += self.connection.shards.wait(
+        self.connection.shards.wait(
             lambda: len(self._means) == len(self._gradients) and self._is_counted(),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
-            f"the mean of iteration {self.steps}",
+            self._what,
         )
         self.connection.members.over()
         for chunk_id, mean in self._means.items():
@@ -362,7 +365,7 @@ class MeanExchange(SendingReducer, Exchange):
         self._reduced = False
         self.steps += 1
         self.parameters.pull(self.steps)
-        self.seconds_waiting += self.parameters.discard()
+        self.parameters.discard()
 
     def clip(self, clip: Callable[[], float]) -> None:
         """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
@@ -393,7 +396,7 @@ class MeanExchange(SendingReducer, Exchange):
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
         if not self._lazy or edited:
-            self.seconds_waiting += self.parameters.publish()
+            self.parameters.publish()
 
     def _say_step(
         self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
@@ -412,6 +415,11 @@ class MeanExchange(SendingReducer, Exchange):
             ),
         )
         self._scale_at_step = 1.0
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
+        return f"the mean of {chunks} in iteration {self.steps}"
 
     def _edited(self) -> list[int]:
         """The chunks in which the script has changed or replaced a gradient since it was published."""
@@ -485,7 +493,7 @@ class AsyncExchange(Exchange):
         self._commit(own, hyperparameters)
         self.parameters.expect(self.steps + 1)
         if not self._lazy:
-            self.seconds_waiting += self.parameters.publish()
+            self.parameters.publish()
 
     def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
         """A copy of a chunk's gradients, zeros where there are none."""
@@ -511,6 +519,16 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def chunks_named(chunks: Iterable[int]) -> str:
+    """`chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
+    ids = sorted(chunks)
+    if len(ids) == 1:
+        return f"chunk {ids[0]}"
+    named, more = ids[:3], len(ids) - 3
+    last = f"{more} more" if more > 0 else str(named.pop()) if named else "none"
+    return f"chunks {', '.join(map(str, named))} and {last}"
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -49,7 +49,6 @@ class Reducer:
         self.unsent = False  # gradients have come that no reduction has seen
         self._reduced = False  # since the last step
         self.steps = 0
-        self.seconds_waiting = 0.0
         self.bytes_sent = 0
         self._accumulators = [get_gradient_edge(p).node for bound in chunks for p in bound.parameters]
 

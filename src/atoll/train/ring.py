@@ -126,7 +126,7 @@ class RingReducer(SendingReducer):
     def _wait(self, messages: Sequence[Message]) -> None:
         for message in messages:
             assert message.work is not None
-            self.seconds_waiting += self._ring.data.wait(message.work, f"{message} in iteration {self.steps}")
+            self._ring.data.wait(message.work, f"{message} in iteration {self.steps}")
         if messages and messages[0].memory.device.type != "cpu":
             # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
             torch.accelerator.current_stream(messages[0].memory.device).synchronize()
@@ -146,7 +146,7 @@ class RingReducer(SendingReducer):
         if summed is None:
             vector = torch.tensor(self._said(own), dtype=torch.float64)
             work = ring.agreement.sum(vector)
-            self.seconds_waiting += ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
+            ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
             self._count(vector.numel() * 8)
             summed = vector.tolist()
         slots = [len(chunk.bound.parameters) for chunk in self._gradients_in_order()]

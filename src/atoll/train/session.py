@@ -54,6 +54,8 @@ from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
+MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
+
 
 @dataclass(frozen=True)
 class Group:
@@ -204,7 +206,7 @@ class Session:
         )
         self._state.prepared.append(prepared)
         self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
-        self._stepped_at = time.perf_counter()
+        self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
         return model, optimizer
 
     @contextlib.contextmanager
@@ -339,10 +341,12 @@ class Session:
         A GPU's tensors are copied at once but read later, so that it is not waited for.
         """
         kept = {name: _loggable(name, value) for name, value in values.items()}
-        if self._journal is None:
+        if self._journal is None and self._lab_journal is None:
             return
         weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
         self._logged.append((self._state.iteration, weight, kept))
+        if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
+            self._read_logged()
 
     def expect(self, steps: int) -> None:
         """Say how many steps the run will take in all, for the display's estimate of the time left."""
@@ -589,8 +593,7 @@ class Session:
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
         now = time.perf_counter()
-        waiting = sum(p.reducer.seconds_waiting for p in self._state.prepared)
-        sent = sum(p.reducer.bytes_sent for p in self._state.prepared)
+        waiting, sent = self._counted_so_far()
         self._emit(
             events.StepDone,
             iteration=self._state.iteration,
@@ -603,6 +606,10 @@ class Session:
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
             self._read_logged()
+
+    def _counted_so_far(self) -> tuple[float, int]:
+        """Seconds waited and bytes of gradients sent, in all."""
+        return self._seconds_waited(), sum(p.reducer.bytes_sent for p in self._state.prepared)
 
     def _read_logged(self) -> None:
         for iteration, weight, values in self._logged:

@@ -86,18 +86,22 @@ class Shards:
         for shard in range(len(self)):
             self.send(shard, message)
 
-    def wait(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str) -> float:
+    def wait(
+        self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str | Callable[[], str]
+    ) -> float:
         """Take what comes until `done()`; returns the seconds that it took.
 
-        `missing()` says which shards are waited for. Raises DeadlineError, naming them and `what`, after the
-        timeout, PeerLostError when a shard has gone, and UserError with a shard's reason where one refuses.
+        `missing()` says which shards are waited for, and `what` on what, as it stands when that is told.
+        Raises DeadlineError, naming both, after the timeout, PeerLostError when a shard has gone, and
+        UserError with a shard's reason where one refuses.
         """
         start = time.monotonic()
         self._take(0.0)
         while not done():
             waited = time.monotonic() - start
             if waited > self.timeout:
-                raise DeadlineError(self._late(missing(), what, waited, self._who_is_missing()))
+                named = what if isinstance(what, str) else what()
+                raise DeadlineError(self._late(missing(), named, waited, self._who_is_missing()))
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
         waited = time.monotonic() - start
         self.seconds_waited += waited
