@@ -5,17 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import msgspec
+
 from atoll.store.entries import Entry, Fenced, Idle
-from atoll.store.meetings import Meetings
+from atoll.store.meetings import Meetings, MeetingsState
 from atoll.store.outcomes import Draft, Outcome
 from atoll.store.ranges import Ranges
-from atoll.store.roster import Roster
-from atoll.store.rounds import Rounds
-from atoll.store.stages import Stages
-from atoll.store.streams import Streams
+from atoll.store.roster import Roster, RosterState
+from atoll.store.rounds import Rounds, RoundsState
+from atoll.store.stages import Stages, StagesState
+from atoll.store.streams import Streams, StreamsState
 from atoll.wire import messages
+from atoll.wire.messages import Count
 
 CONSISTENCIES = ("bsp", "ssp", "asp")
+
+
+class LogState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a CommitLog remembers, but for its lines' reasons, and what it has yet to tell the hub."""
+
+    consistency: str
+    slack: Count
+    first: Count
+    entries: list[Entry]
+    roster: RosterState
+    stages: StagesState
+    rule: RoundsState | StreamsState
+    meetings: MeetingsState
+    idle: list[Count]
+    used: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]]
+    committed: dict[tuple[int, int], Count]
 
 
 class CommitLog:
@@ -60,6 +79,47 @@ class CommitLog:
         self._committed: dict[tuple[int, int], int] = {}
         # Of both, what the hub has not been told: as ranges, which stay few however long it is gone.
         self._news: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
+
+    # -- a journal's -------------------------------------------------------------------------------------
+
+    def state(self) -> LogState:
+        """For a journal; `restored` makes the same log of it."""
+        return LogState(
+            consistency=self.consistency,
+            slack=self.slack,
+            first=self.first,
+            entries=list(self.entries),
+            roster=self._roster.state(),
+            stages=self._stages.state(),
+            rule=self._rule.state(),
+            meetings=self._meetings.state(),
+            idle=sorted(self._idle),
+            used={
+                key: {epoch: list(ranges) for epoch, ranges in used.items()}
+                for key, used in self._used.items()
+            },
+            committed=dict(self._committed),
+        )
+
+    @classmethod
+    def restored(cls, state: LogState) -> CommitLog:
+        """The log that `state` is of; the reasons of its lines are forgotten, and `tell_all_used` is due."""
+        log = cls(state.consistency, state.slack, state.roster.workers, 0)
+        log.first, log.entries = state.first, list(state.entries)
+        log.reasons = [""] * len(log.entries)
+        log._roster, log._stages = Roster.restored(state.roster), Stages.restored(state.stages)
+        log._rule = (
+            Rounds.restored(state.rule, log._roster, log._stages)
+            if isinstance(state.rule, RoundsState)
+            else Streams.restored(state.rule, log._roster, log._stages)
+        )
+        log._meetings = Meetings.restored(state.meetings, log._roster)
+        log._idle, log._committed = set(state.idle), dict(state.committed)
+        log._used = {
+            key: {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
+            for key, used in state.used.items()
+        }
+        return log
 
     # -- workers come and go ------------------------------------------------------------------------------
 
@@ -118,6 +178,12 @@ class CommitLog:
         ]
         self._news.clear()
         return news
+
+    def tell_all_used(self) -> None:
+        """Have `poll_used` give everything that live workers have used: it may have got lost."""
+        for key in self._roster.live.items():
+            if used := self._used.get(key):
+                self._news[key] = {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
 
     # -- contributions ------------------------------------------------------------------------------------
 
@@ -235,10 +301,12 @@ class CommitLog:
         """Whether the run has begun without this incarnation."""
         return self._roster.begun and self._roster.incarnation(worker) != incarnation
 
-    def handle_entered(self, worker: int, incarnation: int, meeting: int) -> None:
+    def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
         """A live worker that has come late knows the others' state: meetings from that number on wait for
-        it."""
-        if self._roster.live.get(worker) == incarnation:
+        it. Said again: changes nothing, unless it has been told `anew`."""
+        if self._roster.live.get(worker) == incarnation and (
+            anew or not self._meetings.is_bound(worker, incarnation)
+        ):
             self._meetings.bind(worker, incarnation, meeting)
 
     @property

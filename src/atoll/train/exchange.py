@@ -34,11 +34,15 @@ from atoll.wire.messages import (
     Mean,
     Parameters,
     Pull,
+    PullMean,
     Push,
     Replace,
     Step,
     Used,
 )
+
+# What messages are sent again until: the mean under bsp, else the parameters; the parameters.
+CONTRIBUTION, STEP = "contribution", "step"
 
 
 class Members(Protocol):
@@ -90,7 +94,8 @@ class NewParameters:
         self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock, newest=newest))
+            pull = Pull(incarnation=shards.incarnation, clock=clock, newest=newest)
+            shards.send(shard, pull, until=STEP)
 
     def expect(self, clock: int) -> None:
         """As `pull`, where the contribution before has asked for them."""
@@ -114,8 +119,7 @@ class NewParameters:
             )
         finally:
             self._publishing = False
-        self._staged.clear()
-        self._asked = None
+        self._done()
         self._versions = self._seen()
 
     def discard(self) -> None:
@@ -123,8 +127,14 @@ class NewParameters:
         self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
+        self._done()
+
+    def _done(self) -> None:
+        """The parameters are there, so all shards have what they were made of."""
         self._staged.clear()
         self._asked = None
+        for topic in (CONTRIBUTION, STEP):
+            self._connection.shards.answered(topic)
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -260,7 +270,7 @@ class Exchange(Reducer):
             present=bytes(present),
             pull=self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat))
+        shards.send(shard, message, bytes_of(flat), until=CONTRIBUTION)
         self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
@@ -274,6 +284,7 @@ class Exchange(Reducer):
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
             ),
+            until=CONTRIBUTION,
         )
 
 
@@ -326,6 +337,7 @@ class MeanExchange(SendingReducer, Exchange):
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
             self._what,
         )
+        self.connection.shards.answered(CONTRIBUTION)
         self.connection.members.over()
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
@@ -392,6 +404,7 @@ class MeanExchange(SendingReducer, Exchange):
                     present=bytes(present),
                 ),
                 bytes_of(chunk.published.flat),
+                until=STEP,
             )
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
@@ -413,6 +426,7 @@ class MeanExchange(SendingReducer, Exchange):
                 edits=edits,
                 accepted=accepted,
             ),
+            until=STEP,
         )
         self._scale_at_step = 1.0
 
@@ -443,7 +457,11 @@ class MeanExchange(SendingReducer, Exchange):
         chunk = self._gradients.get(message.chunk)
         if message.iteration != self.steps or chunk is None:
             return
-        # The shard has answered, so what was sent from this memory has been received.
+        # The shard has answered, so what was sent from this memory has been received, and counts.
+        if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
+            shards = self.connection.shards
+            rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
+            shards.answered(CONTRIBUTION, shard, instead=rest)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 
