@@ -399,11 +399,21 @@ def test_what_is_used_is_reported_once_and_told_whole_at_the_fence() -> None:
         log.handle_staged(0, 0, 1, iteration)
         log.handle_commit(0, commit(1, iteration, used=position))
     (news,) = log.poll_used()
-    assert [part.start for part in news.used] == [4, 5, 9]
+    assert [(part.start, part.stop) for part in news.used] == [(4, 6), (9, 10)]
     assert log.poll_used() == []
     log.handle_commit(0, commit(1, 3, used=11))  # not staged: does not count
     log.handle_fence(0, 1)
     assert [(part.start, part.stop) for part in log.fenced(0, 1).used] == [(4, 6), (9, 10)]
+
+
+def test_what_the_hub_has_not_been_told_stays_small_while_it_is_gone() -> None:
+    log = log_of("asp", workers=1)
+    for iteration in range(2000):
+        log.handle_staged(0, 0, 1, iteration)
+        log.handle_commit(0, commit(1, iteration, used=iteration))
+    (news,) = log.poll_used()
+    assert [(part.start, part.stop) for part in news.used] == [(0, 2000)]
+    assert news.iteration == 2000
 
 
 # -- meetings ---------------------------------------------------------------------------------------------

@@ -112,12 +112,18 @@ def server(
     ] = "tcp://127.0.0.1:0",
     key_file: _KeyFileOption = None,
     directory: Annotated[
-        Path | None, typer.Option(metavar="D", help="This shard's own, for snapshots.")
+        Path | None,
+        typer.Option(
+            metavar="D", help="This shard's own: what it keeps, and goes on from when it is killed."
+        ),
     ] = None,
     optimizer: Annotated[
         str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
     ] = "",
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Wait for the disk, so that what is kept survives the machine too.")
+    ] = False,
     timeout: Annotated[
         str,
         typer.Option(
@@ -160,6 +166,8 @@ def server(
         optimizer=optimizer,
         snapshot_seconds=snapshot_seconds,
         timeout=deadline,
+        sync=sync,
+        goes_on=lambda line: print(line, flush=True),
         ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
     )
 

@@ -30,6 +30,16 @@ POINTS: dict[str, str] = {
     "enter.restored": "the newcomer goes on from there",
     "members.meet": "members have changed; this one is about to meet the others",
     "members.dealt": "what is left of their data is dealt anew",
+    "faults.start": "`python -m atoll.testing.faults` is about to run the program",
+    "shard.setup": "a chunk's first values, or a state of its optimizer, are at the shard",
+    "shard.met": "a meeting of the workers has ended at the log, and nobody knows yet",
+    "shard.staged": "all chunks of a contribution are at the shard; the log does not know yet",
+    "shard.journalled": "the same, and they are in its journal",
+    "shard.logged": "a line of the log is at the shard, and not applied yet",
+    "shard.combined": "a chunk's mean is made, and sent to nobody",
+    "shard.stepped": "a chunk is stepped, and sent to nobody",
+    "shard.answered": "a chunk is on its way to a worker",
+    "shard.snapshot": "a snapshot has got its name; what it replaces is still there",
 }
 
 _handler: Handler | None = None

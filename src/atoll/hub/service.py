@@ -198,7 +198,7 @@ class Hub:
         if known is not None:  # its connection was lost, and is a new one
             self._owners[hello.incarnation] = peer
             self._welcome(peer, hello, known, hello.incarnation)
-        elif hello.incarnation:
+        elif hello.incarnation and hello.role != "shard":
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
         elif hello.role == "worker" and self._members.must_wait(hello.worker):
             self._park(peer, hello)
@@ -218,7 +218,13 @@ class Hub:
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         admission = self._members.handle_hello(
-            self._clock.now(), hello.role, max(-1, hello.worker), hello.shard, hello.address, hello.site
+            self._clock.now(),
+            hello.role,
+            max(-1, hello.worker),
+            hello.shard,
+            hello.address,
+            hello.site,
+            hello.incarnation,
         )
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")

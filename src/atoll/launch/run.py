@@ -146,8 +146,8 @@ class _Watch:
             failures = [failure for failure in recorder.failures if failure.time < self._stop.at]
             verdict = judge(failures, [], 0, self._directory)
             return verdict if verdict.line else stopped(self._stop.signum)
-        assert launcher.returncode is not None  # it has been waited for
-        return judge(recorder.failures, read_ends(self._directory.ends), launcher.returncode, self._directory)
+        status = 1 if launcher.returncode is None else launcher.returncode  # None: it cannot be killed
+        return judge(recorder.failures, read_ends(self._directory.ends), status, self._directory)
 
     @contextlib.contextmanager
     def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
@@ -162,7 +162,8 @@ class _Watch:
             yield launcher
         finally:
             launcher.kill()
-            launcher.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: named below
+                launcher.wait(STOP_SECONDS)
             if stuck := kill_descendants(spared):
                 print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
 

@@ -274,10 +274,11 @@ class ServedLaunch:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Return when every process has ended."""
+    def wait(self, timeout: float) -> int:
+        """Return when every process has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        until = time.monotonic() + timeout
         for process in (*self._workers, *self._services.values()):
-            process.wait()
+            process.wait(max(0.0, until - time.monotonic()))
         if self.returncode is None:
             self.returncode = self._status()
         return self.returncode

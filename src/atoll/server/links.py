@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 class HubLink:
     """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
-    seconds its welcome is waited for.
+    seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started again.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
     large model, say.
@@ -54,6 +54,7 @@ class HubLink:
         site: str = "",
         own: str,
         timeout: float,
+        incarnation: int = 0,
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
@@ -68,6 +69,7 @@ class HubLink:
             shard=shard,
             site=site,
             address=own,
+            incarnation=incarnation,
             pid=os.getpid(),
         )
         try:
@@ -123,6 +125,11 @@ class HubLink:
         if self._refused and not self._left:
             raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
 
+    def ask_where(self) -> None:
+        """Ask where the shards are: one may have come back elsewhere. `addresses` gets the answer."""
+        if self.client.connected:
+            self.client.send(encode(WhereAreShards()))
+
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
         self._stop_beating()
@@ -132,7 +139,11 @@ class HubLink:
 
 
 class LogLink:
-    """A following shard's connection to shard 0. `apply(sequence, entry)` takes each line."""
+    """A following shard's connection to shard 0. `apply(entry, header)` takes each line.
+
+    Where shard 0 keeps a journal, it may come back: `is_lost` says that this connection is of no use any
+    more, and another one is to take its place.
+    """
 
     def __init__(
         self,
@@ -141,11 +152,13 @@ class LogLink:
         *,
         run: str,
         shard: int,
-        apply: Callable[[Entry], None],
+        apply: Callable[[Entry, bytes], None],
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="shard 0")
         self._shard, self._apply = shard, apply
         self._lost_at = 0.0
+        self.comes_back = False
+        self.is_lost = False
         self._send(Hello(version=VERSION, run=run, role="shard", shard=shard, pid=os.getpid()))
 
     def follow(self, after: int) -> None:
@@ -161,11 +174,17 @@ class LogLink:
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
             if isinstance(message, Entry):
-                self._apply(message)
+                self._apply(message, received[0])
+            elif isinstance(message, Welcome):
+                self.comes_back = message.comes_back
+                self.is_lost = message.shard > 0  # another one, which has got shard 0's old port
             elif isinstance(message, Refused):
                 raise RunError(f"shard 0 at {self.client.address} refused: {message.reason}")
         self.client.check()
         if not self.client.losses:
+            return
+        if self.comes_back:
+            self.is_lost = True
             return
         # At the end of a run all shards are told to stop, and the one that keeps the log may be the first.
         self._lost_at = self._lost_at or time.monotonic()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from atoll.store.outcomes import Draft, Meeting
 from atoll.store.roster import Roster
+from atoll.wire.messages import Count, Text
 
 
-@dataclass(frozen=True)
-class _Part:
-    incarnation: int
-    what: str
-    handle: int
+class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker has brought to a meeting."""
+
+    incarnation: Count
+    what: Text
+    handle: Count
+
+
+class MeetingsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that Meetings remember."""
+
+    next: Count
+    parts: dict[int, dict[int, MeetingPart]]
+    bound: dict[int, Count]
+    since: dict[int, Count]
 
 
 class Meetings:
@@ -24,9 +35,22 @@ class Meetings:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._next = 0  # all numbers below are over
-        self._parts: dict[int, dict[int, _Part]] = {}  # number -> worker -> part
+        self._parts: dict[int, dict[int, MeetingPart]] = {}  # number -> worker -> part
         self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
         self._since: dict[int, int] = {}  # worker -> the first meeting that waits for it, if not 0
+
+    def state(self) -> MeetingsState:
+        """For a journal; `restored` makes the same of it."""
+        parts = {number: dict(each) for number, each in self._parts.items()}
+        return MeetingsState(next=self._next, parts=parts, bound=dict(self._bound), since=dict(self._since))
+
+    @classmethod
+    def restored(cls, state: MeetingsState, roster: Roster) -> Meetings:
+        meetings = cls(roster)
+        meetings._next, meetings._bound = state.next, dict(state.bound)
+        meetings._since = dict(state.since)
+        meetings._parts = {number: dict(each) for number, each in state.parts.items()}
+        return meetings
 
     @property
     def next(self) -> int:
@@ -38,6 +62,10 @@ class Meetings:
         the number from one who is."""
         self._bound[worker] = incarnation
         self._since[worker] = since
+
+    def is_bound(self, worker: int, incarnation: int) -> bool:
+        """Whether meetings wait for this incarnation."""
+        return self._bound.get(worker) == incarnation
 
     def meet(self, worker: int, incarnation: int, number: int, what: str, handle: int, draft: Draft) -> None:
         """A live worker's part. Refused, or come twice: its handle is released."""
@@ -56,7 +84,7 @@ class Meetings:
             draft.released.append(handle)
             return
         self._bound[worker] = incarnation
-        self._parts.setdefault(number, {})[worker] = _Part(incarnation, what, handle)
+        self._parts.setdefault(number, {})[worker] = MeetingPart(incarnation, what, handle)
 
     def leave(self, worker: int, incarnation: int, draft: Draft) -> None:
         """A worker is fenced: it is not waited for, and its parts are released."""

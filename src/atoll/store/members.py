@@ -53,14 +53,22 @@ class Membership:
         self._incarnations = 0
 
     def handle_hello(
-        self, now: float, role: str, wish: int = -1, shard: int = -1, address: str = "", site: str = ""
+        self,
+        now: float,
+        role: str,
+        wish: int = -1,
+        shard: int = -1,
+        address: str = "",
+        site: str = "",
+        incarnation: int = 0,
     ) -> Admission:
-        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is."""
+        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard that
+        was started again says which `incarnation` its forerunner was."""
         if role == "worker":
             refused = self._wrong_site(site)
             return Admission(refused=refused) if refused else self._admit_worker(now, wish)
         if role == "shard":
-            return self._admit_shard(now, shard, address)
+            return self._admit_shard(now, shard, address, incarnation)
         if role == "site":
             return self._admit_site(now, site, address)
         return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
@@ -124,21 +132,29 @@ class Membership:
             return wish in self._workers
         return len(self._workers) >= self.workers
 
-    def _admit_shard(self, now: float, shard: int, address: str) -> Admission:
+    def _admit_shard(self, now: float, shard: int, address: str, before: int) -> Admission:
         if not self.shards:
             return Admission(refused="the run has no shards: its hub was started with --shards 0")
         if not 0 <= shard < self.shards:
             return Admission(refused=f"there is no shard {shard}: the run has {self.shards}, from 0")
         if not address:
             return Admission(refused=f"shard {shard} does not say where it is")
+        if before > self._incarnations:
+            return Admission(
+                refused=f"shard {shard} goes on from a run that this hub knows nothing of, though it has its "
+                "name: remove what is in its --directory, or give it another one"
+            )
         there = self._shards.get(shard)
-        if there is not None and there.address != address:
+        elsewhere = there is not None and there.address != address
+        again = there is not None and elsewhere and before == there.incarnation  # its forerunner is to go
+        if there is not None and elsewhere and not again:
             return Admission(refused=f"shard {shard} is there already, at {there.address}")
-        if there is None:
+        if there is None or again:
             self._incarnations += 1
             there = self._shards[shard] = _Member(self._incarnations, now, address=address)
         there.heard = now
-        return Admission(incarnation=there.incarnation, reason=f"shard {shard} is at {address}")
+        how = "was started again, and " if before else ""
+        return Admission(incarnation=there.incarnation, reason=f"shard {shard} {how}is at {address}")
 
     def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:
         """A sign of life; False from one who is not there (any more)."""

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
+from atoll.wire.messages import Count
+
+
+class RosterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a Roster remembers."""
+
+    workers: Count
+    begun: bool
+    live: dict[int, Count]
+    waiting: dict[int, Count]
+    fenced: dict[int, Count]
+
 
 class Roster:
     """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most.
@@ -18,6 +32,23 @@ class Roster:
         self.live: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self._fenced: dict[int, int] = {}  # worker -> the highest incarnation that is fenced
+
+    def state(self) -> RosterState:
+        """For a journal; `restored` makes the same roster of it."""
+        return RosterState(
+            workers=self.workers,
+            begun=self.begun,
+            live=dict(self.live),
+            waiting=dict(self.waiting),
+            fenced=dict(self._fenced),
+        )
+
+    @classmethod
+    def restored(cls, state: RosterState) -> Roster:
+        roster = cls(state.workers)
+        roster.begun, roster._fenced = state.begun, dict(state.fenced)
+        roster.live, roster.waiting = dict(state.live), dict(state.waiting)
+        return roster
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""

@@ -11,6 +11,21 @@ from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
 from atoll.wire import messages
+from atoll.wire.messages import Count
+
+
+class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rounds"):
+    """All that Rounds remember, beside roster and stages."""
+
+    loose: bool
+    idle: list[Count]
+    passed: list[Count]
+    iteration: Count
+    members: dict[int, Count]
+    commits: dict[int, messages.Commit]
+    combined: list[Count]
+    said: dict[int, messages.Step]
+    entering: dict[int, Count]
 
 
 class Rounds:
@@ -38,6 +53,29 @@ class Rounds:
         # Who enters with the next iteration, worker -> incarnation: fixed when this one is combined, so that
         # all its members can be told alike.
         self._entering: dict[int, int] = {}
+
+    def state(self) -> RoundsState:
+        """For a journal; `restored` makes the same of it."""
+        return RoundsState(
+            loose=self._loose,
+            idle=sorted(self._idle),
+            passed=sorted(self._passed),
+            iteration=self._iteration,
+            members=dict(self._members),
+            commits=dict(self._commits),
+            combined=list(self._combined),
+            said=dict(self._said),
+            entering=dict(self._entering),
+        )
+
+    @classmethod
+    def restored(cls, state: RoundsState, roster: Roster, stages: Stages) -> Rounds:
+        rounds = cls(roster, stages, state.iteration, state.loose)
+        rounds._idle, rounds._passed = set(state.idle), set(state.passed)
+        rounds._members, rounds._commits = dict(state.members), dict(state.commits)
+        rounds._combined, rounds._said = list(state.combined), dict(state.said)
+        rounds._entering = dict(state.entering)
+        return rounds
 
     def committed(self, _worker: int) -> int:
         """How many iterations are in the log, for a live worker."""

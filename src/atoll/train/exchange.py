@@ -13,7 +13,7 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,11 +34,15 @@ from atoll.wire.messages import (
     Mean,
     Parameters,
     Pull,
+    PullMean,
     Push,
     Replace,
     Step,
     Used,
 )
+
+# What messages are sent again until: the mean under bsp, else the parameters; the parameters.
+CONTRIBUTION, STEP = "contribution", "step"
 
 
 class Members(Protocol):
@@ -90,7 +94,8 @@ class NewParameters:
         self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock, newest=newest))
+            pull = Pull(incarnation=shards.incarnation, clock=clock, newest=newest)
+            shards.send(shard, pull, until=STEP)
 
     def expect(self, clock: int) -> None:
         """As `pull`, where the contribution before has asked for them."""
@@ -110,12 +115,11 @@ class NewParameters:
             self._connection.shards.wait(
                 lambda: len(self._staged) == len(self._chunks),
                 self._missing,
-                f"the parameters after iteration {self._asked - 1}",
+                self._what,
             )
         finally:
             self._publishing = False
-        self._staged.clear()
-        self._asked = None
+        self._done()
         self._versions = self._seen()
 
     def discard(self) -> None:
@@ -123,8 +127,14 @@ class NewParameters:
         self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
+        self._done()
+
+    def _done(self) -> None:
+        """The parameters are there, so all shards have what they were made of."""
         self._staged.clear()
         self._asked = None
+        for topic in (CONTRIBUTION, STEP):
+            self._connection.shards.answered(topic)
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -161,6 +171,11 @@ class NewParameters:
             self._published[bound.chunk.id] = values
             bound.flat[: values.numel()].copy_(values)
             torch.autograd.graph.increment_version(bound.parameters)
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._chunks if chunk not in self._staged)
+        return f"{chunks} of the parameters after iteration {(self._asked or 0) - 1}"
 
     def _missing(self) -> list[int]:
         shard_of = self._connection.shard_of
@@ -255,7 +270,7 @@ class Exchange(Reducer):
             present=bytes(present),
             pull=self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat))
+        shards.send(shard, message, bytes_of(flat), until=CONTRIBUTION)
         self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
@@ -269,6 +284,7 @@ class Exchange(Reducer):
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
             ),
+            until=CONTRIBUTION,
         )
 
 
@@ -319,8 +335,9 @@ class MeanExchange(SendingReducer, Exchange):
         self.connection.shards.wait(
             lambda: len(self._means) == len(self._gradients) and self._is_counted(),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
-            f"the mean of iteration {self.steps}",
+            self._what,
         )
+        self.connection.shards.answered(CONTRIBUTION)
         self.connection.members.over()
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
@@ -387,6 +404,7 @@ class MeanExchange(SendingReducer, Exchange):
                     present=bytes(present),
                 ),
                 bytes_of(chunk.published.flat),
+                until=STEP,
             )
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
@@ -408,8 +426,14 @@ class MeanExchange(SendingReducer, Exchange):
                 edits=edits,
                 accepted=accepted,
             ),
+            until=STEP,
         )
         self._scale_at_step = 1.0
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
+        return f"the mean of {chunks} in iteration {self.steps}"
 
     def _edited(self) -> list[int]:
         """The chunks in which the script has changed or replaced a gradient since it was published."""
@@ -433,7 +457,11 @@ class MeanExchange(SendingReducer, Exchange):
         chunk = self._gradients.get(message.chunk)
         if message.iteration != self.steps or chunk is None:
             return
-        # The shard has answered, so what was sent from this memory has been received.
+        # The shard has answered, so what was sent from this memory has been received, and counts.
+        if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
+            shards = self.connection.shards
+            rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
+            shards.answered(CONTRIBUTION, shard, instead=rest)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 
@@ -509,6 +537,16 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def chunks_named(chunks: Iterable[int]) -> str:
+    """`chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
+    ids = sorted(chunks)
+    if len(ids) == 1:
+        return f"chunk {ids[0]}"
+    named, more = ids[:3], len(ids) - 3
+    last = f"{more} more" if more > 0 else str(named.pop()) if named else "none"
+    return f"chunks {', '.join(map(str, named))} and {last}"
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -38,6 +38,7 @@ from atoll.wire.messages import (
 LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
 _LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
+_AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
 
@@ -96,6 +97,13 @@ class HubClient:
         """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
         shard's alone. Raises DeadlineError when they are not."""
         return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
+
+    def where_shards_are(self) -> list[str] | None:
+        """As `shards`, if the hub answers at once; None if it does not, or one shard is not there."""
+        try:
+            return list(self._ask(WhereAreShards(), Shards, "the shards' addresses", _AT_ONCE).addresses)
+        except (DeadlineError, PeerLostError):
+            return None
 
     def gather(self) -> int:
         """Form the run's ring with all its workers; returns the ring's number, which names its keys. With

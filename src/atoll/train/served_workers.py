@@ -15,6 +15,8 @@ from atoll.train.shards import LOG, Shards
 from atoll.train.workers import Reduction, Workers
 from atoll.wire.messages import AnyMessage, Meet, Met
 
+MEETING = "meeting"  # what a Meet is sent again until
+
 
 class ServedWorkers(Workers):
     """`Workers` over the shards' log: every live worker takes part in each call. While `late`, this one has
@@ -60,10 +62,10 @@ class ServedWorkers(Workers):
             return [payload]
         number, self._number = self._number, self._number + 1
         shards = self._shards
-        shards.send(
-            LOG, Meet(incarnation=shards.incarnation, number=number, what=what[:256]), memoryview(payload)
-        )
+        meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
+        shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(lambda: number in self._met, lambda: [LOG], f"every worker's part in {what}")
+        shards.answered(MEETING)
         return self._met.pop(number)
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:

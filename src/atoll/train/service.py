@@ -85,6 +85,7 @@ class Service:
             timeout=config.timeout_seconds,
             limit=_LIMIT,
             site=self.site,
+            where=self.hub.where_shards_are,
         )
         self.samplers: list[LeasedSampler] = []
         self.members = 0  # workers that live, as the shards last said; 0: not yet

@@ -53,6 +53,8 @@ from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 
+MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
+
 
 @dataclass(frozen=True)
 class Group:
@@ -348,6 +350,8 @@ class Session:
             return
         weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
         self._logged.append((self._state.iteration, weight, kept))
+        if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
+            self._read_logged()
 
     def expect(self, steps: int) -> None:
         """Say how many steps the run will take in all, for the display's estimate of the time left."""

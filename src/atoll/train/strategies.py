@@ -176,6 +176,9 @@ class Served:
                 model.exchange.refresh()
 
 
+SET_UP, STATE = "set-up", "state"  # what messages are sent again until
+
+
 class ServedModel:
     """One model at the shards."""
 
@@ -196,10 +199,11 @@ class ServedModel:
         workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()
+        self._set_ups = 0
         self._fetched: dict[int, dict[str, Tensor]] = {}
         self._scalars: dict[int, list[dict[str, Any]]] = {}
         self._ended: set[int] = set()
-        shards.on(Ready, lambda shard, _message, _payload: self._ready.add(shard))
+        shards.on(Ready, self._handle_ready)
         shards.on(State, self._handle_state)
         shards.on(StateEnd, lambda shard, _message, _payload: self._ended.add(shard))
 
@@ -209,20 +213,21 @@ class ServedModel:
         """Let the first worker describe the model to the shards and bring its values; wait until they are
         ready for it. To a site's shard, each worker describes it."""
         shards, digest = self._service.shards, self._digest()
+        self._set_ups += 1
         if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
-                shards.send(shard, self._setup(shard, digest))
+                shards.send(shard, self._setup(shard, digest), until=SET_UP)
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
         self._ready.clear()
-        for shard in range(len(shards)):
-            shards.send(shard, Ready(digest=digest))
+        shards.send_all(Ready(digest=digest, number=self._number), until=SET_UP)
         shards.wait(
             lambda: len(self._ready) == len(shards),
             lambda: [shard for shard in range(len(shards)) if shard not in self._ready],
             "worker 0's description of the model",
         )
+        shards.answered(SET_UP)
         if not self._workers.late:
             self.fetch_parameters()
 
@@ -233,6 +238,17 @@ class ServedModel:
         self.exchange.parameters.pull(self.exchange.steps)
         self.exchange.parameters.publish()
         self.exchange.steps = self.exchange.parameters.clock
+
+    @property
+    def _number(self) -> int:
+        """Of this set-up, by which shards know it when it is sent again. At a site all workers describe the
+        same one, each with a count of its own, and the site's shard does not come back."""
+        return 0 if self._service.site else self._set_ups
+
+    def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Ready)
+        if message.number == self._number:
+            self._ready.add(shard)
 
     def _setup(self, shard: int, digest: str) -> Setup:
         training, sync = self._training, self._training.config.sync
@@ -248,6 +264,7 @@ class ServedModel:
             shards=len(self._service.shards),
             steps=self.exchange.steps,
             first=self._workers.ranks[0],
+            number=self._number,
         )
 
     def _digest(self) -> str:
@@ -268,13 +285,15 @@ class ServedModel:
             for slot in held
         ]
         values = bound.flat[: bound.chunk.extent].detach().cpu().clone()
-        shards.send(shard, SetChunk(chunk=bound.chunk.id, values=scalars), bytes_of(values))
+        message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
+        shards.send(shard, message, bytes_of(values), until=SET_UP)
         for key in elementwise:
             flat = torch.zeros(bound.chunk.extent, dtype=bound.flat.dtype)
             for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
                 if key in own:
                     carve(flat, slot.offset, parameter).copy_(own[key])
-            shards.send(shard, SetChunk(chunk=bound.chunk.id, key=key), bytes_of(flat))
+            message = SetChunk(chunk=bound.chunk.id, key=key, number=self._number)
+            shards.send(shard, message, bytes_of(flat), until=SET_UP)
 
     # Stepping
 
@@ -289,12 +308,13 @@ class ServedModel:
         self.exchange.before_use()  # the step that was made last is then in the state
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
-        shards.send_all(PullState(incarnation=shards.incarnation))
+        shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)
         shards.wait(
             lambda: len(self._ended) == len(shards),
             lambda: [shard for shard in range(len(shards)) if shard not in self._ended],
             "the optimizer's state",
         )
+        shards.answered(STATE)
         states = {
             parameter: self._state_of(bound, index)
             for bound in self._training.chunks

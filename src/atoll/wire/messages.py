@@ -41,10 +41,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Hello(Message, frozen=True):
     """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
 
-    From a shard to the hub, `address` is where workers reach it, and `shard` its index. From a worker to the
-    hub, `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the
-    hub gave. From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a
-    site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
+    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
+    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave.
+    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
+    is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
     version: int
@@ -67,6 +68,9 @@ class Welcome(Message, frozen=True):
     shard how many sites there are, for those are its workers.
 
     From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
+
+    From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
+    started again when it dies.
     """
 
     run: Name
@@ -78,6 +82,8 @@ class Welcome(Message, frozen=True):
     patience: Seconds = 0.0
     sites: list[Name] = []
     late: bool = False
+    shard: int = -1
+    comes_back: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -276,7 +282,8 @@ class Setup(Message, frozen=True):
     `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
     class's full name.
     `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
-    it, and `first` is the worker that brings the values, of this site or another.
+    it, and `first` is the worker that brings the values, of this site or another. `number` counts this
+    worker's set-ups, from 1: what it sends again is of the same one (0: of its next).
     """
 
     digest: Name
@@ -290,6 +297,7 @@ class Setup(Message, frozen=True):
     shards: Count
     steps: Count = 0  # iterations made before, by the checkpoint that the values come from
     first: Count = 0
+    number: Count = 0
 
 
 class SetChunk(Message, frozen=True):
@@ -299,12 +307,15 @@ class SetChunk(Message, frozen=True):
     chunk: Count
     key: Name = ""
     values: list[dict[str, Any]] = []
+    number: Count = 0  # as the Setup's
 
 
 class Ready(Message, frozen=True):
-    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is."""
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number` as
+    the Setup's."""
 
     digest: Name
+    number: Count = 0
 
 
 class Push(Message, frozen=True):
