@@ -148,8 +148,9 @@ REVIEWED: dict[str, str] = {
     "train/channel.py: Channel.wait: work.wait()": (
         "Gloo's works end at the group's deadline, with an error; NCCL's has been polled until its end"
     ),
+    "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
     "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
-    "train/hub_client.py: HubClient._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
+    "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
     "train/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,

@@ -301,10 +301,12 @@ class CommitLog:
         """Whether the run has begun without this incarnation."""
         return self._roster.begun and self._roster.incarnation(worker) != incarnation
 
-    def handle_entered(self, worker: int, incarnation: int, meeting: int) -> None:
+    def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
         """A live worker that has come late knows the others' state: meetings from that number on wait for
-        it."""
-        if self._roster.live.get(worker) == incarnation:
+        it. Said again: changes nothing, unless it has been told `anew`."""
+        if self._roster.live.get(worker) == incarnation and (
+            anew or not self._meetings.is_bound(worker, incarnation)
+        ):
             self._meetings.bind(worker, incarnation, meeting)
 
     @property

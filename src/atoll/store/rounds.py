@@ -25,6 +25,7 @@ class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     commits: dict[int, messages.Commit]
     combined: list[Count]
     said: dict[int, messages.Step]
+    entering: dict[int, Count]
 
 
 class Rounds:
@@ -64,6 +65,7 @@ class Rounds:
             commits=dict(self._commits),
             combined=list(self._combined),
             said=dict(self._said),
+            entering=dict(self._entering),
         )
 
     @classmethod
@@ -72,6 +74,7 @@ class Rounds:
         rounds._idle, rounds._passed = set(state.idle), set(state.passed)
         rounds._members, rounds._commits = dict(state.members), dict(state.commits)
         rounds._combined, rounds._said = list(state.combined), dict(state.said)
+        rounds._entering = dict(state.entering)
         return rounds
 
     def committed(self, _worker: int) -> int:

@@ -92,10 +92,13 @@ class Channel:
 
         thread = threading.Thread(target=make, name="atoll-connect", daemon=True)
         thread.start()
+        until = time.monotonic() + self.timeout
         while thread.is_alive():
             thread.join(_MAKING_SECONDS)
             if thread.is_alive():
                 self._look()
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
         (group,) = made
         if isinstance(group, BaseException):
             raise group

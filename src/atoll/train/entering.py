@@ -19,6 +19,7 @@ from atoll.train.served_workers import ServedWorkers
 from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import AnyMessage, Arrive, Committed, GiveState, WantState
 
+ENTERING = "entering"  # what a newcomer's words are sent again until
 _NEVER = 2**53  # later than any iteration
 
 
@@ -71,16 +72,17 @@ class ServedEntrance:
 
     def enter(self) -> bool:
         shards = self._shards
-        shards.send(LOG, Arrive(incarnation=shards.incarnation))
+        shards.send(LOG, Arrive(incarnation=shards.incarnation), until=ENTERING)
         reach("enter.arrived")
         iteration = self._entered()
         reach("enter.member", iteration)
-        shards.send(LOG, WantState(iteration=iteration))
+        shards.send(LOG, WantState(iteration=iteration), until=ENTERING)
         shards.wait(
             lambda: self._given is not None,
             lambda: [LOG],
             f"a living worker's state before iteration {iteration}",
         )
+        shards.answered(ENTERING)
         assert self._given is not None
         give, payload = self._given
         self._given = None

@@ -203,14 +203,16 @@ class LeasedSampler(Sampler[int]):
         """
         self.check_state(state)
         self._seed, self._epoch = state["seed"], state["epoch"]
-        offset = [[self._epoch, 0, state["offset"]]] if state["offset"] else []
+        left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
+        before = {epoch: self._length for epoch, _, _ in left} | {self._epoch: state["offset"]}
+        offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
         self._done, self._used = {}, {}
         for epoch, start, stop in _merge(sorted(map(_run, [*offset, *state.get("used", [])]))):
             self._done.setdefault(epoch, []).append((start, stop))
         self._queue.clear()
         self._held.clear()
         self._seen.clear()
-        self._pending.clear()
+        self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
         self._orders.clear()
         self.given = self._consumed = self._reported = 0
         self._begun = self._whole = False
@@ -416,6 +418,17 @@ def _merge(runs: Iterable[Run]) -> list[Run]:
         else:
             merged.append((epoch, start, stop))
     return merged
+
+
+def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:
+    """What of a run is in none of the parts, which are in order."""
+    epoch, start, end = run
+    for _, first, stop in (part for part in parts if part[0] == epoch):
+        if start < first:
+            yield epoch, start, first
+        start = max(start, stop)
+    if start < end:
+        yield epoch, start, end
 
 
 def _run(numbers: Sequence[int]) -> Run:
