@@ -695,6 +695,23 @@ def test_all_must_have_the_same_data() -> None:
 # -- membership -------------------------------------------------------------------------------------------
 
 
+def test_a_lease_that_is_asked_for_twice_counts_once() -> None:
+    leases = Leases()
+
+    def ask(number: int, incarnation: int = 1) -> tuple[int, int]:
+        lease = Lease(incarnation=incarnation, sampler=0, epoch=0, length=10, count=4, number=number)
+        leased = leases.handle_lease(incarnation - 1, incarnation, lease)
+        assert leased.number == number
+        return leased.start, leased.stop
+
+    assert [ask(1), ask(1), ask(1, 2), ask(2), ask(2)] == [(0, 4), (0, 4), (4, 8), (8, 10), (8, 10)]
+    changes = leases.changes
+    assert (ask(3), ask(3)) == ((0, 0), (0, 0))  # it waits for what the other has
+    assert leases.changes == changes + 1
+    leases.handle_fenced(1, 2, [])
+    assert (ask(3), ask(3)) == ((4, 8), (4, 8))  # what gave nothing is asked again
+
+
 def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     members = Membership(2, patience=5.0)
     first = members.handle_hello(0.0, "worker")
@@ -705,9 +722,10 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.next_deadline() == 5.0
     assert members.handle_heartbeat(4.0, 1, iteration=7)
     assert members.poll_deaths(5.9) == []
-    (three, one) = sorted(members.poll_deaths(6.0), reverse=True)
-    assert (three[:2], one[:2]) == ((3, 2), (1, 3))
-    assert "silent for 5.0 s" in one[2]
+    one, three = members.poll_deaths(6.0)
+    assert (one[0], three[0]) == (3, 2)
+    assert "worker 1 was silent for 5.0 s" in one[1]
+    assert [members.handle_goodbye(incarnation) for incarnation in (3, 2)] == [1, 3]
     assert members.poll_deaths(6.0) == []
     assert not members.handle_heartbeat(6.0, 3)
     assert members.live() == {0: 1}
@@ -717,6 +735,65 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.handle_hello(7.0, "worker", wish=0).incarnation == 4
     assert members.handle_hello(7.0, "worker", wish=10**9).refused
     assert members.rank_of(4) == 0
+
+
+def beaten(members: Membership, incarnation: int, until: float, every: float = 0.1) -> float:
+    """A member that was heard regularly; when it was heard last."""
+    now = 0.0
+    while now + every <= until:
+        now += every
+        assert members.handle_heartbeat(now, incarnation)
+    return now
+
+
+def test_who_was_heard_regularly_is_given_less_patience_and_never_less_than_a_stop_of_3_s() -> None:
+    members = Membership(2, patience=60.0, heartbeat=0.1)
+    for _ in range(2):
+        members.handle_hello(0.0, "worker")
+    last = beaten(members, 1, 5.0)
+    assert members.poll_deaths(last + 3.4) == []
+    ((incarnation, reason),) = members.poll_deaths(last + 3.6)
+    assert incarnation == 1
+    assert "worker 0 was silent for 3.6 s, and 3.5 s are borne" in reason
+    assert dict(members.poll_deaths(60.0)).keys() == {1, 2}  # of the other one nothing was known
+
+
+def test_slow_heartbeats_are_borne() -> None:
+    """A hub with a long patience asks for few: three of them may be missing at least."""
+    members = Membership(1, patience=600.0, heartbeat=20.0)
+    members.handle_hello(0.0, "worker")
+    last = beaten(members, 1, 400.0, every=20.0)
+    assert members.poll_deaths(last + 59.0) == []
+    assert members.poll_deaths(last + 61.0)
+
+
+def test_a_suspect_that_is_silent_for_two_heartbeats_is_dead() -> None:
+    members = Membership(2, patience=60.0, heartbeat=1.0)
+    for _ in range(2):
+        members.handle_hello(0.0, "worker")
+    assert not members.handle_suspect(1.0, 99)  # nobody
+    assert not members.handle_suspect(1.0, 1)
+    assert members.next_deadline() == 2.0
+    members.handle_heartbeat(1.5, 1)  # it lives: the suspicion was wrong
+    assert members.poll_deaths(4.0) == []
+    assert members.handle_suspect(4.0, 1)
+    ((incarnation, reason),) = members.poll_deaths(4.0)
+    assert incarnation == 1
+    assert "another member has lost touch with it" in reason
+
+
+def test_after_the_callers_own_absence_silence_is_counted_anew() -> None:
+    members = Membership(1, patience=5.0)
+    members.handle_hello(0.0, "worker", token="a")
+    members.handle_suspect(1.0, 1)
+    other = Membership(1, patience=5.0)
+    other.restore(100.0, members.state())
+    for each in (members, other):
+        each.handle_return(100.0)
+        assert each.poll_deaths(104.9) == []
+        assert [incarnation for incarnation, _ in each.poll_deaths(105.0)] == [1]
+        assert each.handle_hello(101.0, "worker", token="a").incarnation == 1  # its answer was lost
+        assert each.handle_hello(101.0, "worker", token="b").incarnation == 2
 
 
 def test_shards_are_known_by_index() -> None:
@@ -732,7 +809,8 @@ def test_shards_are_known_by_index() -> None:
     zero = members.handle_hello(2.0, "shard", shard=0, address="tcp://a:0")
     assert members.shard_addresses() == ["tcp://a:0", "tcp://a:1"]
     members.handle_heartbeat(6.0, zero.incarnation)
-    assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
+    assert [incarnation for incarnation, _ in members.poll_deaths(6.0)] == [one.incarnation]
+    assert members.handle_shard_goodbye(one.incarnation) == 1
     assert members.shard_addresses() is None
     assert members.live_shards() == [0]
     assert members.handle_shard_goodbye(one.incarnation) is None

@@ -96,6 +96,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "_tail"): "a regular file, as far as it is written",
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
+    ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
@@ -133,6 +134,10 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
+    "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
+    "server/journal.py: Journal._work: self._items.get()": (
+        "the thread that writes a journal waits for the shard's next record; `close` ends it"
+    ),
     "server/snapshot.py: _Taking._write: self._copies.get()": (
         "the thread that writes a snapshot waits for the shard's next copy; `abandon` ends it"
     ),

@@ -66,7 +66,7 @@ def hub(
 
     It serves until it is stopped, and prints each decision with its reason.
     """
-    from atoll.hub.main import serve
+    from atoll.hub.main import HEARTBEAT, serve
 
     seconds = parse_seconds(patience)
     if seconds <= 0:
@@ -80,7 +80,7 @@ def hub(
         shards,
         directory,
         seconds,
-        seconds / 10,
+        min(HEARTBEAT, seconds / 10),
         sites=sites,
         until_done=until_done,
     )

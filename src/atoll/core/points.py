@@ -22,6 +22,11 @@ POINTS: dict[str, str] = {
     "members.meet": "members have changed; this one is about to meet the others",
     "members.dealt": "what is left of their data is dealt anew",
     "faults.start": "`python -m atoll.testing.faults` is about to run the program",
+    # The hub's have no iteration: the number is of this process's writes into the journal, from 1.
+    "hub.record": "the hub is about to write what a turn of its loop has changed",
+    "hub.recorded": "it is written, and nobody was answered yet",
+    "hub.answered": "the answers are sent, and no fence to a log",
+    "hub.compacted": "a compact state is written beside the journal, and not in its place yet",
     "shard.setup": "a chunk's first values, or a state of its optimizer, are at the shard",
     "shard.met": "a meeting of the workers has ended at the log, and nobody knows yet",
     "shard.staged": "all chunks of a contribution are at the shard; the log does not know yet",

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.store.members import Membership
-from atoll.store.rendezvous import Answer, Rendezvous
+from atoll.store.rendezvous import Answer, Rendezvous, RendezvousState
 from atoll.wire.messages import AnyMessage, Gather, Silences, StoreCall, WhoIsSilent
+
+_NOBODY = b""  # a peer to whom nothing is sent
+_CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on keys that are journalled
 
 
 class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
+    `keep` is told of each word that changes something, for the hub's journal.
 
     A call says by its incarnation whose it is, since it comes over another connection than the worker's
     Hello: whoever was let in, by the run's keys, is trusted with that.
@@ -25,9 +31,11 @@ class Rings:
         now: Callable[[], float],
         send: Callable[[bytes, AnyMessage], None],
         refuse: Callable[[bytes, str, str], None],
+        keep: Callable[[AnyMessage], None] = lambda _message: None,
     ) -> None:
         self._members, self._decisions = members, decisions
         self._now, self._send, self._refuse = now, send, refuse
+        self._keep = keep
         self._rendezvous = Rendezvous(members.workers)
 
     def handle(self, peer: bytes, message: Gather | StoreCall | WhoIsSilent) -> None:
@@ -38,8 +46,11 @@ class Rings:
                 raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
             if isinstance(message, StoreCall):
                 self._answer(self._rendezvous.handle_call(self._now(), peer, message))
+                if message.operation in _CHANGES:
+                    self._keep(message)
             elif isinstance(message, Gather):
                 self._gather(peer, rank, message)
+                self._keep(message)
             else:
                 self._send(peer, Silences(seconds=self._members.silences(self._now())))
         except UserError as error:
@@ -56,6 +67,24 @@ class Rings:
                 "all are there: "
                 + ", ".join(f"worker {rank}, incarnation {member}" for rank, member in members.items()),
             )
+
+    def replay(self, now: float, message: AnyMessage) -> None:
+        """Take a word that `keep` was told of before a restart, and answer nobody."""
+        assert isinstance(message, (Gather, StoreCall))
+        rank = self._members.rank_of(message.incarnation)
+        if isinstance(message, StoreCall):
+            self._rendezvous.handle_call(now, _NOBODY, message)
+        elif rank is not None:
+            self._rendezvous.handle_gather(now, _NOBODY, rank, message)
+
+    def state(self) -> bytes:
+        """All that is known of rings, as MessagePack."""
+        return msgspec.msgpack.encode(self._rendezvous.state())
+
+    def restore(self, now: float, state: bytes) -> None:
+        """Know what `state` says."""
+        del now  # deadlines are the clock's, which goes on
+        self._rendezvous.restore(msgspec.msgpack.decode(state, type=RendezvousState), _NOBODY)
 
     def left(self, incarnation: int) -> None:
         """A worker said goodbye or died."""

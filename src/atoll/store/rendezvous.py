@@ -40,6 +40,18 @@ _SHAPES: dict[str, tuple[int | None, int]] = {
 
 
 @dataclass
+class RendezvousState:
+    """What `Rendezvous` knows, as plain data: who waits for the others with which wish and until when, by
+    rank; each ring's members and keys; and what calls gave, by incarnation and number."""
+
+    formed: int
+    comers: dict[int, tuple[Gather, float]]
+    rings: dict[int, tuple[dict[int, int], dict[str, bytes]]]
+    ring_of: dict[int, int]
+    counted: dict[int, dict[int, int]]
+
+
+@dataclass
 class _Comer:
     """A rank that waits for the others."""
 
@@ -134,6 +146,29 @@ class Rendezvous:
         ring = self._rings.pop(number)
         self.keys_held -= len(ring.keys)
         self.bytes_held -= sum(_size(key, value) for key, value in ring.keys.items())
+
+    def state(self) -> RendezvousState:
+        """All that a restart must not lose, for `restore`: calls that wait for keys are asked again."""
+        return RendezvousState(
+            self.formed,
+            {rank: (comer.gather, comer.until) for rank, comer in self._comers.items()},
+            {number: (dict(ring.members), dict(ring.keys)) for number, ring in self._rings.items()},
+            dict(self._ring_of),
+            {incarnation: dict(gave) for incarnation, gave in self._counted.items()},
+        )
+
+    def restore(self, state: RendezvousState, peer: Peer) -> None:
+        """Be as `state` says; `peer` stands for those who wait, until they ask again."""
+        self.formed, self._ring_of = state.formed, dict(state.ring_of)
+        self._comers = {rank: _Comer(peer, gather, until) for rank, (gather, until) in state.comers.items()}
+        self._rings = {
+            number: _Ring(dict(members), dict(keys)) for number, (members, keys) in state.rings.items()
+        }
+        self._counted = {incarnation: dict(gave) for incarnation, gave in state.counted.items()}
+        self.keys_held = sum(len(ring.keys) for ring in self._rings.values())
+        self.bytes_held = sum(
+            _size(key, value) for ring in self._rings.values() for key, value in ring.keys.items()
+        )
 
     # -- its keys -----------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError
+import msgspec
+
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import Answer, RefusedError, ask, late
@@ -35,6 +39,7 @@ from atoll.wire.messages import (
 
 LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
+_FAREWELL_SECONDS = 1.0  # for the hub to know who says goodbye, on a new connection
 _AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
@@ -62,6 +67,8 @@ class HubClient:
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
         self._gatherings = 0
+        self._leases = 0  # requests
+        self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._given_up = ""
@@ -79,7 +86,15 @@ class HubClient:
         RefusedError when the rank is taken, or version or run are others, or there is no such site,
         DeadlineError when there is no hub.
         """
-        hello = Hello(version=VERSION, run=self._run, role="worker", worker=wish, pid=os.getpid(), site=site)
+        hello = Hello(
+            version=VERSION,
+            run=self._run,
+            role="worker",
+            worker=wish,
+            pid=os.getpid(),
+            site=site,
+            token=self._token,
+        )
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
         self._thread = threading.Thread(
@@ -130,8 +145,8 @@ class HubClient:
         """Up to `count` positions of an epoch of `length` samples.
 
         While others hold what is left, it asks again for up to `wait` seconds, and then returns an empty
-        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. After a lost
-        connection the answer may be lost too: those samples stay leased until this worker leaves.
+        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. A request whose
+        answer is lost with a connection is sent again, and counts once.
         """
         request = Lease(
             incarnation=self._incarnation, sampler=sampler, epoch=epoch, length=length, count=count
@@ -140,7 +155,7 @@ class HubClient:
         while True:
             self._asked = time.monotonic()
             try:
-                leased = self._ask(request, Leased, f"samples of epoch {epoch}")
+                leased = self._lease(request, f"samples of epoch {epoch}")
             finally:
                 self._asked = None
             waited = time.monotonic() - start
@@ -154,6 +169,15 @@ class HubClient:
             time.sleep(pause if wait is None else min(pause, wait - waited))
             pause = min(2 * pause, _ASK_AGAIN[1])
 
+    def _lease(self, request: Lease, what: str) -> Leased:
+        """Ask once; an answer to an earlier request, which was sent twice, is no answer to this one."""
+        self._leases += 1
+        request = msgspec.structs.replace(request, number=self._leases)
+        while True:
+            leased = self._ask(request, Leased, what)
+            if leased.number == self._leases:
+                return leased
+
     def check(self) -> None:
         """Raises RunError when the hub has given this worker up."""
         if self._given_up:
@@ -163,7 +187,11 @@ class HubClient:
         """Leave in good order: the hub frees what was leased and not used. Heartbeats end."""
         self._stop_beating()
         if self.welcome is not None and not self._given_up:
-            self._client.send(encode(Goodbye(incarnation=self._incarnation)))
+            with contextlib.suppress(AtollError):  # a hub that is gone misses this worker's heartbeats
+                if self._has_lost():
+                    self._losses = self._client.losses
+                    self._introduce(_FAREWELL_SECONDS)
+                self._client.send(encode(Goodbye(incarnation=self._incarnation)))
         self.welcome = None
 
     def close(self) -> None:

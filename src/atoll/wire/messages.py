@@ -43,7 +43,8 @@ class Hello(Message, frozen=True):
 
     From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
     the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
-    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave.
+    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
+    name that the sender has made up for itself: said twice, it is one who comes once.
     From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
     is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
@@ -57,6 +58,7 @@ class Hello(Message, frozen=True):
     address: Name = ""
     pid: Count = 0
     site: Name = ""
+    token: Name = ""
 
 
 class Welcome(Message, frozen=True):
@@ -127,7 +129,8 @@ class Shards(Message, frozen=True):
 class Lease(Message, frozen=True):
     """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
 
-    `sampler` numbers the worker's samplers. Answered by Leased.
+    `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
+    1: one sent twice is answered twice and counted once; 0 counts for itself.
     """
 
     incarnation: Count
@@ -135,6 +138,7 @@ class Lease(Message, frozen=True):
     epoch: Count
     length: Count
     count: Annotated[int, Meta(ge=1, lt=2**53)]
+    number: Count = 0
 
 
 class Leased(Message, frozen=True):
@@ -149,6 +153,7 @@ class Leased(Message, frozen=True):
     start: Count
     stop: Count
     over: bool = False
+    number: Count = 0
 
 
 class Used(Message, frozen=True):
