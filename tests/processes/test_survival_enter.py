@@ -30,7 +30,8 @@ PACE = 0.1  # seconds of an iteration while somebody is to come
 
 # Each line of a worker's notes is one iteration that counts. A worker whose rank is in `hang` stops in that
 # iteration, before its backward; one whose rank is in `pace` goes slowly from that iteration on, until a file
-# says that all are there. `die` has a point of the code for a worker's name, at which it kills itself.
+# says that all are there, and before the first slow one waits for the workers in `ready` to have set
+# themselves up. `die` has a point of the code for a worker's name, at which it kills itself.
 SCRIPT = f"""
 import json, os, pathlib, signal, sys, time
 import torch
@@ -83,6 +84,8 @@ with atoll.join() as session, open(f"notes-{{name}}", "w", buffering=1) as notes
         for x, indices in loader:
             at, lr = session.iteration, optimizer.param_groups[0]["lr"]
             if at >= plan["pace"].get(me, 10**9) and not pathlib.Path("all-there").exists():
+                while not all(pathlib.Path(f"ready-{{each}}").exists() for each in plan["ready"]):
+                    time.sleep(0.02)
                 time.sleep({PACE})
             while at >= plan["hang"].get(me, 10**9):
                 pathlib.Path(f"hangs-{{name}}").touch()
@@ -125,6 +128,7 @@ class Workers:
             "hang": {},
             "pace": {},
             "die": {},
+            "ready": [],
             **self._plan,
             **plan,
         }
@@ -173,9 +177,6 @@ class Workers:
         for name in names:
             _, errors = self._processes[name].communicate(timeout=DEADLINE)
             assert self._processes[name].returncode == 0, f"{name}: {errors}"
-
-    def is_ready(self, name: str) -> bool:
-        return (self.folder / f"ready-{name}").exists()
 
     def notes(self, name: str) -> list[tuple[int, list[int], float, int]]:
         """Of each iteration: its number, the samples, the learning rate, and how many workers there were."""
@@ -250,7 +251,7 @@ def assert_near(left: Tensors, right: Tensors) -> None:
 
 def test_bsp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers]) -> None:
     """The run ends as if one process had trained on the same samples, each of which counts once an epoch."""
-    plan = {"hang": {"1": 5}, "pace": {"0": 8}}
+    plan = {"hang": {"1": 5}, "pace": {"0": 8}, "ready": ["again"]}
     workers = begin(2, f"global_batch = {BATCH}", **plan)
     workers.start("zero", 0)
     workers.start("one", 1)
@@ -291,7 +292,7 @@ def test_bsp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers])
 
 def test_bsp_grows_from_two_to_four_and_shrinks_to_one(begin: Callable[..., Workers]) -> None:
     """With a constant global batch: as one process trains, whoever is there."""
-    workers = begin(2, f"global_batch = {BATCH}", pace={"0": 4})
+    workers = begin(2, f"global_batch = {BATCH}", pace={"0": 4}, ready=["2", "3"])
     for rank in range(2):
         workers.start(str(rank), rank, hang={"1": 40})
     workers.wait(lambda: bool(workers.notes("0")), "the run's first iteration")
@@ -322,13 +323,14 @@ def test_newcomers_and_who_lets_them_in_may_die_on_the_way(begin: Callable[..., 
     """One newcomer dies as a member that has nothing yet; worker 0 as it is about to give its state to
     another, who gets it from the next."""
     die = {"lost": "enter.member", "zero": "enter.giving"}
-    workers = begin(2, f"global_batch = {BATCH}", pace={"0": 4, "1": 4}, die=die)
+    slow = {"pace": {"0": 4, "1": 4}, "ready": ["lost", "new"]}
+    workers = begin(2, f"global_batch = {BATCH}", die=die, **slow)
     for rank, name in enumerate(("zero", "one")):
         workers.start(name, rank)
     workers.wait(lambda: bool(workers.notes("zero")), "the run's first iteration")
     workers.start("lost", 2, late=True)
-    workers.await_death("lost")
     workers.start("new", 3, late=True)
+    workers.await_death("lost")
     workers.await_death("zero")
     workers.wait(lambda: bool(workers.notes("new")), "the new worker's first iteration")
     (workers.folder / "all-there").touch()
@@ -348,7 +350,7 @@ def test_newcomers_and_who_lets_them_in_may_die_on_the_way(begin: Callable[..., 
 
 
 def test_asp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers]) -> None:
-    plan = {"hang": {"1": 5}, "pace": {"0": 8}, "batches": False}
+    plan = {"hang": {"1": 5}, "pace": {"0": 8}, "ready": ["again"], "batches": False}
     workers = begin(2, "consistency = 'asp'", **plan)
     workers.start("zero", 0)
     workers.start("one", 1)
