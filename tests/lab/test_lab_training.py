@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from lab_command import TWO, Labs, wait_for
 
-from atoll.lab import report, runpicture, traffic
+from atoll.lab import report, traffic
+from atoll.launch import labpicture
 
 TRAIN = """
 import torch, atoll
@@ -77,7 +78,7 @@ def check_traffic(labs: Labs) -> None:
     ]
     assert record["seconds"] <= moments[-1].at + 0.1
     told = report.read_journals(folder / "journals", 2)
-    loss, took = runpicture.over_time(told, record["began"])
+    loss, took = labpicture.over_time(told, record["began"])
     assert (loss.name, len(loss.points), len(took.points)) == ("loss", 12, 12)
     assert all(0 < at < moments[-1].at for at, _ in loss.points)
     assert (folder / "lab.png").exists() == bool(importlib.util.find_spec("matplotlib"))

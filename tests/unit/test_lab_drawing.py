@@ -225,7 +225,9 @@ def test_run_hands_topology_command_and_directory_on(
 ) -> None:
     given: list[object] = []
 
-    def run_lab(topology: Topology, command: list[str], *, folder: Path | None = None) -> int:
+    def run_lab(
+        topology: Topology, command: list[str], *, folder: Path | None = None, **_kept: object
+    ) -> int:
         given.extend([topology, command, folder])
         return 7
 

@@ -12,9 +12,10 @@ import pytest
 from lab_records import EMULATOR, LINK, journal
 
 from atoll.core.errors import UserError
-from atoll.lab import report, runpicture, traffic
+from atoll.lab import report, traffic
 from atoll.lab.emulator import EmulatorCounters, LinkCounters
 from atoll.lab.topology import parse_topology
+from atoll.launch import labpicture
 
 SITES = "".join(f'[[site]]\nname = "{name}"\n' for name in ("paris", "berlin", "oslo"))
 TOPOLOGY = parse_topology(
@@ -127,9 +128,9 @@ def lab(folder: Path, computed: list[float], used: range = range(6)) -> None:
 def drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The picture as SVG, its texts as text."""
     matplotlib = pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runpicture, "PICTURE", "lab.svg")
+    monkeypatch.setattr(labpicture, "PICTURE", "lab.svg")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        return runpicture.redraw(folder).read_text(encoding="utf-8")
+        return labpicture.redraw(folder).read_text(encoding="utf-8")
 
 
 def test_the_picture_tells_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +172,14 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(UserError, match=r"pip install 'atoll\[report\]'"):
-        runpicture.redraw(tmp_path)
+        labpicture.redraw(tmp_path)
 
 
 def test_where_a_workers_time_went(tmp_path: Path) -> None:
     journal(tmp_path, 0, [0.2, 0.4], 1.0, "ring gloo over 2 workers", 2)
     journal(tmp_path, 1, [0.6, 0.4], 1.0, "ring gloo over 2 workers", 2)
     told = report.read_journals(tmp_path, 2)
-    shares = runpicture.shares(told[0], report.slowest(told), 1000.0, 4.0, 8)  # cells of half a second
+    shares = labpicture.shares(told[0], report.slowest(told), 1000.0, 4.0, 8)  # cells of half a second
     assert shares.computing == pytest.approx([0, 0, 0.2, 0.2, 0.4, 0.4, 0, 0])
     assert shares.slower == pytest.approx([0, 0, 0.4, 0.4, 0, 0, 0, 0])
     assert shares.links == pytest.approx([0, 0, 0.4, 0.4, 0.6, 0.6, 0, 0])

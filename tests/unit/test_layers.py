@@ -66,8 +66,8 @@ TABLE = {
     "lab": Layer({"core"}, BASE | {"rich", "matplotlib"}, lazy=frozenset({"matplotlib"})),
     "launch": Layer(
         {"core", "train", "hub", "server", "lab", "observe"},
-        BASE | {"torch", "rich"},
-        lazy=frozenset({"torch"}),
+        BASE | {"torch", "rich", "matplotlib"},
+        lazy=frozenset({"torch", "matplotlib"}),
     ),
     "cli": Layer(
         BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"},

@@ -86,11 +86,11 @@ def _report(
     A run that was killed gets its metrics and summary from the workers' journals first.
     """
     from atoll.lab import report as lab_report
-    from atoll.lab import runpicture
+    from atoll.launch import labpicture
     from atoll.observe import report
 
     if (directory / lab_report.RECORD).exists():
-        print(runpicture.redraw(directory))
+        print(labpicture.redraw(directory))
     else:
         print(report.redraw(RunDirectory(directory)))
 
@@ -149,3 +149,7 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped by Ctrl-C", 130)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -41,8 +41,9 @@ def run(
     """
     chosen = load_topology(topology)
     from atoll.lab.runner import run_lab
+    from atoll.launch import labpicture
 
-    raise typer.Exit(run_lab(chosen, command, folder=directory))
+    raise typer.Exit(run_lab(chosen, command, folder=directory, kept=labpicture.keep))
 
 
 def show(

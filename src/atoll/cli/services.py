@@ -57,6 +57,9 @@ def hub(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
     ] = None,
+    at_least: Annotated[
+        int, typer.Option("--at-least", metavar="M", help="With fewer workers left, a ring ends.")
+    ] = 1,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="End, and end the shards, when all workers have left.")
     ] = False,
@@ -66,7 +69,7 @@ def hub(
 
     It serves until it is stopped, and prints each decision with its reason.
     """
-    from atoll.hub.main import serve
+    from atoll.hub.main import HEARTBEAT, serve
 
     seconds = parse_seconds(patience)
     if seconds <= 0:
@@ -80,9 +83,10 @@ def hub(
         shards,
         directory,
         seconds,
-        seconds / 10,
+        min(HEARTBEAT, seconds / 10),
         sites=sites,
         until_done=until_done,
+        at_least=at_least,
     )
 
 

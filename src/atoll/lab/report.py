@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from atoll.core.errors import UserError
-from atoll.core.events import AnyEvent, Decided, Started, StepDone
+from atoll.core.events import AnyEvent, Decided, Started, StepDone, decode
 from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.lab.emulator import EmulatorCounters, LinkCounters
 from atoll.lab.spec import workers_of
 from atoll.lab.topology import Topology
-from atoll.observe.journal import JournalReader
 
 RECORD = "lab.json"  # in the folder of records
 
@@ -154,9 +154,16 @@ def read_journals(journals: Path, workers: int) -> list[Told]:
     for path in sorted(journals.glob("*.jsonl")):
         number = path.stem.partition("-")[0]
         if number.isdecimal() and int(number) < workers:
-            told = Told(int(number), list(JournalReader(path).read()))
+            told = Told(int(number), list(_events(path)))
             found += [told] if told.steps else []
     return sorted(found, key=lambda told: told.worker)
+
+
+def _events(journal: Path) -> Iterator[AnyEvent]:
+    """The events in a journal; a line that was cut off tells of none."""
+    for line in journal.read_bytes().splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            yield decode(line)
 
 
 def slowest(told: Sequence[Told]) -> dict[int, float]:

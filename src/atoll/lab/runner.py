@@ -24,7 +24,7 @@ from types import FrameType
 
 import msgspec
 
-from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.errors import RunError, UserError
 from atoll.lab import namespaces
 from atoll.lab.emulator import available
 from atoll.lab.report import RECORD
@@ -44,14 +44,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_lab(
-    topology: Topology, command: Sequence[str], *, folder: str | os.PathLike[str] | None = None
+    topology: Topology,
+    command: Sequence[str],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    kept: Callable[[Path], str] = lambda _records: "",
 ) -> int:
     """Run `command` for each worker of `topology`, in its site; returns the first failing worker's status.
 
     That of one killed by a signal is 128 and the signal; 130 after Ctrl-C, 143 after SIGTERM. `lab.json`, the
-    picture, the services' logs and the workers' journals stay in `folder` (None: a new one below runs/).
-    Raises UserError for what was given wrong or is not possible here, before anything is made, and RunError
-    where a part of the lab fails.
+    services' logs and the workers' journals stay in `folder` (None: a new one below runs/); `kept` is called
+    with it when they are whole, and returns what to say of it. Raises UserError for what was given wrong or
+    is not possible here, before anything is made, and RunError where a part of the lab fails.
     """
     if missing := available():
         raise UserError(missing)
@@ -63,24 +67,12 @@ def run_lab(
         spec.write(place / "spec.json")
         result = _Start(way, place, signals).follow()
     if result.report:
-        print(f"{result.report}\nthe lab's records are in {records}{_draw(records)}", flush=True)
+        print(f"{result.report}\nthe lab's records are in {records}{kept(records)}", flush=True)
     if result.line:
         if result.user or not result.report:
             raise (UserError if result.user else RunError)(result.line)
         print(f"atoll: {result.line}", file=sys.stderr, flush=True)
     return result.status
-
-
-def _draw(records: Path) -> str:
-    """Draw the picture; returns what the closing line says of it."""
-    from atoll.lab import runpicture
-
-    try:
-        return f", the picture is {runpicture.draw(records).name} there"
-    except ModuleNotFoundError as error:
-        return f"\nno picture ({error}): pip install 'atoll[report]', then atoll report {records}"
-    except (OSError, AtollError) as error:  # a full disk, say; what was run is not less run for it
-        return f"\nno picture: {error}"
 
 
 def _make_records(folder: str | os.PathLike[str] | None) -> Path:

@@ -44,13 +44,13 @@ class JournalError(RunError):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose folder this is. `number` is its own, by which the hub knows it again; `incarnation` is what the
-    hub gave this shard last; `over`: the run has ended."""
+    """Whose folder this is. `token` is its own name, by which the hub knows it again; `incarnation` is what
+    the hub gave this shard last; `over`: the run has ended."""
 
     format: int = 1
     run: str
     shard: int
-    number: int
+    token: str = ""
     incarnation: int = 0
     over: bool = False
 
@@ -73,8 +73,8 @@ class Folder:
             self.identity = self._read(run, shard)
             if self.identity.over:  # that run has ended: begin anew
                 self.clear()
-            if self.identity.over or not self.identity.number:
-                self.remember(over=False, incarnation=0, number=1 + secrets.randbits(48))
+            if self.identity.over or not self.identity.token:
+                self.remember(over=False, incarnation=0, token=secrets.token_hex(8))
         except BlockingIOError:
             os.close(self._lock)
             raise UserError(
@@ -90,7 +90,7 @@ class Folder:
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Identity)
         except FileNotFoundError:
-            return Identity(run=run, shard=shard, number=0)
+            return Identity(run=run, shard=shard)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

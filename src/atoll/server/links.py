@@ -39,10 +39,10 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 class HubLink:
     """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
     seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started
-    again, and `folder` the number of the directory that it keeps.
+    again, and `token` the name of the directory that it keeps.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
-    large model, say.
+    large model, say. After a lost connection the hub is told anew who is here: it may be another process.
     """
 
     def __init__(
@@ -56,15 +56,17 @@ class HubLink:
         own: str,
         timeout: float,
         incarnation: int = 0,
-        folder: int = 0,
+        token: str = "",
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
         self.steps = 0  # told with each heartbeat
-        self._refused = ""  # why the hub takes no heartbeats
+        self._refused = ""  # why the hub does not take us
+        self._stranger = 0  # an incarnation of ours that the hub does not know any more
+        self._losses = 0  # connections lost when the hub was told last
         self._left = False
-        hello = Hello(
+        self._hello = Hello(
             version=VERSION,
             run=run,
             role="site" if site else "shard",
@@ -72,11 +74,11 @@ class HubLink:
             site=site,
             address=own,
             incarnation=incarnation,
-            folder=folder,
+            token=token,
             pid=os.getpid(),
         )
         try:
-            self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
+            self.welcome = self._join(timeout)
         except BaseException:
             self.client.close()
             raise
@@ -84,6 +86,17 @@ class HubLink:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(keys,), name="atoll-heartbeat", daemon=True)
         self._thread.start()
+
+    def _join(self, timeout: float) -> Welcome:
+        """Say Hello until there is an answer: a hub that was started again meanwhile has heard nothing."""
+        until = time.monotonic() + timeout
+        while True:
+            self._losses, left = self.client.losses, max(0.0, until - time.monotonic())
+            try:
+                return ask(self.client, self._hello, Welcome, left, "its welcome")[0]
+            except PeerLostError:
+                if time.monotonic() > until:
+                    raise
 
     def _beat(self, keys: Keys | None) -> None:
         """The thread of heartbeats."""
@@ -105,7 +118,7 @@ class HubLink:
             message = decode_untrusted(header)
             self.over = self.over or isinstance(message, Over)
             if isinstance(message, Refused):
-                self._refused = message.reason
+                self._stranger = self.welcome.incarnation
 
     def _stop_beating(self) -> None:
         self._stop.set()
@@ -118,15 +131,29 @@ class HubLink:
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
-        """Take what the hub has sent. Raises RefusedError when it refuses."""
+        """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses."""
+        self._introduce()
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
             if isinstance(message, Shards):
-                self.addresses = list(message.addresses)
-            elif isinstance(message, Refused):
+                self.addresses = list(message.addresses) or self.addresses
+            elif isinstance(message, Welcome):
+                self.welcome = message
+            elif isinstance(message, Refused) and message.request != "WhereAreShards":  # asked before Hello
                 self._refused = message.reason
         if self._refused and not self._left:
             raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
+
+    def _introduce(self) -> None:
+        """Say Hello again on a new connection, and to a hub that has given this shard up: it may come back,
+        as long as no other has come in its place. Said more than once, it counts once."""
+        given_up = self._stranger == self.welcome.incarnation
+        if self._left or (self.client.losses == self._losses and not given_up):
+            return
+        self._stranger, self._losses = 0, self.client.losses
+        self.client.send(encode(self._hello))
+        if not self.addresses:
+            self.client.send(encode(WhereAreShards()))
 
     def ask_where(self) -> None:
         """Ask where the shards are: one may have come back elsewhere. `addresses` gets the answer."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.points import reach
+from atoll.server.entrance import Entrance
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
 from atoll.store.log import CommitLog, LogState
@@ -69,6 +70,8 @@ class LogKeeper:
         self._parts: dict[int, memoryview | None] = {}  # what was brought to meetings, by handle
         self._handles = 0
         self._follows: dict[int, int] = {}  # shard -> the generation that it follows
+        self.takes_latecomers = True
+        self._entrance = Entrance(peers)
         self._ahead: list[tuple[int, messages.AnyMessage]] = []  # by shards that are set up before this one
         self._last: LastMeeting | None = None
         self._last_payload: bytes | None = None
@@ -144,7 +147,18 @@ class LogKeeper:
             self.handle_shard(shard, message)
 
     def handle_join(self, worker: int, incarnation: int) -> str:
-        """A worker has said Hello; returns why it may not take part."""
+        """A worker has said Hello; returns why it may not take part. One that comes late does when it has
+        arrived: until then it sets itself up, and nobody waits for it."""
+        if self.is_late(worker, incarnation):
+            return self._meetings.refusal(worker, incarnation)
+        return self.handle_arrive(worker, incarnation)
+
+    def is_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this worker, which has yet to arrive."""
+        return self.takes_latecomers and self._meetings.comes_late(worker, incarnation)
+
+    def handle_arrive(self, worker: int, incarnation: int) -> str:
+        """A worker takes part from now on; returns why it may not."""
         outcome = self._meetings.handle_join(worker, incarnation)
         if outcome.refused:
             return outcome.refused
@@ -161,8 +175,25 @@ class LogKeeper:
         if self._log is not None:
             self._act(self._log.handle_fence(worker, incarnation))
             answer = self._log.fenced(worker, incarnation)
+        self._see_to_entrance()
         before = self._used_before.get((worker, incarnation), [])
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
+
+    def handle_want(self, worker: int, incarnation: int, want: messages.WantState) -> None:
+        """A worker that comes late asks for what is not at the shards."""
+        self._entrance.want(worker, incarnation, want.iteration)
+        self._see_to_entrance()
+
+    def handle_give(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """A living worker gives its state to one that comes late."""
+        wanted = self._entrance.give(give, payload)
+        if not give.refused:
+            self._meetings.handle_entered(give.worker, give.life, give.meeting, wanted)
+
+    def _see_to_entrance(self) -> None:
+        """Have somebody who lives give what is wanted."""
+        live = self._log.live() if self._log is not None else {}
+        self._entrance.look(live, self._meetings.next_meeting)
 
     def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
         """A worker's word on its contribution; returns why it is refused."""
@@ -231,7 +262,7 @@ class LogKeeper:
         """Tell the hub what has been used; drop lines that nobody will ask for."""
         if self._log is None:
             return
-        if self._peers.hub is not None:
+        if self._peers.takes(self._peers.hub):  # else the log keeps them together
             for news in self._log.poll_used():
                 self._peers.send(self._peers.hub, news)
         self._forget_old_lines()

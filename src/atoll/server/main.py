@@ -92,7 +92,7 @@ def serve(
             own=own,
             timeout=timeout,
             incarnation=identity.incarnation if identity is not None and found is not None else 0,
-            folder=identity.number if identity is not None else 0,
+            token=identity.token if identity is not None else "",
         )
         stack.callback(hub.close)
         if kept_in is not None:

@@ -97,6 +97,11 @@ class Peers:
         elif offered == "gone":
             self.forget(peer)
 
+    def takes(self, peer: bytes | None) -> bool:
+        """Whether there is such a connection, and nothing waits for it: who has more to say that can wait,
+        waits for this."""
+        return peer is not None and peer not in self._waiting
+
     @property
     def busy(self) -> bool:
         """Whether something waits for a connection to take it."""

@@ -61,6 +61,9 @@ _JOURNALLED = (
     messages.Commit,
     messages.Step,
     messages.Meet,
+    messages.Arrive,
+    messages.WantState,
+    messages.GiveState,
     messages.Setup,
     messages.SetChunk,
     messages.Ready,
@@ -133,6 +136,9 @@ class Shard:
             messages.Commit: self._handle_for_log,
             messages.Step: self._handle_for_log,
             messages.Meet: self._handle_meet,
+            messages.Arrive: self._handle_entering,
+            messages.WantState: self._handle_entering,
+            messages.GiveState: self._handle_entering,
             messages.WhoIsMissing: self._handle_who_is_missing,
             messages.Setup: self._handle_setup,
             messages.SetChunk: self._handle_set_chunk,
@@ -273,7 +279,9 @@ class Shard:
             ):
                 reason = f"this connection is of incarnation {hello.incarnation}"
             else:
-                if isinstance(message, _JOURNALLED):
+                if isinstance(message, messages.GiveState):
+                    self._note(hello, received.header)  # its payload is only passed on
+                elif isinstance(message, _JOURNALLED):
                     self._note(hello, received.header, received.payload)
                 reason = handler(received.peer, hello, message, received.payload)
         if reason:
@@ -331,9 +339,11 @@ class Shard:
         reason = self._peers.greet(peer, hello)
         if reason:
             return reason
+        late = False
         if hello.role == "worker":
             reach("shard.hello")
             if self._log is not None:
+                late = self._log.is_late(hello.worker, hello.incarnation)
                 self._note(hello, messages.encode(hello))
                 reason = self._log.handle_join(hello.worker, hello.incarnation)
             elif self._model is not None:
@@ -351,6 +361,7 @@ class Shard:
                 incarnation=hello.incarnation,
                 shard=self.index,
                 comes_back=self._journal is not None,
+                late=late,
             ),
         )
         if hello.role == "hub" and self._log is not None:
@@ -522,6 +533,24 @@ class Shard:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
         return self._log.handle_meet(hello.worker, meet, payload)
+
+    def _handle_entering(
+        self,
+        _peer: bytes,
+        hello: Hello,
+        message: messages.Arrive | messages.WantState | messages.GiveState,
+        payload: memoryview | None,
+    ) -> str:
+        """A worker comes late, or a living one gives it its state."""
+        if self._log is None or hello.role != "worker":
+            return "workers enter at shard 0"
+        if isinstance(message, messages.Arrive):
+            return self._log.handle_arrive(hello.worker, hello.incarnation)
+        if isinstance(message, messages.WantState):
+            self._log.handle_want(hello.worker, hello.incarnation, message)
+        else:
+            self._log.handle_give(message, payload)
+        return ""
 
     def _handle_who_is_missing(
         self, peer: bytes, _hello: Hello, _message: messages.WhoIsMissing, _: memoryview | None

@@ -77,7 +77,8 @@ class CommitLog:
         # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
         self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
         self._committed: dict[tuple[int, int], int] = {}
-        self._news: dict[tuple[int, int], list[messages.Used]] = {}
+        # Of both, what the hub has not been told: as ranges, which stay few however long it is gone.
+        self._news: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
 
     # -- a journal's -------------------------------------------------------------------------------------
 
@@ -155,16 +156,11 @@ class CommitLog:
 
     def fenced(self, worker: int, incarnation: int) -> messages.Fenced:
         """For the hub: how many iterations of this incarnation count, and all positions that they used."""
-        used = [
-            messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
-            for (sampler, epoch), ranges in sorted(self._used.get((worker, incarnation), {}).items())
-            for start, stop in ranges
-        ]
         return messages.Fenced(
             worker=worker,
             incarnation=incarnation,
             iteration=self._committed.get((worker, incarnation), 0),
-            used=used,
+            used=_as_used(self._used.get((worker, incarnation), {})),
         )
 
     def poll_used(self) -> list[messages.Fenced]:
@@ -175,7 +171,7 @@ class CommitLog:
                 worker=worker,
                 incarnation=incarnation,
                 iteration=self._committed.get((worker, incarnation), 0),
-                used=used,
+                used=_as_used(used),
                 news=True,
             )
             for (worker, incarnation), used in sorted(self._news.items())
@@ -185,10 +181,9 @@ class CommitLog:
 
     def tell_all_used(self) -> None:
         """Have `poll_used` give everything that live workers have used: it may have got lost."""
-        for worker, incarnation in self._roster.live.items():
-            used = self.fenced(worker, incarnation).used
-            if used:
-                self._news[worker, incarnation] = used
+        for key in self._roster.live.items():
+            if used := self._used.get(key):
+                self._news[key] = {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
 
     # -- contributions ------------------------------------------------------------------------------------
 
@@ -268,11 +263,10 @@ class CommitLog:
     def _count(self, worker: int, commit: messages.Commit) -> None:
         key = (worker, commit.incarnation)
         self._committed[key] = commit.iteration + 1
-        ranges = self._used.setdefault(key, {})
+        ranges, news = self._used.setdefault(key, {}), self._news.setdefault(key, {}) if commit.used else {}
         for used in commit.used:
-            ranges.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
-        if commit.used:
-            self._news.setdefault(key, []).extend(commit.used)
+            for each in (ranges, news):
+                each.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
 
     # -- what others ask ----------------------------------------------------------------------------------
 
@@ -303,6 +297,23 @@ class CommitLog:
         """Whether the run has begun here, and all its workers have left or died."""
         return self._roster.begun and not self._roster.live and not self._roster.waiting
 
+    def comes_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this incarnation."""
+        return self._roster.begun and self._roster.incarnation(worker) != incarnation
+
+    def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
+        """A live worker that has come late knows the others' state: meetings from that number on wait for
+        it. Said again: changes nothing, unless it has been told `anew`."""
+        if self._roster.live.get(worker) == incarnation and (
+            anew or not self._meetings.is_bound(worker, incarnation)
+        ):
+            self._meetings.bind(worker, incarnation, meeting)
+
+    @property
+    def next_meeting(self) -> int:
+        """The number of the next meeting to take place."""
+        return self._meetings.next
+
     def live(self) -> dict[int, int]:
         """The workers that take part: worker -> incarnation."""
         return dict(self._roster.live)
@@ -319,3 +330,11 @@ class CommitLog:
     def waiting_for(self) -> list[str]:
         """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""
         return self._meetings.waiting_for() or self._rule.waiting_for()
+
+
+def _as_used(ranges: dict[tuple[int, int], Ranges]) -> list[messages.Used]:
+    return [
+        messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
+        for (sampler, epoch), each in sorted(ranges.items())
+        for start, stop in each
+    ]

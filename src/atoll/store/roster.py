@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from atoll.wire.messages import Count
@@ -75,11 +77,16 @@ class Roster:
         """Whether as many are there as the run begins with; always so once it has begun."""
         return self.begun or len(self.waiting) >= self.workers
 
-    def enter(self) -> list[tuple[int, int]]:
-        """All who wait become live; (worker, incarnation) in order of worker."""
-        entering = sorted(self.waiting.items())
+    def enter(self, only: Mapping[int, int] | None = None) -> list[tuple[int, int]]:
+        """All who wait become live, or those of them in `only`; (worker, incarnation) in order of worker."""
+        entering = sorted(
+            (worker, incarnation)
+            for worker, incarnation in self.waiting.items()
+            if only is None or only.get(worker) == incarnation
+        )
         self.live.update(entering)
-        self.waiting.clear()
+        for worker, _ in entering:
+            del self.waiting[worker]
         self.begun = self.begun or bool(entering)
         return entering
 

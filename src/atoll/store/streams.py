@@ -146,7 +146,8 @@ class Streams:
             f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
         )
         draft.counted.append((worker, commit))
-        draft.reply(worker, stream.incarnation, messages.Committed(iteration=stream.clock))
+        committed = messages.Committed(iteration=stream.clock, workers=sorted(self._streams))
+        draft.reply(worker, stream.incarnation, committed)
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1

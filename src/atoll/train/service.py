@@ -88,6 +88,7 @@ class Service:
             where=self.hub.where_shards_are,
         )
         self.samplers: list[LeasedSampler] = []
+        self.members = 0  # workers that live, as the shards last said; 0: not yet
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
 
     @property
@@ -115,6 +116,10 @@ class Service:
         """Note how far this worker is; raises RunError when the hub has given it up."""
         self.hub.iteration = iteration
         self.hub.check()
+
+    def told_members(self, count: int) -> None:
+        """So many workers live."""
+        self.members = count
 
     def measured_staleness(self, value: float) -> None:
         self.staleness = value

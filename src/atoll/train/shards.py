@@ -78,6 +78,7 @@ class Shards:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
         self.seconds_waited = 0.0  # in all
+        self.late = False  # the run has begun without this worker, which has yet to arrive
         self.come_back = 0  # how often a shard was lost and found again
         self._keys, self._limit, self._where, self._asked_where = keys, limit, where, 0.0
         self._handlers: dict[type[AnyMessage], Handler] = {}
@@ -148,19 +149,22 @@ class Shards:
                 if instead is not None:
                     link.sent.append(_Sent(instead, None, until))
 
-    def wait(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str) -> float:
+    def wait(
+        self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str | Callable[[], str]
+    ) -> float:
         """Take what comes until `done()`; returns the seconds that it took.
 
-        `missing()` says which shards are waited for. Raises DeadlineError, naming them and `what`, after the
-        timeout, PeerLostError when a shard has gone for good, and UserError with a shard's reason where one
-        refuses.
+        `missing()` says which shards are waited for, and `what` on what, as it stands when that is told.
+        Raises DeadlineError, naming both, after the timeout, PeerLostError when a shard has gone for good,
+        and UserError with a shard's reason where one refuses.
         """
         start = time.monotonic()
         self._take(0.0)
         while not done():
             waited = time.monotonic() - start
             if waited > self.timeout:
-                raise DeadlineError(self._late(missing(), what, waited, self._who_is_missing()))
+                named = what if isinstance(what, str) else what()
+                raise DeadlineError(self._late(missing(), named, waited, self._who_is_missing()))
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
         waited = time.monotonic() - start
         self.seconds_waited += waited
@@ -209,6 +213,7 @@ class Shards:
 
     def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Welcome)
+        self.late = self.late or message.late
         link = self._links[shard]
         if message.shard not in (-1, shard) and not self.site:
             return  # another shard, which has got the lost one's old port: the hub tells the new one

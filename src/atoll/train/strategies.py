@@ -23,13 +23,15 @@ from atoll.train.exchange import (
     AsyncExchange,
     Connection,
     MeanExchange,
+    Members,
     bytes_of,
     values_of,
 )
 from atoll.train.reducer import Calls, Reducer
-from atoll.train.ring import Ring, RingReducer
+from atoll.train.ring import RingReducer
+from atoll.train.rounds import Ring
+from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
-from atoll.train.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -102,6 +104,7 @@ class OverRing:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._leads = True  # the first model's reducer
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = RingReducer(
@@ -109,7 +112,9 @@ class OverRing:
             self._ring,
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             calls=training.calls,
+            leads=self._leads,
         )
+        self._leads = False
         stepper = ChunkOptimizer(
             training.optimizer,
             training.chunks,
@@ -131,8 +136,8 @@ class Served:
 
     brings_parameters = True
 
-    def __init__(self, service: Service, workers: Workers, config: Config) -> None:
-        self._service, self._workers = service, workers
+    def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
+        self._service, self._workers, self._members = service, workers, members
         self.collective = config.sync.consistency == "bsp"
         self._models: list[ServedModel] = []
 
@@ -142,7 +147,7 @@ class Served:
                 "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
                 "prepare that, with one optimizer"
             )
-        model = ServedModel(training, self._service, self._workers)
+        model = ServedModel(training, self._service, self._workers, self._members)
         self._models.append(model)
         model.set_up()
         stepper = RemoteOptimizer(
@@ -158,6 +163,13 @@ class Served:
         for model in self._models:
             model.set_up()
 
+    def entered(self) -> int:
+        """This worker takes part in the run that is under way: it gets the newest parameters; returns the
+        shards' iteration that it makes next."""
+        for model in self._models:
+            model.fetch_parameters()
+        return self._models[0].exchange.steps
+
     def refresh(self) -> None:
         if not self.collective:
             for model in self._models:
@@ -170,12 +182,14 @@ SET_UP, STATE = "set-up", "state"  # what messages are sent again until
 class ServedModel:
     """One model at the shards."""
 
-    def __init__(self, training: Training, service: Service, workers: Workers) -> None:
+    def __init__(
+        self, training: Training, service: Service, workers: ServedWorkers, members: Members
+    ) -> None:
         self._training, self._service, self._workers = training, service, workers
         shards = service.shards
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
-        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness)
+        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness, members)
         sync = training.config.sync
         # Inside a site it is always bsp; `sync.consistency` is between the sites.
         kind = MeanExchange if sync.consistency == "bsp" or service.site else AsyncExchange
@@ -214,6 +228,11 @@ class ServedModel:
             "worker 0's description of the model",
         )
         shards.answered(SET_UP)
+        if not self._workers.late:
+            self.fetch_parameters()
+
+    def fetch_parameters(self) -> None:
+        """Take the parameters with which this worker begins its next iteration."""
         self._training.optimizer.state.clear()
         self.exchange.parameters.forget_changes()
         self.exchange.parameters.pull(self.exchange.steps)

@@ -41,11 +41,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Hello(Message, frozen=True):
     """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
 
-    From a shard to the hub, `address` is where workers reach it, `shard` its index, `incarnation` what the
-    hub gave it before it was started again (0: it begins), and `folder` a number that its directory was given
-    when it was made: who comes with the same is the same shard, started again. From a worker to the hub,
-    `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub
-    gave.
+    From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
+    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
+    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
+    name that the sender has made up for itself: said twice, it is one who comes once; a shard's is its
+    directory's.
     From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
     is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
@@ -59,7 +59,7 @@ class Hello(Message, frozen=True):
     address: Name = ""
     pid: Count = 0
     site: Name = ""
-    folder: Count = 0
+    token: Name = ""
 
 
 class Welcome(Message, frozen=True):
@@ -72,6 +72,7 @@ class Welcome(Message, frozen=True):
 
     From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
     started again when it dies.
+    From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
     run: Name
@@ -84,6 +85,7 @@ class Welcome(Message, frozen=True):
     sites: list[Name] = []
     shard: int = -1
     comes_back: bool = False
+    late: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -105,9 +107,11 @@ class Heartbeat(Message, frozen=True):
 
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
-    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on."""
+    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
+    `finished`: its session came to its end together with the other members' of its ring."""
 
     incarnation: Count
+    finished: bool = False
 
 
 class Over(Message, frozen=True):
@@ -127,7 +131,8 @@ class Shards(Message, frozen=True):
 class Lease(Message, frozen=True):
     """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
 
-    `sampler` numbers the worker's samplers. Answered by Leased.
+    `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
+    1: one sent twice is answered twice and counted once; 0 counts for itself.
     """
 
     incarnation: Count
@@ -135,6 +140,7 @@ class Lease(Message, frozen=True):
     epoch: Count
     length: Count
     count: Annotated[int, Meta(ge=1, lt=2**53)]
+    number: Count = 0
 
 
 class Leased(Message, frozen=True):
@@ -149,6 +155,7 @@ class Leased(Message, frozen=True):
     start: Count
     stop: Count
     over: bool = False
+    number: Count = 0
 
 
 class Used(Message, frozen=True):
@@ -188,22 +195,64 @@ class Gather(Message, frozen=True):
 
 
 class Gathered(Message, frozen=True):
-    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come."""
+    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
+    `late`: that ring is under way without this worker, which may enter it (Enter)."""
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
+    late: bool = False
 
 
-class WhoIsSilent(Message, frozen=True):
-    """A ring's worker has lost touch with another one. Answered by Silences."""
+class Reform(Message, frozen=True):
+    """A member of ring `group`, in which it has rank `rank`, wants the next one: it has lost touch with
+    another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member has
+    said so; `number` counts this worker's wishes, as Gather's.
+
+    `round` is the collective that it is in, and `holds` whether it holds all of that one's result. `fresh`:
+    it has entered, and has not got the training's state yet."""
 
     incarnation: Count
+    number: Count
+    group: Count
+    rank: Count
+    round: Count
+    holds: bool = False
+    admits: bool = False
+    fresh: bool = False
 
 
-class Silences(Message, frozen=True):
-    """For how long the hub has heard nothing of each rank, in seconds; -1: it is not there."""
+class Enter(Message, frozen=True):
+    """A late worker is ready to take part in the ring that is under way. Answered by Reformed, once the
+    members admit it."""
 
-    seconds: Annotated[list[float], Meta(max_length=4096)]
+    incarnation: Count
+    number: Count
+
+
+class Reformed(Message, frozen=True):
+    """The next ring: `workers` are the ranks that the hub knows its members by, in order of their ranks in
+    it; the last `newcomers` of them have no state yet, and take the first's.
+
+    `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
+    in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
+    With `group` 0 there is no next ring: `reason`."""
+
+    group: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    round: Count = 0
+    lost: Annotated[list[Count], Meta(max_length=4096)] = []
+    left: Annotated[list[Count], Meta(max_length=4096)] = []
+    reason: Text = ""
+
+
+class RingNews(Message, frozen=True):
+    """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
+    is gone, or has said so of another), and how many newcomers are `waiting` to enter."""
+
+    group: Count
+    broken: bool = False
+    waiting: Count = 0
 
 
 class StoreCall(Message, frozen=True):
@@ -303,9 +352,13 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The contribution is in the log."""
+    """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
+    who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
+    told the same."""
 
     iteration: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    entering: Annotated[list[Count], Meta(max_length=4096)] = []
 
 
 class Step(Message, frozen=True):
@@ -407,6 +460,34 @@ class Met(Message, frozen=True):
     clock: Count = 0
 
 
+class Arrive(Message, frozen=True):
+    """To the log, from a worker that it has welcomed as late: it takes part from now on, under BSP from an
+    iteration on that the others are told of in Committed."""
+
+    incarnation: Count
+
+
+class WantState(Message, frozen=True):
+    """A worker that comes late asks the log for what is not at the shards, as it is before `iteration`; the
+    log asks a living one, saying for whom: `worker`, and `life`, its incarnation. Answered by GiveState."""
+
+    iteration: Count
+    worker: Count = 0
+    life: Count = 0
+
+
+class GiveState(Message, frozen=True):
+    """Payload: a living worker's state, for `worker` of incarnation `life`, by way of the log. `members` are
+    those of the next iteration in order, and `meeting` is their next one's number. `refused`: why it cannot
+    be given. Without members and payload, from the log: nobody lives who could give it."""
+
+    worker: Count
+    life: Count
+    meeting: Count
+    members: Annotated[list[Count], Meta(max_length=4096)] = []
+    refused: Text = ""
+
+
 class WhoIsMissing(Message, frozen=True):
     """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
 
@@ -445,9 +526,10 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Gather, Gathered, WhoIsSilent, Silences, StoreCall, StoreAnswer,
+    Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
-    PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
+    PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
+    Follow, Staged, Entry,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

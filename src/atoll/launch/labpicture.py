@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.core.errors import UserError
+from atoll.core.errors import AtollError, UserError
 from atoll.core.events import Logged, StepDone
 from atoll.core.units import format_bytes, format_seconds
 from atoll.lab import report, traffic, words
@@ -85,6 +85,16 @@ def redraw(folder: Path) -> Path:
         return draw(folder)
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: the picture needs the extra: pip install 'atoll[report]'") from None
+
+
+def keep(folder: Path) -> str:
+    """As `draw`, at a lab's end: what its closing line says of the picture, which may fail alone."""
+    try:
+        return f", the picture is {draw(folder).name} there"
+    except ModuleNotFoundError as error:
+        return f"\nno picture ({error}): pip install 'atoll[report]', then atoll report {folder}"
+    except (OSError, AtollError) as error:  # a full disk, say; what was run is not less run for it
+        return f"\nno picture: {error}"
 
 
 # -- what was logged ---------------------------------------------------------------------------------------
