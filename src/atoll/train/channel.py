@@ -6,6 +6,7 @@ group, which stays the script's. Every wait goes through `Channel.wait`, which n
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import threading
@@ -26,6 +27,20 @@ _POLL_SECONDS = 50e-6
 _SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
 _MAKING_SECONDS = 0.05  # the same, while a group connects
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
+
+
+_END_SECONDS = 2.0  # for a group that does nothing more to end
+_LAST_SECONDS = 10.0  # for all groups to have ended, before the process may
+
+_ending: list[threading.Thread] = []  # those in which groups end
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """A thread that is in the middle of C++ when the interpreter goes ends the process by SIGABRT."""
+    until = time.monotonic() + _LAST_SECONDS
+    for thread in _ending:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class BrokenRingError(PeerLostError):
@@ -70,12 +85,14 @@ class Channel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = deadline
             return dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
-        if not place.host or os.environ.get("GLOO_SOCKET_IFNAME"):
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        if place.watch is None and (interface or not place.host):
             return ProcessGroupGloo(self._store, place.rank, place.world, deadline)
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = deadline
         before = listening_ports() if place.watch is not None else set()
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=place.host)]
+        where = {"interface": interface} if interface else {"hostname": place.host}
+        gloo._devices = [ProcessGroupGloo.create_device(**where)]
         if place.watch is not None:
             self._ports = listening_ports() - before
         return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
@@ -189,7 +206,7 @@ class Channel:
         """End the process group; what it was doing is given up."""
         if self._on_cuda:
             self._group.shutdown()
-        self._let_go()
+        self._let_go(_END_SECONDS)
 
     def abandon(self) -> None:
         """Let a broken group go, whatever it is doing: its connections end, and what it was doing fails, here
@@ -197,13 +214,17 @@ class Channel:
         if self._on_cuda and self._group is not None:
             self._group.abort()
         shut(self._ports, self._peers)
-        self._let_go()
+        self._let_go(0.0)
 
-    def _let_go(self) -> None:
-        """A group's end waits for what it was doing, and needs its store, which C++ does not hold."""
+    def _let_go(self, seconds: float) -> None:
+        """A group's end waits for what it was doing, and needs its store, which C++ does not hold. It is
+        waited for up to `seconds`."""
         held, self._group = [self._group, self.place], None
         if held[0] is not None and self.place.watch is not None:
-            threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True).start()
+            thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
+            thread.start()
+            thread.join(seconds)
+            _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
 
     def _explained(self, what: str) -> _Explained:
         return _Explained(self, what)
