@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 
+_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 DEADLINE = 60.0  # seconds; a lab is up in less than one on an idle machine
 TWO = """
 seed = 7
@@ -47,7 +49,7 @@ class Labs:
         self.directory = directory
         self.folders = directory / "runtime" / "atoll-lab"
         self.started: list[subprocess.Popen[str]] = []
-        self.namespaces: dict[str, float] = {}  # those that were seen, and when last (time.time())
+        self.namespaces: dict[str, float] = {}  # those that were seen, and when last (_now())
         self._mark = uuid.uuid4().hex
         self._own = _namespaces_of(os.getpid())
         (directory / "runtime").mkdir(mode=0o700)
@@ -105,7 +107,7 @@ class Labs:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
                     seen = _namespaces_of(process.pid) - self._own
-                    self.namespaces.update(dict.fromkeys(seen, time.time()))
+                    self.namespaces.update(dict.fromkeys(seen, _now()))
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
@@ -156,10 +158,7 @@ class Labs:
     def _in(self, process: psutil.Process) -> list[str]:
         """Which namespaces of our labs the process is in. The kernel gives their numbers anew, to other labs
         of this machine too: so only a process counts that was there before its namespace was last seen."""
-        try:
-            born = process.create_time()
-        except psutil.NoSuchProcess:
-            return []
+        born = _born(process.pid) + _TICK
         return [link for link in _namespaces_of(process.pid) if born < self.namespaces.get(link, 0.0)]
 
     def close(self) -> None:
@@ -169,6 +168,20 @@ class Labs:
                 process.send_signal(signal.SIGKILL)
         for process in self.started:
             process.communicate(timeout=DEADLINE)
+
+
+def _now() -> float:
+    """Seconds since the machine's start, as _born has them; psutil's are rounded to whole ones."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _born(pid: int) -> float:
+    """When the process started; infinity if it has gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.inf
+    return int(fields[19]) * _TICK
 
 
 def _namespaces_of(pid: int) -> set[str]:

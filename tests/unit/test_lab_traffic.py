@@ -105,7 +105,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 # -- the picture -------------------------------------------------------------------------------------------
 
 
-def lab(folder: Path, computed: list[float], used: range = range(6)) -> None:
+def lab(
+    folder: Path, computed: list[float], used: range = range(6), command: str = "torchrun train.py"
+) -> None:
     """A lab of ten seconds, with three workers that train for eight of them."""
     (folder / "journals").mkdir()
     for worker in range(3 if computed else 0):
@@ -113,7 +115,7 @@ def lab(folder: Path, computed: list[float], used: range = range(6)) -> None:
     write_log(folder, [0.5 * index for index in range(21)])
     record = report.make(
         TOPOLOGY,
-        ["torchrun", "train.py"],
+        command.split(),
         status=0,
         began=1000.0,
         seconds=10.0,
@@ -144,6 +146,11 @@ def test_the_picture_tells_what_happened(tmp_path: Path, monkeypatch: pytest.Mon
     ):  # fmt: skip
         assert text in said, text
     assert "oslo → berlin" not in said
+
+
+def test_dollars_are_no_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab(tmp_path, [], command="sh -c kill -9 $$; echo $x_")
+    assert "kill -9 $$; echo $x_" in drawn(tmp_path, monkeypatch)
 
 
 def test_a_lab_without_training_has_a_picture_of_links(

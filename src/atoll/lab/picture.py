@@ -50,7 +50,8 @@ def draw(topology: Topology, name: str, path: Path) -> None:
         figsize=(10, sum(heights) + 0.5), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
     )
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{name}: {words.title(topology)}", x=0.015, ha="left", fontsize=11)
+    title = f"{name}: {words.title(topology)}"
+    figure.suptitle(title, x=0.015, ha="left", fontsize=11, parse_math=False)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_map(panels[0], topology, ways)
     if changing:

@@ -57,7 +57,7 @@ def draw(folder: Path) -> Path:
         layout=ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.08, hspace=0.0),
     )
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(folder, record), x=0.012, ha="left", fontsize=10.5)
+    figure.suptitle(_title(folder, record), x=0.012, ha="left", fontsize=10.5, parse_math=False)
     panels = iter(figure.subplots(max(1, len(heights)), 1, height_ratios=heights or [1], squeeze=False)[:, 0])
     used: list[Axes] = []
     for value in values:
@@ -136,7 +136,7 @@ def _draw_value(panel: Axes, value: Value) -> None:
     plain(panel)
     if value.name == _TOOK:
         panel.set_ylim(bottom=0)
-    panel.set_ylabel(value.name, fontsize=8.5)
+    panel.set_ylabel(value.name, fontsize=8.5, parse_math=False)
     panel.annotate(
         f"{values[-1]:.4g}", (seconds[-1], values[-1]), (5, 0), textcoords="offset points", va="center",
         fontsize=8.5, color=SMOOTH, annotation_clip=False,

@@ -39,7 +39,7 @@ def draw(run: RunDirectory) -> Path:
         figsize=(9, sum(heights) + 0.8), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
     )
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(run, summary), x=0.015, ha="left", fontsize=11)
+    figure.suptitle(_title(run, summary), x=0.015, ha="left", fontsize=11, parse_math=False)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, name in zip(panels, names, strict=False):
         _draw_values(panel, name, lines)
@@ -114,7 +114,7 @@ def _draw_values(panel: Axes, name: str, lines: list[Line]) -> None:
         panel.plot(steps, values, color=LOGGED, linewidth=0.9)
         panel.plot(steps, running_mean(values), color=SMOOTH, linewidth=1.8)
     plain(panel)
-    panel.set_ylabel(name)
+    panel.set_ylabel(name, parse_math=False)
     if values:
         panel.annotate(
             f"{values[-1]:.4g}",
