@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,11 +75,15 @@ def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
 # -- what the workers do ------------------------------------------------------------------------------------
 
 
+_seeding = threading.Lock()  # torch's own generator is the whole process's, and cases run beside one another
+
+
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 7)
-    ).double()
+    with _seeding:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 7)
+        ).double()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

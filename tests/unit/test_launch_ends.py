@@ -21,7 +21,7 @@ def test_a_process_that_does_not_end_is_not_waited_for_for_ever(
 ) -> None:
     """As one that is stuck in the kernel and cannot be killed; here: one that nobody has killed yet."""
 
-    def alone(launch: ServedLaunch, _script: object) -> None:
+    def alone(launch: ServedLaunch) -> None:
         launch._workers.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
 
     monkeypatch.setattr(ServedLaunch, "_start", alone)

@@ -88,7 +88,6 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("connect", "probe"): "of a datagram socket: it only chooses the route",
     ("read", "file"): "a regular file",
     ("read", "Spec"): "a regular file",
-    ("read", "JournalReader"): "a regular file, as far as it is written",
     ("read", "report"): "a regular file",
     ("read", "traffic"): "a regular file",
     ("read", "journal"): "a regular file, as far as it is written",

@@ -30,7 +30,7 @@ from atoll.hub.rings import Rings
 from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
-from atoll.store.members import SUSPECT_BEATS, Admission
+from atoll.store.members import Admission, suspect_seconds
 from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
@@ -58,7 +58,9 @@ LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 256  # handled in one go, before deaths are looked for
 _WAITING = 4096  # peers that wait for an answer: no more are kept
-_RIVAL_BEATS = 3.0  # heartbeats within which a shard shows that it lives, when another comes in its place
+_RIVAL_PART = (
+    1.5  # of a suspect's silence: for so long a shard may take to show that it lives, when another comes
+)
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
 
 
@@ -481,9 +483,9 @@ class Hub:
                     self._bury(before, "it was started again elsewhere, and goes on from its directory")
                 elif self._is_gone(before):
                     self._bury(before, "its connection is gone, and another came in its place")
-                elif silence >= SUSPECT_BEATS * self._heartbeat:
+                elif silence >= suspect_seconds(self._heartbeat):
                     self._bury(before, f"was silent for {silence:.1f} s, and another came in its place")
-                elif now - rival.since < _RIVAL_BEATS * self._heartbeat:
+                elif now - rival.since < _RIVAL_PART * suspect_seconds(self._heartbeat):
                     continue  # else it lives, and the newcomer is refused
             self._rivals.remove(rival)
             self._admit(rival.peer, rival.hello)

@@ -10,7 +10,13 @@ from atoll.store.silence import Patience
 
 RANKS = 4096  # the most workers
 FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
-SUSPECT_BEATS = 2.0  # heartbeats that a suspect may miss
+SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
+
+
+def suspect_seconds(heartbeat: float) -> float:
+    """For how many seconds a suspect may be silent, where heartbeats come every `heartbeat`: on a loaded
+    machine a thread may not run for half a second."""
+    return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -236,8 +242,8 @@ class Membership:
         return False
 
     def handle_suspect(self, now: float, incarnation: int) -> bool:
-        """Another member has lost touch with this one: if it is silent for two heartbeats too, it counts as
-        dead, without more patience. A sign of life clears it. Gives whether it counts as dead by now."""
+        """Another member has lost touch with this one: if it is silent for `suspect_seconds` too, it counts
+        as dead, without more patience. A sign of life clears it. Gives whether it counts as dead by now."""
         for member in self._everyone():
             if member.incarnation == incarnation:
                 member.suspected = True
@@ -312,7 +318,7 @@ class Membership:
     def _borne(self, member: _Member) -> float:
         """For how many seconds this member's silence is borne."""
         if member.suspected:
-            return min(SUSPECT_BEATS * self.heartbeat, member.patience.seconds)
+            return min(suspect_seconds(self.heartbeat), member.patience.seconds)
         return member.patience.seconds
 
     def next_deadline(self) -> float | None:
