@@ -19,6 +19,7 @@ from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import ask
 from atoll.net.route import own_address
+from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.channel import BrokenRingError
 from atoll.train.hub_client import LIMIT, HubClient
 from atoll.train.place import Place
@@ -281,7 +282,8 @@ class HubRing:
 
     def describe(self) -> str:
         """Why the place is the hub's to give, in a few words."""
-        before = "; torchrun's RANK and WORLD_SIZE do not count" if "WORLD_SIZE" in os.environ else ""
+        torchrun = "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ  # and not `atoll run`
+        before = "; torchrun's RANK and WORLD_SIZE do not count" if torchrun else ""
         return f"ATOLL_HUB is {self._address}{before}"
 
     def stepped(self, iteration: int) -> None:
