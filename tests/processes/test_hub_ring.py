@@ -36,7 +36,7 @@ from atoll.testing.served import ServedRun, served_worker
 from atoll.train.hub_client import HubClient
 from atoll.train.place import Place
 from atoll.train.rendezvous import HubLostError, HubStore
-from atoll.wire.messages import encode
+from atoll.wire.messages import Reform, encode
 
 DEADLINE = 30.0
 ANY = -1  # rank
@@ -295,6 +295,23 @@ def test_a_call_that_was_sent_twice_has_one_answer(monkeypatch: pytest.MonkeyPat
         store.set("a", "text")
         monkeypatch.setattr("atoll.train.rendezvous.ask", asks)
         assert (store.get("a"), store.add("n", 3), store.num_keys()) == (b"text", 3, 2)
+
+
+def test_a_wish_for_a_ring_that_was_sent_twice_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other one is not taken for the next ring."""
+
+    def asks(link: Client, message: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(message, Reform) and message.group == 1:
+            link.send(encode(message))
+        return ask(link, message, *rest, **more)
+
+    monkeypatch.setattr("atoll.train.hub_client.ask", asks)
+    with hub_of(1) as served, HubClient(served.address, None, timeout=DEADLINE) as hub:
+        hub.join()
+        assert hub.gather() == 1
+        for group in (1, 2, 3):
+            ring = hub.reform(group, 0, round=group, holds=False, admits=False, fresh=False)
+            assert ring.group == group + 1
 
 
 def test_own_address() -> None:
