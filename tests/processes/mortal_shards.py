@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -266,6 +267,12 @@ def kills_at(point: str) -> list[Kill]:
     """Both shards, one after the other; only shard 0 keeps meetings."""
     other = Kill(0, point, 4) if point == "shard.met" else Kill(1, point, 4, nth=2)
     return [Kill(0, point, 2), other]
+
+
+def points_of_shards(first: str, but: str = "") -> list[Any]:
+    """All points as cases of a test, of which `make test` takes the first, and `make soak` the others."""
+    others = [point for point in POINTS_OF_SHARDS if point not in (first, but)]
+    return [first, *(pytest.param(point, marks=pytest.mark.soak) for point in others)]
 
 
 def counted(folder: Path) -> dict[str, int]:

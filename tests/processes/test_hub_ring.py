@@ -25,17 +25,18 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import atoll
 from atoll.core.config import HUB_VARIABLE, Chunks, Config, Run, Sync
-from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
+from atoll.core.errors import ConfigError, DeadlineError, PeerLostError, RunError, UserError
 from atoll.hub.decisions import read_decisions
-from atoll.net.endpoint import Server
+from atoll.net.endpoint import Client, Server
 from atoll.net.keys import make_keys, read_keys, write_keys
-from atoll.net.requests import RefusedError
+from atoll.net.requests import RefusedError, ask
 from atoll.net.route import own_address
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.hub_client import HubClient
 from atoll.train.place import Place
 from atoll.train.rendezvous import HubLostError, HubStore
+from atoll.wire.messages import Reform, encode
 
 DEADLINE = 30.0
 ANY = -1  # rank
@@ -276,6 +277,41 @@ def test_a_lost_connection_is_made_again_and_the_call_goes_on() -> None:
             store.close()
             direct.close()
         cutter.close()
+
+
+def test_a_call_that_was_sent_twice_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other one is no answer to the next call. A connection's end is known a little later than it
+    ends: what is sent in between goes out on the next one, where it is asked again."""
+    lost = [True]
+
+    def asks(link: Client, message: Any, *rest: Any, **more: Any) -> Any:
+        if lost:
+            lost.clear()
+            link.send(encode(message))
+            raise PeerLostError("the hub")
+        return ask(link, message, *rest, **more)
+
+    with hub_of(1) as served, store_at(served.address) as store:
+        store.set("a", "text")
+        monkeypatch.setattr("atoll.train.rendezvous.ask", asks)
+        assert (store.get("a"), store.add("n", 3), store.num_keys()) == (b"text", 3, 2)
+
+
+def test_a_wish_for_a_ring_that_was_sent_twice_has_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other one is not taken for the next ring."""
+
+    def asks(link: Client, message: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(message, Reform) and message.group == 1:
+            link.send(encode(message))
+        return ask(link, message, *rest, **more)
+
+    monkeypatch.setattr("atoll.train.hub_client.ask", asks)
+    with hub_of(1) as served, HubClient(served.address, None, timeout=DEADLINE) as hub:
+        hub.join()
+        assert hub.gather() == 1
+        for group in (1, 2, 3):
+            ring = hub.reform(group, 0, round=group, holds=False, admits=False, fresh=False)
+            assert ring.group == group + 1
 
 
 def test_own_address() -> None:

@@ -10,6 +10,7 @@ from killed_runs import HUB, STEADY, hub_decisions, kill, start, worker_pid
 from run_command import DEADLINE, Command, wait_for
 
 
+@pytest.mark.soak
 def test_an_elastic_ring_trains_through_its_hubs_death(command: Command) -> None:
     process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
     wait_for(lambda: command.steps() > 3, "a few steps")
@@ -24,6 +25,7 @@ def test_an_elastic_ring_trains_through_its_hubs_death(command: Command) -> None
     assert not [each for each in hub_decisions(command) if each["what"] == "worker died"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("hub", [False, True])
 def test_an_elastic_ring_goes_on_without_a_worker_that_was_killed(command: Command, hub: bool) -> None:
     """And with its hub killed at the same time: it is started again, and forms the next ring."""

@@ -319,6 +319,7 @@ def test_bsp_grows_from_two_to_four_and_shrinks_to_one(begin: Callable[..., Work
     assert_near(workers.end("0")["average"], average)
 
 
+@pytest.mark.soak
 def test_newcomers_and_who_lets_them_in_may_die_on_the_way(begin: Callable[..., Workers]) -> None:
     """One newcomer dies as a member that has nothing yet; worker 0 as it is about to give its state to
     another, who gets it from the next."""

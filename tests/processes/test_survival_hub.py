@@ -32,6 +32,13 @@ from atoll.wire.messages import Welcome as WelcomeMessage
 POINTS = ("hub.record", "hub.recorded", "hub.answered")
 
 
+def writes(few: tuple[int, ...], many: tuple[int, ...]) -> pytest.MarkDecorator:
+    """At which of its records the hub is killed: at `few` in `make test`, and at `many` in `make soak`."""
+    return pytest.mark.parametrize(
+        "at", [few, pytest.param(many, marks=pytest.mark.soak)], ids=["few", "many"]
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "hub"
@@ -70,11 +77,14 @@ def leasing(hub: HubProcess, log: FakeLog, epochs: int, length: int) -> Iterator
         log.close()
 
 
-def test_each_sample_counts_once_while_the_hub_is_killed_at_each_of_its_points(folder: Path) -> None:
+# The number is of a process's writes: the first lives are short, and the later ones longer.
+@writes((1, 3), (1, 2, 3, 5, 9, 17))
+def test_each_sample_counts_once_while_the_hub_is_killed_at_each_of_its_points(
+    folder: Path, at: tuple[int, ...]
+) -> None:
     """And a worker is killed just before the hub once more, which so has to find out that it is dead."""
     epochs, length = 3, 302
-    # The number is of a process's writes: the first lives are short, and the later ones longer.
-    plan = [Fault(point, iteration=write) for point in POINTS for write in (1, 2, 3, 5, 9, 17)]
+    plan = [Fault(point, iteration=write) for point in POINTS for write in at]
     with served_hub(folder, 3, *plan) as hub:
         log = FakeLog(hub.address)
         with leasing(hub, log, epochs, length) as workers:
@@ -105,10 +115,13 @@ def meet(address: str, deadline: float = DEADLINE) -> tuple[HubClient, int]:
     return client, client.gather()
 
 
-def test_a_ring_forms_and_its_store_is_kept_while_the_hub_is_killed(folder: Path) -> None:
+@writes((1, 2), (1, 2, 3))
+def test_a_ring_forms_and_its_store_is_kept_while_the_hub_is_killed(
+    folder: Path, at: tuple[int, ...]
+) -> None:
     from atoll.train.rendezvous import HubStore
 
-    plan = [Fault(point, iteration=write, times=2) for point in POINTS for write in (1, 2, 3)]
+    plan = [Fault(point, iteration=write, times=len(at) - 1) for point in POINTS for write in at]
     with ring_hub(folder, 2, *plan) as hub, ThreadPoolExecutor(2) as both, ExitStack() as ends:
         met = list(both.map(lambda _: meet(hub.address), range(2)))
         assert {client.welcome.worker for client, _ in met if client.welcome is not None} == {0, 1}
@@ -157,6 +170,7 @@ def test_those_who_wait_at_the_hub_wait_on_when_it_is_started_again(folder: Path
         (died,) = hub.decisions("worker died")
         assert died.choice == "worker 1, incarnation 2"
         hub.kill()
+        wait_for(lambda: sum("goes on" in each.choice for each in hub.decisions("hub")) == 2, "its return")
         new.goodbye()  # over a connection that it has to make anew
         new.close()
         wait_for(lambda: log.fenced >= {(1, 2)}, "the fence")

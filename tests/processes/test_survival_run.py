@@ -41,7 +41,7 @@ def notes(command: Command) -> list[list[int]]:
     return [json.loads(line) for path in command.directory.glob("notes-*") for line in path.open()]
 
 
-@pytest.mark.parametrize("sites", [0, 2])
+@pytest.mark.parametrize("sites", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_hub_is_started_again_and_each_sample_counts_once(command: Command, sites: int) -> None:
     """In the middle of leases, under asp."""
     process = start(command, LEASING, f"sites = {sites}", "[sync]", "consistency = 'asp'")
@@ -108,6 +108,7 @@ def test_a_script_s_own_error_is_not_started_again(command: Command) -> None:
     assert "started again" not in err
 
 
+@pytest.mark.soak
 def test_a_shard_is_started_again(command: Command) -> None:
     """In its own directory, with the same arguments, and the hub takes it in its place."""
     process = start(command, STEADY.replace("STEPS", "10**6"), "shards = 2")

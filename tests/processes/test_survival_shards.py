@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mortal_shards import POINTS_OF_SHARDS, Kill, assert_equal, kills_at, run_with
+from mortal_shards import Kill, assert_equal, kills_at, points_of_shards, run_with
 
 from atoll.testing.pool import WorkerPool
 
@@ -25,7 +25,7 @@ def unharmed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict
     return one
 
 
-@pytest.mark.parametrize("point", POINTS_OF_SHARDS)
+@pytest.mark.parametrize("point", points_of_shards("shard.stepped"))
 def test_bsp_is_bit_equal_whatever_point_a_shard_is_killed_at(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, point: str
 ) -> None:
@@ -33,6 +33,7 @@ def test_bsp_is_bit_equal_whatever_point_a_shard_is_killed_at(
         assert_equal(result, unharmed)
 
 
+@pytest.mark.soak
 def test_one_shard_that_is_killed_again_and_again_under_lazy_parameters(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mortal_shards import ITERATIONS, POINTS_OF_SHARDS, counted, kills_at, run_with
+from mortal_shards import ITERATIONS, counted, kills_at, points_of_shards, run_with
 
 from atoll.testing.pool import WorkerPool
 
@@ -17,7 +17,7 @@ def pool() -> Iterator[WorkerPool]:
         yield pool
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS_OF_SHARDS if point != "shard.combined"])
+@pytest.mark.parametrize("point", points_of_shards("shard.logged", but="shard.combined"))
 def test_each_contribution_counts_once_whatever_point_a_shard_is_killed_at(
     pool: WorkerPool, tmp_path: Path, point: str
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,10 @@ EVENTS = st.lists(
 )
 
 
+def unnumbered(message: Any) -> Any:
+    return msgspec.structs.replace(message, number=0)
+
+
 class Hub:
     """A book and its rings; `answers` is all that was answered, and `records` all that was written."""
 
@@ -53,8 +58,8 @@ class Hub:
             self.book.members,
             Decisions(),
             lambda: self.now,
-            # Who waited before a restart is nobody's connection after it, and asks again.
-            lambda _peer, message: self.answers.append(message),
+            # Who waited before a restart is nobody's connection after it, and asks again by a number.
+            lambda _peer, message: self.answers.append(unnumbered(message)),
             lambda _peer, reason, _name: self.answers.append(reason),
             lambda _incarnation, _reason: None,
             lambda message: self.records.append(InRing(at=self.now, message=message)),

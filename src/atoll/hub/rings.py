@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,10 +21,19 @@ from atoll.wire.messages import (
     Reform,
     Reformed,
     RingNews,
+    StoreAnswer,
     StoreCall,
 )
 
-_NOBODY = b""  # a peer to whom nothing is sent
+
+class _Asker(NamedTuple):
+    """Whom an answer is for: the connection, and the number of what was asked, which the answer bears."""
+
+    peer: bytes
+    number: int
+
+
+_NOBODY = _Asker(b"", 0)  # to whom nothing is sent
 _CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on keys that are journalled
 
 
@@ -68,17 +78,18 @@ class Rings:
     def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
         """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
         rank = self._members.rank_of(message.incarnation)
+        asker = _Asker(peer, message.number)
         try:
             if rank is None:
                 raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
             if isinstance(message, StoreCall):
-                self._answer(self._rendezvous.handle_call(self._now(), peer, message))
+                self._answer(self._rendezvous.handle_call(self._now(), asker, message))
             elif isinstance(message, Gather):
-                self._gather(peer, rank, message)
+                self._gather(asker, rank, message)
             elif isinstance(message, Reform):
-                self._reform(peer, rank, message)
+                self._reform(asker, rank, message)
             else:
-                self._regrouped(self._regroup.handle_enter(peer, rank, message))
+                self._regrouped(self._regroup.handle_enter(asker, rank, message))
                 self._tell_members()
             if self._replayed_at is None and (
                 not isinstance(message, StoreCall) or message.operation in _CHANGES
@@ -87,12 +98,12 @@ class Rings:
         except UserError as error:
             self._refuse(peer, str(error), type(message).__name__)
 
-    def _gather(self, peer: bytes, rank: int, gather: Gather) -> None:
+    def _gather(self, asker: _Asker, rank: int, gather: Gather) -> None:
         if self._regroup.under_way and gather.incarnation not in self._regroup.members:
-            self._send(peer, Gathered(group=self._regroup.group, late=True))
+            self._answer([(asker, Gathered(group=self._regroup.group, late=True))])
             return
         before = self._rendezvous.formed
-        self._answer(self._rendezvous.handle_gather(self._now(), peer, rank, gather))
+        self._answer(self._rendezvous.handle_gather(self._now(), asker, rank, gather))
         if self._rendezvous.formed != before:
             ranks = {incarnation: rank for rank, incarnation in self._members.live().items()}
             members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
@@ -105,10 +116,10 @@ class Rings:
                 + ", ".join(f"worker {rank}, incarnation {each}" for each, rank in members.items()),
             )
 
-    def _reform(self, peer: bytes, rank: int, reform: Reform) -> None:
+    def _reform(self, asker: _Asker, rank: int, reform: Reform) -> None:
         live = {incarnation: rank for rank, incarnation in self._members.live().items()}
         quiet = not self._regroup.broken
-        self._regrouped(self._regroup.handle_reform(peer, reform, live))
+        self._regrouped(self._regroup.handle_reform(asker, reform, live))
         if self._regroup.broken and quiet:
             self._decisions.add(
                 "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
@@ -166,7 +177,7 @@ class Rings:
         """Take a word that `keep` was told of before a restart: nobody is there yet who could be answered."""
         assert isinstance(message, (Gather, StoreCall, Reform, Enter))
         self._replayed_at = now
-        self.handle(_NOBODY, message)
+        self.handle(_NOBODY.peer, message)
         self._replayed_at = None
 
     def state(self) -> bytes:
@@ -199,7 +210,7 @@ class Rings:
         deadline = self._rendezvous.next_deadline()
         return seconds if deadline is None else max(0.0, min(seconds, deadline - self._now()))
 
-    def _answer(self, answers: Sequence[tuple[object, AnyMessage]]) -> None:
-        for peer, message in answers:
-            assert isinstance(peer, bytes)
-            self._send(peer, message)
+    def _answer(self, answers: Sequence[tuple[object, Gathered | Reformed | StoreAnswer]]) -> None:
+        for asker, message in answers:
+            assert isinstance(asker, _Asker)
+            self._send(asker.peer, msgspec.structs.replace(message, number=asker.number))

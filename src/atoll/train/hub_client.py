@@ -41,7 +41,7 @@ from atoll.wire.messages import (
 
 LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
-_FAREWELL_SECONDS = 1.0  # for the hub to know who says goodbye, on a new connection
+_FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
 _AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
 _LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
@@ -130,7 +130,8 @@ class HubClient:
         wish = Gather(incarnation=self._incarnation, number=self._wishes, seconds=self._timeout)
         assert self.welcome is not None
         # The hub answers when the time is over: if it does not, it is gone.
-        ring = self._ask(wish, Gathered, "the ring's other workers", self._timeout + self.welcome.patience)
+        patience = self._timeout + self.welcome.patience
+        ring = self._ask(wish, Gathered, "the ring's other workers", patience, number=wish.number)
         if not ring.group:
             rank, world = self.welcome.worker, self.welcome.workers
             who = " and ".join(f"worker {missing}" for missing in ring.missing)
@@ -171,7 +172,7 @@ class HubClient:
 
     def _next_ring(self, wish: Reform | Enter, what: str) -> Reformed:
         try:
-            ring = self._ask(wish, Reformed, what)
+            ring = self._ask(wish, Reformed, what, number=wish.number)
         except RefusedError as error:
             raise RunError(str(error)) from None
         if not ring.group:
@@ -207,13 +208,10 @@ class HubClient:
             pause = min(2 * pause, _ASK_AGAIN[1])
 
     def _lease(self, request: Lease, what: str) -> Leased:
-        """Ask once; an answer to an earlier request, which was sent twice, is no answer to this one."""
+        """Ask once."""
         self._leases += 1
         request = msgspec.structs.replace(request, number=self._leases)
-        while True:
-            leased = self._ask(request, Leased, what)
-            if leased.number == self._leases:
-                return leased
+        return self._ask(request, Leased, what, number=self._leases)
 
     def check(self) -> None:
         """Raises RunError when the hub has given this worker up."""
@@ -255,10 +253,16 @@ class HubClient:
         return self.welcome.incarnation
 
     def _ask(
-        self, message: AnyMessage, expected: type[Answer], what: str, timeout: float | None = None
+        self,
+        message: AnyMessage,
+        expected: type[Answer],
+        what: str,
+        timeout: float | None = None,
+        number: int | None = None,
     ) -> Answer:
         """Ask; after a lost connection say who we are on the new one, and ask again. The DeadlineError is of
-        the whole wait.
+        the whole wait. What was sent as a connection was lost may go out on the next one, beside what is
+        asked again: with `number`, only an answer with that number counts.
 
         What had not left when the connection was lost goes out before that, and is a stranger's to the hub:
         one refusal after a loss may be of this.
@@ -271,7 +275,8 @@ class HubClient:
                 if self._has_lost():
                     self._losses, stale = self._client.losses, True
                     self._introduce(max(0.0, until - time.monotonic()))
-                return ask(self._client, message, expected, max(0.0, until - time.monotonic()), what)[0]
+                left = max(0.0, until - time.monotonic())
+                return ask(self._client, message, expected, left, what, number=number)[0]
             except DeadlineError:
                 raise DeadlineError(late(self._client, self._timeout, what)) from None
             except (PeerLostError, RefusedError) as error:

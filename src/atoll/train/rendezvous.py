@@ -173,7 +173,7 @@ class HubStore(Store):
             what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
             try:
                 again = msgspec.structs.replace(call, seconds=left)
-                return ask(link, again, StoreAnswer, left + patience, what)[0]
+                return ask(link, again, StoreAnswer, left + patience, what, number=call.number)[0]
             except PeerLostError:
                 if time.monotonic() > began + call.seconds + patience:
                     raise self._lost("breaks every connection") from None

@@ -196,11 +196,13 @@ class Gather(Message, frozen=True):
 
 class Gathered(Message, frozen=True):
     """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
-    `late`: that ring is under way without this worker, which may enter it (Enter)."""
+    `late`: that ring is under way without this worker, which may enter it (Enter).
+    `number` is the Gather's."""
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
     late: bool = False
+    number: Count = 0
 
 
 class Reform(Message, frozen=True):
@@ -235,7 +237,7 @@ class Reformed(Message, frozen=True):
 
     `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
     in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
-    With `group` 0 there is no next ring: `reason`."""
+    With `group` 0 there is no next ring: `reason`. `number` is the wish's."""
 
     group: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
@@ -244,6 +246,7 @@ class Reformed(Message, frozen=True):
     lost: Annotated[list[Count], Meta(max_length=4096)] = []
     left: Annotated[list[Count], Meta(max_length=4096)] = []
     reason: Text = ""
+    number: Count = 0
 
 
 class RingNews(Message, frozen=True):
@@ -271,11 +274,13 @@ class StoreCall(Message, frozen=True):
 
 
 class StoreAnswer(Message, frozen=True):
-    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time."""
+    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time.
+    `number` is the call's: one that was sent twice has two answers."""
 
     value: Value = b""
     count: int = 0
     missing: Annotated[list[Key], Meta(max_length=4096)] = []
+    number: Count = 0
 
 
 # -- a shard ----------------------------------------------------------------------------------------------
