@@ -31,6 +31,7 @@ from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
 from atoll.testing.served import ServedRun, served_worker
+from atoll.train.channel import BrokenRingError
 from atoll.train.ring import RingReducer
 from atoll.train.session import Session
 from atoll.train.sockets import shut
@@ -209,6 +210,15 @@ def case(
                 process.kill()
                 process.join(DEADLINE)
     assert not served.failures
+
+
+def let_in(made: Case) -> None:
+    """Start one more worker when the others have stopped: one that came earlier would be let in earlier, and
+    nobody be left to wait for."""
+    began = list(made.processes)
+    for who in began:
+        wait_for((made.folder / f"{who}.stops").exists, f"worker {who} to stop", DEADLINE)
+    made.start(len(began))
 
 
 def members_of(weight: float) -> list[int]:
@@ -412,6 +422,67 @@ def test_connections_that_break_between_the_living_are_made_again(tmp_path: Path
     assert results[0]["counted"] == [7.0] * STEPS
 
 
+# -- the last word of a round is lost -----------------------------------------------------------------------
+
+
+def lose_word(session: Session, of: str, have_it: Callable[[], bool]) -> None:
+    """This worker confirms to the others that it holds a round's result, all of them hear so and go on; and
+    its connections break before it hears that from them. Once."""
+    ring = session._ring
+    assert ring is not None
+    confirm = ring._confirm
+    lost = []
+
+    def loses(what: str) -> None:
+        confirm(what)
+        if of in what and not lost:
+            lost.append(what)
+            wait_for(have_it, "the others to go on", DEADLINE / 2)
+            shut(ring.data._ports, ring.data._peers)
+            raise BrokenRingError("the others' last word is lost")
+
+    ring._confirm = loses  # type: ignore[method-assign]
+
+
+def goes_on_without_a_word(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """Worker 1 misses the end of the iteration in which all agree to let in a newcomer."""
+    at = 2
+    if who == 1:
+        others = [folder / f"{each}.past" for each in (0, 2)]
+        lose_word(session, f"iteration {at}", lambda: all(file.exists() for file in others))
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    first = session.resume()
+    counted: list[float] = []
+    ring = session._ring
+    assert ring is not None
+    for step in range(first, STEPS):
+        if step in (at, at + 2) and session.world < 4:  # in the second, at the latest, they hear of it again
+            (folder / f"{who}.stops").touch()
+            wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE / 2)
+        optimizer.zero_grad()
+        session.weight(2.0**who)
+        loss_of(model, who, step).backward()
+        if step == at:
+            (folder / f"{who}.past").touch()
+        counted.append(weight_of(session))
+        optimizer.step()
+    return {"counted": counted, "parameters": [p.detach().tolist() for p in model.parameters()]}
+
+
+def test_a_ring_breaks_when_some_are_about_to_let_in_a_newcomer(tmp_path: Path) -> None:
+    """Who waits at the hub for the others to let it in, and who is told of another ring first, do alike."""
+    with case(tmp_path / "run", goes_on_without_a_word) as made:
+        let_in(made)
+        results = [made.result(who) for who in range(4)]
+        rings = ["ring 1 of 3 workers", "ring 2 of 3 workers", "ring 3 of 4 workers"]
+        assert made.told("ring") == rings
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["parameters"] == results[0]["parameters"]
+    assert results[0]["counted"] in ([7.0] * 4 + [15.0] * 2, [7.0] * 5 + [15.0])
+
+
 # -- data ---------------------------------------------------------------------------------------------------
 
 SAMPLES = 60
@@ -443,7 +514,11 @@ def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
     with case(tmp_path / "run", deals, Fault(who, point)) as made:
         survivors = [each for each in range(3) if each != who]
         results = [made.result(each) for each in survivors]
-        given = [(made.folder / f"{each}.samples").read_text().splitlines() for each in range(3)]
+        assert_each_sample_counted(made, results)
+
+
+def assert_each_sample_counted(made: Case, results: list[dict[str, Any]]) -> None:
+    given = [(made.folder / f"{each}.samples").read_text().splitlines() for each in range(3)]
     for result in results:
         assert result.get("counted", result) == results[0]["counted"]
     used = [
@@ -454,6 +529,28 @@ def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
     ]
     assert set(used) == set(range(SAMPLES))
     assert len(used) <= SAMPLES + 2 * 2  # what is missing in the last batches is filled up
+
+
+def deals_while_a_word_is_lost(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """As `deals`; worker 1 misses the end of the members' meeting in which data is dealt anew."""
+    if who == 1:
+        lose_word(session, "places", (folder / "0.dealt").exists)
+    if who == 0:
+        deal = session._state.deal_anew
+
+        def dealt(*arguments: Any) -> None:
+            deal(*arguments)
+            (folder / "0.dealt").touch()
+
+        session._state.deal_anew = dealt  # type: ignore[method-assign]
+    return deals(session, who, folder)
+
+
+def test_a_ring_breaks_when_some_have_dealt_the_data_anew(tmp_path: Path) -> None:
+    with case(tmp_path / "run", deals_while_a_word_is_lost, Fault(2, "ring.agreed")) as made:
+        results = [made.result(who) for who in (0, 1)]
+        assert len(made.told("ring")) == 3
+        assert_each_sample_counted(made, results)
 
 
 # -- newcomers ----------------------------------------------------------------------------------------------
@@ -486,14 +583,6 @@ class TakesIn:
             scheduler.step()
         parameters = [p.detach().tolist() for p in model.parameters()]
         return {"first": first, "counted": counted, "parameters": parameters, "lr": scheduler.get_last_lr()}
-
-
-def let_in(made: Case) -> None:
-    """Start worker 2 when the others have stopped: one that came earlier would be let in earlier, and nobody
-    be left to wait for."""
-    for who in range(2):
-        wait_for((made.folder / f"{who}.stops").exists, f"worker {who} to stop", DEADLINE)
-    made.start(2)
 
 
 @pytest.mark.parametrize("at", [0, 2])
