@@ -24,7 +24,7 @@ soak: $(READY)
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
-			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py; do \
+			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 

@@ -56,7 +56,7 @@ CHUNK = "4MiB"
 LR = 0.01
 PAIRS, WARM_UP = 60, 4
 GLOO, STEPPED = "Gloo's all-reduce", "Gloo's all-reduce and a step"
-ONE, SEALED, TWO = "one shard", "one shard, CURVE", "two shards, two workers"
+ONE, SEALED, KEPT, TWO = "one shard", "one shard, CURVE", "one shard, journal", "two shards, two workers"
 
 COMPUTE = (0.04, 0.04, 0.04, 0.16)  # seconds that a worker's forward and backward take
 BATCH = 32
@@ -92,8 +92,9 @@ class Address:
 class Servers:
     """Hub and shards, each a process, while entered."""
 
-    def __init__(self, workers: int, shards: int, sealed: bool = False) -> None:
-        self._workers, self._shards, self._sealed = workers, shards, sealed
+    def __init__(self, workers: int, shards: int, sealed: bool = False, kept: bool = False) -> None:
+        """`kept`: each shard has a folder for its journal and snapshots."""
+        self._workers, self._shards, self._sealed, self._kept = workers, shards, sealed, kept
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder = tempfile.TemporaryDirectory()
 
@@ -107,7 +108,8 @@ class Servers:
         self._start([*hub, "--listen", "tcp://127.0.0.1:0", "--directory", str(folder), *common])
         address = self._listening(folder / "hub.address")
         for shard in range(self._shards):
-            self._start(["server", "--shard", str(shard), "--hub", address, *common])
+            own = ["--directory", str(folder / f"shard-{shard}")] if self._kept else []
+            self._start(["server", "--shard", str(shard), "--hub", address, *own, *common])
         return Address(address, str(keys or ""), tuple(process.pid for process in self._processes[1:]))
 
     def __exit__(
@@ -255,11 +257,12 @@ def over_workers(timings: Sequence[dict[str, Timings]]) -> dict[str, Timings]:
 def compare_exchanges(pool: WorkerPool, quick: bool) -> list[Case]:
     with ExitStack() as stack:
         runs = {
-            name: stack.enter_context(Servers(workers, shards, sealed))
-            for name, workers, shards, sealed in (
-                (ONE, 1, 1, False),
-                (SEALED, 1, 1, True),
-                (TWO, 2, 2, False),
+            name: stack.enter_context(Servers(workers, shards, sealed, kept))
+            for name, workers, shards, sealed, kept in (
+                (ONE, 1, 1, False, False),
+                (SEALED, 1, 1, True, False),
+                (KEPT, 1, 1, False, True),
+                (TWO, 2, 2, False, False),
             )
         }
         timings = over_workers(pool.run(time_exchanges, runs, 4 if quick else PAIRS, world=2))
@@ -267,6 +270,7 @@ def compare_exchanges(pool: WorkerPool, quick: bool) -> list[Case]:
         ("push and pull of 100 MB", ONE, GLOO, 1, TARGET),
         ("push, step and pull of 100 MB", ONE, STEPPED, 1, None),
         ("the same under CURVE", SEALED, GLOO, 1, None),
+        ("push, step and pull with a journal", KEPT, ONE, 1, None),
         (TWO, TWO, ONE, 2, None),
     ]
     return [

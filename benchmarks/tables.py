@@ -113,6 +113,22 @@ def _lab_row(case: Record) -> list[str]:
     return [case["name"], *shown, f"{case['off']:+.3g} {case['off_unit']}", allowed, VERDICTS[case["met"]]]
 
 
+def survival(record: Record) -> str:
+    heads = ["system", "kills", "steps/s", "no step for", "at most", "back after", "lost for each kill"]
+    heads += ["ended by themselves", "unlike parameters"]
+    return table(heads, [_survival_row(case) for case in record["cases"]])
+
+
+def _survival_row(case: Record) -> list[str]:
+    back = f"{case['back_median']:.1f} s" if case["back_median"] is not None else "never"
+    if case["not_back"]:
+        back += f" ({case['not_back']} not before the next kill)"
+    lost = f"{case['lost_steps_for_each_kill']:.0f} steps, {case['lost_seconds_for_each_kill']:.1f} s"
+    stalls = [f"{case['stall_median']:.2f} s", f"{case['stall_most']:.2f} s"]
+    own = [case["name"], str(case["kills"]), f"{case['steps_per_second']:.0f}", *stalls]
+    return [*own, back, lost, str(case["ended_by_themselves"]), str(case["unequal_steps"])]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -123,6 +139,7 @@ def tables(folder: Path) -> dict[str, str]:
         "server": served,
         "consistency": consistency,
         "lab": lab,
+        "survival": survival,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -192,6 +192,13 @@ class Progress:
             self.session.expect(max(step, round(step / self.part)))
         return self.part
 
+    def state_dict(self) -> dict[str, float]:
+        """For a worker that enters the run: its learning rate is then the others'."""
+        return {"part": self.part}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.part = state["part"]
+
 
 def rate(step: int, part: float, warm_up: int) -> float:
     """The share of the full learning rate: a linear warm-up, then a cosine down to a twentieth."""
@@ -214,8 +221,8 @@ def train(
     progress = Progress(session, args.steps, args.minutes)
     scheduler = LambdaLR(optimizer, lambda step: rate(step, progress.part, args.warm_up))
     loader = DataLoader(text, args.batch, sampler=session.sampler(text, seed=args.seed), drop_last=True)
-    if args.resume:
-        session.load(args.resume)
+    session.register(progress=progress)
+    session.resume(args.resume or None)  # of a run under way, or else of the checkpoint
     for windows in itertools.chain.from_iterable(itertools.repeat(loader)):  # epoch after epoch
         loss = loss_of(model, windows.to(session.device))
         loss.backward()
@@ -263,7 +270,7 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--bytes", type=int, help="use no more of the text than this, for a quick try")
     add("--save", default="", help="where to save a checkpoint at the end")
-    add("--resume", default="", help="a checkpoint to go on from")
+    add("--resume", default="", help="a checkpoint to go on from, if there is one")
     args = parser.parse_args()
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} is no multiple of 2 x --heads {args.heads}")

@@ -167,7 +167,7 @@ def test_a_killed_worker_is_left_out(labs: Labs, tmp_path: Path) -> None:
     go.touch()
     status, out, err = labs.end(process)
     assert "[paris 0] went on" in out
-    assert status == 137
+    assert status == 137, out + err
     assert err.splitlines() == ["atoll: worker berlin 1 was killed by signal 9"]
 
 

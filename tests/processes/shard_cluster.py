@@ -30,7 +30,10 @@ M = TypeVar("M", bound=m.Message)
 class Cluster:
     """Shards in threads, without a hub."""
 
-    def __init__(self, shards: int, workers: int, **options: Any) -> None:
+    def __init__(
+        self, shards: int, workers: int, prepare: Callable[[Shard], None] = lambda _: None, **options: Any
+    ) -> None:
+        """`prepare` is called for each before it serves."""
         self.stop = threading.Event()
         self.servers = [
             Server("tcp://127.0.0.1:0", None, limit=2**24, name=f"shard {i}") for i in range(shards)
@@ -47,6 +50,8 @@ class Cluster:
             )
             for i, server in enumerate(self.servers)
         ]
+        for shard in self.shards:
+            prepare(shard)
         self.errors: list[BaseException] = []
         self.threads = [
             threading.Thread(target=self._run, args=(shard,), daemon=True) for shard in self.shards

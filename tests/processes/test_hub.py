@@ -13,200 +13,51 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_parts import (
+    DEADLINE,
+    HEARTBEAT,
+    PATIENCE,
+    WORKER,
+    FakeLog,
+    Service,
+    asked,
+    client,
+    hub_of,
+    raw,
+    wait_for,
+)
 
 from atoll.core.errors import DeadlineError, RunError, UserError
-from atoll.hub.decisions import Decision, read_decisions
-from atoll.hub.main import ADDRESS_FILE, serve
+from atoll.hub.main import ADDRESS_FILE
 from atoll.hub.service import Clock
-from atoll.net.endpoint import Client, Server
 from atoll.net.keys import make_keys, write_keys
-from atoll.net.requests import RefusedError, ask
+from atoll.net.requests import RefusedError
 from atoll.train import hub_client as hub_client_module
 from atoll.train.hub_client import HubClient
 from atoll.wire.messages import (
     VERSION,
-    Commit,
-    Committed,
-    Fence,
     Fenced,
     Goodbye,
     Heartbeat,
     Hello,
     Lease,
     Leased,
-    Over,
-    Refused,
     Shards,
     Step,
     Used,
     Welcome,
-    decode_untrusted,
     encode,
 )
-
-DEADLINE = 60.0
-# Tests of deaths last as long as the patience; on a busy machine a thread may stand still for a second.
-PATIENCE, HEARTBEAT = 3.0, 0.1
-
-
-def wait_for(condition: Callable[[], Any], what: str, deadline: float = DEADLINE) -> Any:
-    until = time.monotonic() + deadline
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited {deadline:g} s for {what}"
-        time.sleep(0.01)
-    return found
-
-
-class Service:
-    """A hub on a thread of this process."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder = folder
-        self._stop = threading.Event()
-        self._address: list[str] = []
-        self.error: list[BaseException] = []
-        options = {"listen": "tcp://127.0.0.1:0", "patience": PATIENCE, "heartbeat": HEARTBEAT, **options}
-        self._thread = threading.Thread(target=self._serve, kwargs=options, daemon=True)
-        self._thread.start()
-        wait_for(lambda: self._address or self.error, "the hub's start")
-        if self.error:
-            raise self.error[0]
-        self.address = self._address[0]
-
-    def _serve(self, **options: Any) -> None:
-        try:
-            serve(folder=self.folder, until=self._stop.is_set, ready=self._address.append, **options)
-        except BaseException as error:
-            self.error.append(error)
-
-    def decisions(self, what: str = "") -> list[Decision]:
-        return [decision for decision in read_decisions(self.folder) if what in ("", decision.what)]
-
-    def ended(self, deadline: float = DEADLINE) -> bool:
-        """Whether the hub ends by itself."""
-        self._thread.join(deadline)
-        return not self._thread.is_alive()
-
-    def close(self) -> None:
-        self._stop.set()
-        assert self.ended()
-        assert not self.error
-
-
-class FakeLog:
-    """Shard 0 on a thread: it keeps what commits use, and answers to fences."""
-
-    def __init__(self, hub: str, run: str = "") -> None:
-        self._stop = threading.Event()
-        self.hellos: list[Hello] = []
-        self.used: dict[tuple[int, int], list[Used]] = {}  # (worker, incarnation)
-        self.fenced: set[tuple[int, int]] = set()
-        self.told_over: list[
-            set[tuple[int, int]]
-        ] = []  # who was fenced when the hub said that the run is over
-        self.silent = False  # whether fences are left without an answer
-        self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
-        self.address = self._server.address
-        self._to_hub = Client(hub, None, limit=2**20, name="hub")
-        hello = Hello(version=VERSION, run=run, role="shard", shard=0, address=self.address)
-        self.welcome, _ = ask(self._to_hub, hello, Welcome, DEADLINE, "a welcome")
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        peers: dict[bytes, Hello] = {}
-        beaten = 0.0
-        while not self._stop.is_set():
-            if time.monotonic() - beaten > HEARTBEAT:
-                beaten = time.monotonic()
-                self._to_hub.send(encode(Heartbeat(incarnation=self.welcome.incarnation)))
-            received = self._server.receive(0.02)
-            if received is not None:
-                self._handle(received.peer, decode_untrusted(received.header), peers)
-            told = self._to_hub.receive(0)
-            if told is not None and isinstance(decode_untrusted(told[0]), Over):
-                self.told_over.append(set(self.fenced))
-                self._to_hub.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
-
-    def _handle(self, peer: bytes, message: Any, peers: dict[bytes, Hello]) -> None:
-        if isinstance(message, Hello):
-            self.hellos.append(message)
-            peers[peer] = message
-            self._server.send(peer, encode(Welcome(run=message.run)))
-        elif isinstance(message, Fence) and not self.silent:
-            key = (message.worker, message.incarnation)
-            self.fenced.add(key)
-            used = self.used.get(key, [])
-            self._server.send(peer, encode(Fenced(worker=key[0], incarnation=key[1], iteration=1, used=used)))
-        elif isinstance(message, Commit):
-            self._commit(peer, peers[peer].worker, message, peers)
-
-    def _commit(self, peer: bytes, worker: int, commit: Commit, peers: dict[bytes, Hello]) -> None:
-        key = (worker, commit.incarnation)
-        if key in self.fenced:
-            self._server.send(peer, encode(Refused(reason="fenced")))
-            return
-        self.used.setdefault(key, []).extend(commit.used)
-        self._server.send(peer, encode(Committed(iteration=commit.iteration)))
-        for each, hello in peers.items():
-            if hello.role == "hub":
-                news = Fenced(worker=key[0], incarnation=key[1], iteration=1, used=commit.used)
-                self._server.send(each, encode(news))
-
-    def counts(self, epoch: int) -> Counter[int]:
-        """How often each position of an epoch was used."""
-        found: Counter[int] = Counter()
-        for parts in list(self.used.values()):
-            for part in parts:
-                if part.epoch == epoch:
-                    found.update(range(part.start, part.stop))
-        return found
-
-    def by(self, worker: int) -> Counter[int]:
-        """How many samples of each epoch a rank has used."""
-        found: Counter[int] = Counter()
-        for (rank, _), parts in list(self.used.items()):
-            for part in parts if rank == worker else ():
-                found[part.epoch] += part.stop - part.start
-        return found
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(DEADLINE)
-        self._server.close()
-        self._to_hub.close()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-@contextlib.contextmanager
-def hub_of(folder: Path, **options: Any) -> Iterator[Service]:
-    service = Service(folder, **options)
-    try:
-        yield service
-    finally:
-        service.close()
-
-
-def client(service: Service, **options: Any) -> HubClient:
-    options = {"address": service.address, "keys": None, "timeout": DEADLINE, **options}
-    return HubClient(**options)
-
-
-def asked(link: Client, message: Any, expected: Any) -> Any:
-    return ask(link, message, expected, DEADLINE, "an answer")[0]
-
-
-def raw(service: Service) -> Client:
-    return Client(service.address, None, limit=2**21, name="hub")
 
 
 def test_workers_get_ranks_and_incarnations_and_the_shards_addresses(folder: Path) -> None:
@@ -282,7 +133,8 @@ def test_a_silent_worker_is_fenced_and_its_samples_come_back(folder: Path) -> No
         other.join()
         assert (dying.lease(0, 0, 30, 20).stop, other.lease(0, 0, 30, 20).start) == (20, 20)
         log.used[0, dying.welcome.incarnation] = [Used(sampler=0, epoch=0, start=0, stop=5)]  # type: ignore[union-attr]
-        assert other.lease(0, 0, 30, 20, wait=0.05) == Leased(sampler=0, epoch=0, start=0, stop=0)
+        empty = other.lease(0, 0, 30, 20, wait=0.05)
+        assert (empty.start, empty.stop, empty.over) == (0, 0, False)
         dying.close()  # no goodbye: as if killed
         leased = other.lease(0, 0, 30, 20)
         assert (leased.start, leased.stop) == (5, 20)
@@ -722,42 +574,6 @@ def test_commands_that_are_wrong_end_with_one_line(arguments: list[str], said: s
 
 
 # -- data ---------------------------------------------------------------------------------------------------
-
-# With "dies": it stops after an epoch, with a batch in hand, and lives on until it is killed.
-WORKER = """
-import itertools, sys, time
-from atoll.net.endpoint import Client
-from atoll.net.requests import ask
-from atoll.train.hub_client import HubClient
-from atoll.train.leased_sampler import LeasedSampler
-from atoll.wire.messages import VERSION, Commit, Committed, Hello, Welcome
-
-address, seconds, epochs, length = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-dies = "dies" in sys.argv
-with HubClient(address, None, timeout=60) as hub:
-    me = hub.join()
-    (shard,) = hub.shards()
-    log = Client(shard, None, limit=2**20, name="shard 0")
-    hello = Hello(version=VERSION, run=me.run, role="worker", worker=me.worker, incarnation=me.incarnation)
-    ask(log, hello, Welcome, 60, "a welcome")
-    sampler = LeasedSampler(length, lease=hub.lease, wait=4 * me.patience)
-    iteration = 0
-    for epoch in range(epochs):
-        indices = iter(sampler)
-        while batch := list(itertools.islice(indices, 4)):
-            time.sleep(seconds)
-            if dies and epoch:
-                print(me.worker, len(batch), flush=True)
-                sys.stdin.read()
-            sampler.consumed += len(batch)
-            commit = Commit(
-                incarnation=me.incarnation, iteration=iteration, weight=len(batch), used=sampler.used()
-            )
-            ask(log, commit, Committed, 60, "a commit")
-            iteration += 1
-            hub.iteration = iteration
-    log.close()
-"""
 
 
 def test_each_sample_counts_once_with_speeds_of_1_1_4_and_one_killed(folder: Path) -> None:

@@ -180,7 +180,7 @@ def loads_without_the_first(place: Place, address: str, folder: str, site: str) 
             if step == 2:
                 session.save(folder)
             optimizer.zero_grad()
-            loss_of(model, share(session.rank, step)).backward()
+            loss_of(model, share(place.rank, step)).backward()
             optimizer.step()
         if session.rank == 0:
             session._leave()
@@ -189,7 +189,7 @@ def loads_without_the_first(place: Place, address: str, folder: str, site: str) 
         session.load(folder)
         for step in range(2, 4):
             optimizer.zero_grad()
-            loss_of(model, share(session.rank, step)).backward()
+            loss_of(model, share(place.rank, step)).backward()
             optimizer.step()
     return values(model)
 

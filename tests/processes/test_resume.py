@@ -330,3 +330,46 @@ def test_a_run_that_failed_leaves_its_workers_fit_for_the_next(pool: WorkerPool,
     with pytest.raises(JobFailedError, match="step-4"):
         pool.run(go_on_from_each, str(tmp_path), [4], 0.0, 48, world=2)
     assert len(pool.run(run_whole, str(tmp_path), 0.0, 48, world=2)) == 2
+
+
+def resumes(place: Place, folder: str, *, only_first: bool = False) -> int:
+    """What `session.resume` returns, where every worker sees the folder, or (`only_first`) worker 0 alone."""
+    seen = folder if not only_first or place.rank == 0 else folder + "-elsewhere"
+    with atoll.join(CONFIG, place=place) as session:
+        _made = scripted(session, seed=place.rank)
+        return session.resume(seen)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_goes_on_from_a_checkpoint_if_there_is_one(
+    pool: WorkerPool, tmp_path: Path, world: int
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    assert pool.run(resumes, folder, world=world) == [0] * world
+    Path(folder).mkdir()  # a folder without anything in it is no checkpoint yet
+    assert pool.run(resumes, folder, world=world) == [0] * world
+    with atoll.join(CONFIG) as session:
+        model, _alive = scripted(session, seed=0)
+        for _ in range(3):
+            sum(p.sum() for p in model.parameters() if p.requires_grad).backward()
+            session._state.prepared[0].optimizer.step()
+        session.save(folder)
+    assert pool.run(resumes, folder, world=world) == [3] * world
+    (Path(folder) / "manifest.json").unlink()
+    with pytest.raises(JobFailedError, match="not a whole checkpoint"):  # what is damaged is not passed over
+        pool.run(resumes, folder, world=world)
+
+
+def only_first_resumes(place: Place, folder: str) -> int:
+    return resumes(place, folder, only_first=True)
+
+
+def test_a_checkpoint_that_one_worker_does_not_see_is_none_to_begin_without(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    with atoll.join(CONFIG) as session:
+        _made = scripted(session, seed=0)
+        session.save(folder)
+    with pytest.raises(JobFailedError, match="there is no checkpoint here"):
+        pool.run(only_first_resumes, folder, world=2)

@@ -769,7 +769,11 @@ def stays_away(place: Place, address: str, consistency: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("consistency", "what"), [("bsp", "the mean of iteration 0"), ("ssp", "the parameters after iteration 0")]
+    ("consistency", "what"),
+    [
+        ("bsp", "the mean of chunks 0, 1, 2 and 1 more in iteration 0"),
+        ("ssp", "chunks 0, 1, 2 and 1 more of the parameters after iteration 0"),
+    ],
 )
 def test_a_wait_that_passes_its_deadline_says_where_on_what_and_how_long(
     pool: WorkerPool, consistency: str, what: str

@@ -291,6 +291,7 @@ def test_the_dead_are_left_out(start: Callable[..., Run]) -> None:
     # It comes back, anew, and takes part in the next iteration that begins.
     back = run.again(2, 9)
     back.ready()
+    back.send(0, m.Arrive(incarnation=9))
     run.workers = [one, two]
     run.iterate(2)
     back.ask(0)
@@ -468,6 +469,7 @@ def test_the_first_worker_comes_back_and_finds_what_was_trained(start: Callable[
     hub.send(0, m.Fence(worker=0, incarnation=1))
     hub.expect(0, m.Fenced)
     back = run.again(0, 7)
+    back.send(0, m.Arrive(incarnation=7))
     back.set_up(2, consistency="asp")  # with values of its own, which nobody wants any more
     back.ready()
     back.ask(0)

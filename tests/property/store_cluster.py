@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from atoll.store import entries as log_entries
-from atoll.store.log import CommitLog
+from atoll.store.log import CommitLog, LogState
 from atoll.store.outcomes import Outcome
-from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
+from atoll.store.shard import ApplyChunks, CombineChunks, HeldState, Release, ShardState, StepChunks
 from atoll.wire import messages
 
 LR = [{"lr": 0.1}]
@@ -217,6 +219,21 @@ class Cluster:
                     channel.pop()
         if not me.finished:
             self.fences.append((worker, me.incarnation))
+
+    def restart(self) -> None:
+        """Log and shards are killed and started again: each from its state as a journal has it. Workers ask
+        again for what they wait for."""
+        kept = msgspec.msgpack.encode(self.log.state())
+        self.log = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+        assert msgspec.msgpack.encode(self.log.state()) == kept
+        for runtime in self.shards:
+            kept = msgspec.msgpack.encode(runtime.state.state())
+            state = ShardState.restored(msgspec.msgpack.decode(kept, type=HeldState))
+            assert msgspec.msgpack.encode(state.state()) == kept
+            for worker, pull in runtime.state.waiting_pulls():
+                mean = isinstance(pull, messages.PullMean)
+                assert not (state.handle_pull_mean if mean else state.handle_pull)(worker, pull)  # type: ignore[operator, arg-type]
+            runtime.state = state
 
     # -- the network --------------------------------------------------------------------------------------
 

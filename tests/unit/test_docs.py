@@ -38,6 +38,23 @@ def test_every_function_that_a_page_names_exists(page: str, at_least: int) -> No
     assert missing == []
 
 
+def test_every_bound_that_the_page_on_failures_gives_is_the_code_s() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+    given = re.findall(r"`(\w+/\w+\.py)`: `(\w+)` = (\d+)|, `(\w+)` = (\d+)", text)
+    assert len(given) >= 15
+    file = ""
+    for named, name, number, name_there_too, its_number in given:
+        file = named or file
+        tree = ast.parse((ROOT / "src" / "atoll" / file).read_text(encoding="utf-8"))
+        values = {
+            node.targets[0].id: ast.unparse(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        value = values[name or name_there_too].replace("_", "")
+        assert eval(value) == int(number or its_number), f"{file}: {name or name_there_too}"
+
+
 def test_every_configuration_key_is_documented() -> None:
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     keys = [f"{section}.{key}" for section, values in msgspec.to_builtins(Config()).items() for key in values]

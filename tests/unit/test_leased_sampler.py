@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
 from atoll.train.leased_sampler import FIRST_LEASE, LeasedSampler
-from atoll.train.sampler import ShardedSampler
+from atoll.train.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Lease, Leased
 
 
@@ -455,3 +455,37 @@ def test_memory_of_a_large_data_set_is_its_order_alone() -> None:
     assert len(set(part)) == 25
     assert len(sampler._orders) == 1
     assert isinstance(sampler._orders[0][0], torch.Tensor)
+
+
+def test_it_goes_on_from_a_sharded_samplers_deal_in_which_parts_are_left() -> None:
+    """Of an epoch that is over, too: what came back of it is dealt first."""
+    state = {"seed": 3, "epoch": 1, "offset": 30, "length": 40, "shuffle": True}
+    state["left"] = [[0, 2, 5], [1, 4, 6], [1, 20, 21]]
+    office = Office()
+    sampler = office.sampler(0, 40, seed=9)
+    sampler.load_state_dict(state)
+    given = train(office, 0, sampler, 4)
+    orders = [epoch_order(40, 3, epoch, True).tolist() for epoch in range(2)]
+    expected = orders[0][2:5] + orders[1][4:6] + orders[1][20:21] + orders[1][30:]
+    assert sorted(given) == sorted(expected)
+    assert len(train(office, 0, sampler, 4)) == 40  # the next epoch, whole
+
+
+def test_one_that_enters_leases_of_the_same_order() -> None:
+    """After a load, too, when what was used before is nobody's any more."""
+    office = Office()
+    first = office.sampler(0, 40, seed=9)
+    first.load_state_dict({"seed": 3, "epoch": 2, "offset": 10, "length": 40, "shuffle": True})
+    indices = iter(first)
+    had = [next(indices) for _ in range(8)]
+    first.consumed += 8
+    office.commit(0, first)
+    newcomer = office.sampler(1, 40, seed=1)
+    state = first.deal_state()
+    newcomer.check_deal_state(state)
+    newcomer.load_deal_state(state)
+    office.die(0)
+    had += train(office, 1, newcomer, 4)
+    assert sorted(had) == sorted(epoch_order(40, 3, 2, True).tolist()[10:])
+    with pytest.raises(CheckpointError, match="loaded -1 times"):
+        newcomer.check_deal_state({**state, "loads": -1})

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.core.config import Config, Run
 from atoll.core.errors import RunError, UserError
-from atoll.launch.served import check_sites, sites_of
+from atoll.launch.served import check_run, sites_of
 from atoll.server.gathered import merge_untrusted, pack, unpack_untrusted
 from atoll.server.upstream import in_sites
 from atoll.store.entries import Combine, Joined, Step
@@ -156,9 +156,9 @@ def test_sites_have_one_shard_each_and_end_for_good() -> None:
     assert (members.site_address("berlin"), members.site_address("paris")) == ("tcp://a:1", "")
     assert not members.handle_hello(0.0, "worker", site="berlin").refused
     assert members.handle_heartbeat(4.0, 1)
-    assert members.poll_site_deaths(8.9) == []
-    ((site, incarnation, reason),) = members.poll_site_deaths(9.0)
-    assert (site, incarnation) == ("berlin", 1)
+    assert 1 not in dict(members.poll_deaths(8.9))
+    reason = dict(members.poll_deaths(9.0))[1]
+    assert members.handle_site_goodbye(1) == "berlin"
     assert "at tcp://a:1 was silent for 5.0 s" in reason
     assert come("berlin") == "site 'berlin' has ended, and cannot come back"
     said = members.handle_hello(9.0, "worker", site="berlin").refused
@@ -181,13 +181,20 @@ def test_sites_have_one_shard_each_and_end_for_good() -> None:
 )
 def test_workers_are_split_evenly(workers: int, sites: int, expected: list[str]) -> None:
     config = Config(run=Run(workers=workers, sites=sites, strategy="server"))
-    check_sites(config)
+    check_run(config)
     assert sites_of(config) == expected
 
 
 def test_more_sites_than_workers_are_refused() -> None:
     with pytest.raises(UserError, match="3 sites for 2 workers"):
-        check_sites(Config(run=Run(workers=2, sites=3, strategy="server")))
+        check_run(Config(run=Run(workers=2, sites=3, strategy="server")))
+
+
+def test_workers_are_started_again_only_where_one_may_die_alone() -> None:
+    with pytest.raises(UserError, match="run.restarts: 2 restarts of a worker go with run.elastic"):
+        check_run(Config(run=Run(workers=2, restarts=2)))
+    check_run(Config(run=Run(workers=2, restarts=2, elastic=True)))
+    check_run(Config(run=Run(workers=2, restarts=2, strategy="server")))
 
 
 # -- meetings and words ------------------------------------------------------------------------------------

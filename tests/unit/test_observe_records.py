@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import threading
 from pathlib import Path
 
@@ -98,6 +100,44 @@ class TestJournal:
         reader = JournalReader(path)
         assert len(list(reader.read())) == 1
         assert reader.unreadable == 2
+
+    def test_a_full_disk_loses_events_and_not_the_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "0.jsonl").symlink_to("/dev/full")
+        with Journal(tmp_path / "0.jsonl") as journal:
+            for iteration in range(3):
+                journal(Warned(time=1.0, worker=0, message=f"{iteration}"))
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 2  # once, and at the end
+        assert said[0].startswith(f"atoll: {tmp_path / '0.jsonl'}: No space left on device; the run goes on")
+        assert said[1] == f"atoll: {tmp_path / '0.jsonl'}: 3 events were lost"
+
+    def test_a_disk_that_fills_in_the_middle_of_a_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, write = tmp_path / "0.jsonl", os.write
+        with Journal(path) as journal:
+            journal(Warned(time=1.0, worker=0, message="whole"))
+            room = [10]
+
+            def full(file: int, data: bytes) -> int:
+                if not room[0]:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                written = write(file, data[: room[0]])
+                room[0] -= written
+                return written
+
+            monkeypatch.setattr(os, "write", full)
+            journal(Warned(time=2.0, worker=0, message="torn"))
+            monkeypatch.setattr(os, "write", write)
+            journal(Warned(time=3.0, worker=0, message="room again"))
+        reader = JournalReader(path)
+        assert [event.message for event in reader.read() if isinstance(event, Warned)] == [
+            "whole",
+            "room again",
+        ]
+        assert (reader.unreadable, journal.lost) == (1, 1)
 
     def test_no_journal_yet(self, tmp_path: Path) -> None:
         assert list(JournalReader(tmp_path / "0.jsonl").read()) == []
@@ -205,6 +245,15 @@ class TestRecorder:
         assert len(read_lines(run.metrics)) >= 7
         recorder.close()
         assert len(read_lines(run.metrics)) == 9
+
+    def test_a_wall_clock_that_is_set_back_leaves_rates_right_and_small(self, run: RunDirectory) -> None:
+        recorder = Recorder(run, 1, "ring")
+        for jump, begin in ((0.0, 0), (-3600.0, 200)):
+            write(run, *(step(0, begin + i, 7200.0 + jump + 0.1 * (begin + i)) for i in range(200)))
+            recorder.poll()
+        assert recorder.status().steps_per_second == pytest.approx(1.0)
+        assert len(recorder._rates[0]._steps) <= 10.0 / 0.1 + 2
+        recorder.close()
 
     def test_events_are_bounded_and_the_failure_is_kept(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 1, "ring")

@@ -165,6 +165,30 @@ def test_set_epoch_keeps_the_place_in_the_epoch_that_was_loaded() -> None:
     assert list(sampler) == team_order(10, seed=0, epoch=3)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("by_state", [True, False])
+def test_what_nobody_trains_on_is_dealt_whole_to_the_new_members(
+    shuffle: bool, whole: bool, by_state: bool
+) -> None:
+    """Of an evaluation, iterated over before members changed, or broken off: nothing comes twice."""
+    before = team(10, 2, seed=1, shuffle=shuffle)
+    for sampler in before:
+        list(sampler) if whole else next(iter(sampler))
+    places = [sampler.place() for sampler in before] + [None]
+    for rank, sampler in enumerate(before):
+        sampler.deal_anew(places, rank)
+    newcomer = team(10, 1, seed=9, shuffle=shuffle)[0]
+    if by_state:
+        newcomer.load_deal_state(before[0].deal_state(), 2)
+    else:
+        newcomer.load_deal_state(team(10, 2, seed=1, shuffle=shuffle)[0].deal_state())
+        newcomer.deal_anew(places, 2)
+    together = dealt([*before, newcomer])
+    assert together[:10] == (team_order(10, 1, int(whole)) if shuffle else list(range(10)))
+    assert {sampler.epoch for sampler in (*before, newcomer)} == {int(whole)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-from atoll.core.config import Config
+from atoll.core.config import Config, Run
 from atoll.core.errors import BindingError, CheckpointError, PrepareError, UserError
+from atoll.core.events import Logged
+from atoll.observe.journal import JournalReader
+from atoll.observe.rundir import RunDirectory
 from atoll.train.place import Place
 from atoll.train.resume import schedulers_of
-from atoll.train.session import Session
+from atoll.train.session import MOST_LOGGED, Session
 
 
 def prepared() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
@@ -80,6 +83,18 @@ def test_only_numbers_are_logged(value: Any) -> None:
     session, _, _ = prepared()
     with pytest.raises(UserError, match="session.log"):
         session.log(loss=value)
+
+
+def test_what_is_logged_within_a_step_is_kept_up_to_a_bound(tmp_path: Any) -> None:
+    """An evaluation logs for each of its batches, and makes no step."""
+    with atoll.join(Config(run=Run(directory=str(tmp_path)))) as session:
+        for count in range(2 * MOST_LOGGED + 10):
+            session.log(count=count)
+        assert len(session._logged) == 10
+    events = JournalReader(RunDirectory(tmp_path).journal(0)).read()
+    assert [event.values["count"] for event in events if isinstance(event, Logged)] == [
+        float(count) for count in range(2 * MOST_LOGGED + 10)
+    ]
 
 
 def test_no_sync_may_end_around_a_prepare() -> None:

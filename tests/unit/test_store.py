@@ -21,7 +21,7 @@ from atoll.store.entries import (
 from atoll.store.leases import Leases
 from atoll.store.log import CommitLog
 from atoll.store.members import Membership
-from atoll.store.outcomes import StoreError
+from atoll.store.outcomes import Outcome, StoreError
 from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
@@ -76,8 +76,8 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     ]
     assert outcome.entries == [Combine(iteration=0, members=members)]
     assert [(r.worker, r.incarnation, r.message) for r in outcome.replies] == [
-        (0, 1, Committed(iteration=0)),
-        (1, 2, Committed(iteration=0)),
+        (0, 1, Committed(iteration=0, workers=[0, 1])),
+        (1, 2, Committed(iteration=0, workers=[0, 1])),
     ]
     assert log.handle_step(0, say(1, 0, scale=0.5, edited=[2])).entries == []
     assert log.waiting_for() == ["worker 1, to step iteration 0"]
@@ -88,12 +88,63 @@ def test_an_iteration_is_combined_when_all_are_staged_everywhere_and_stepped_whe
     assert len(log.reasons) == len(log.entries)
 
 
+def entering(outcome: Outcome) -> list[list[int]]:
+    """Of each answer to a commit, who enters next."""
+    return [r.message.entering for r in outcome.replies if isinstance(r.message, Committed)]
+
+
+def test_who_comes_late_enters_with_the_iteration_that_all_members_were_told_of() -> None:
+    log = log_of("bsp")
+    assert log.comes_late(2, 9)
+    assert not log.comes_late(1, 2)
+    log.handle_join(2, 9)  # while iteration 0 is under way: all who make it are told
+    contribute(log, 0, 1, 0)
+    log.handle_staged(0, 1, 2, 0)
+    outcome = log.handle_commit(1, commit(2, 0))
+    assert entering(outcome) == [[2], [2]]
+    log.handle_join(3, 10)  # too late for that: they have been told
+    assert entering(log.handle_commit(0, commit(1, 0))) == [[2]]  # asked again, the same answer
+    log.handle_step(0, say(1, 0))
+    joined = log.handle_step(1, say(2, 0)).entries[1:]
+    assert joined == [Joined(worker=2, incarnation=9, clock=1)]
+    assert not log.comes_late(2, 9)
+    for worker, incarnation in ((0, 1), (1, 2)):
+        contribute(log, worker, incarnation, 1)
+    log.handle_staged(0, 2, 9, 1)
+    outcome = log.handle_commit(2, commit(9, 1))
+    assert entering(outcome) == [[3], [3], [3]]
+    log.handle_fence(3, 10)  # it dies before
+    for worker, incarnation in ((0, 1), (1, 2), (2, 9)):
+        outcome = log.handle_step(worker, say(incarnation, 1))
+    assert not any(isinstance(entry, Joined) for entry in outcome.entries)
+    assert set(log.live()) == {0, 1, 2}
+
+
+def test_meetings_wait_for_a_newcomer_from_the_one_on_that_it_knows() -> None:
+    log = log_of("asp")
+    log.handle_join(2, 9)
+    log.handle_meet(0, 1, 0, "a", 10)
+    log.handle_entered(2, 9, 1)  # by worker 0, who waits in meeting 0 for worker 1
+    assert [m.workers for m in log.handle_meet(1, 2, 0, "a", 11).met] == [[0, 1]]
+    log.handle_meet(0, 1, 1, "b", 12)
+    assert log.handle_meet(1, 2, 1, "b", 13).met == []
+    assert log.waiting_for() == ["worker 2, to come to 'b'"]
+    assert [m.workers for m in log.handle_meet(2, 9, 1, "b", 14).met] == [[0, 1, 2]]
+
+
+def test_who_comes_when_nobody_lives_enters_at_once() -> None:
+    log = log_of("bsp")
+    log.handle_fence(0, 1)
+    log.handle_fence(1, 2)
+    assert Joined(worker=0, incarnation=9, clock=0) in log.handle_join(0, 9).entries
+
+
 def test_a_commit_that_counts_already_is_answered_again() -> None:
     log = log_of("bsp", workers=1)
     contribute(log, 0, 1, 0)
     before = list(log.entries)
     again = log.handle_commit(0, commit(1, 0))
-    assert [reply.message for reply in again.replies] == [Committed(iteration=0)]
+    assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
     assert log.entries == before
 
 
@@ -348,11 +399,21 @@ def test_what_is_used_is_reported_once_and_told_whole_at_the_fence() -> None:
         log.handle_staged(0, 0, 1, iteration)
         log.handle_commit(0, commit(1, iteration, used=position))
     (news,) = log.poll_used()
-    assert [part.start for part in news.used] == [4, 5, 9]
+    assert [(part.start, part.stop) for part in news.used] == [(4, 6), (9, 10)]
     assert log.poll_used() == []
     log.handle_commit(0, commit(1, 3, used=11))  # not staged: does not count
     log.handle_fence(0, 1)
     assert [(part.start, part.stop) for part in log.fenced(0, 1).used] == [(4, 6), (9, 10)]
+
+
+def test_what_the_hub_has_not_been_told_stays_small_while_it_is_gone() -> None:
+    log = log_of("asp", workers=1)
+    for iteration in range(2000):
+        log.handle_staged(0, 0, 1, iteration)
+        log.handle_commit(0, commit(1, iteration, used=iteration))
+    (news,) = log.poll_used()
+    assert [(part.start, part.stop) for part in news.used] == [(0, 2000)]
+    assert news.iteration == 2000
 
 
 # -- meetings ---------------------------------------------------------------------------------------------
@@ -634,6 +695,23 @@ def test_all_must_have_the_same_data() -> None:
 # -- membership -------------------------------------------------------------------------------------------
 
 
+def test_a_lease_that_is_asked_for_twice_counts_once() -> None:
+    leases = Leases()
+
+    def ask(number: int, incarnation: int = 1) -> tuple[int, int]:
+        lease = Lease(incarnation=incarnation, sampler=0, epoch=0, length=10, count=4, number=number)
+        leased = leases.handle_lease(incarnation - 1, incarnation, lease)
+        assert leased.number == number
+        return leased.start, leased.stop
+
+    assert [ask(1), ask(1), ask(1, 2), ask(2), ask(2)] == [(0, 4), (0, 4), (4, 8), (8, 10), (8, 10)]
+    changes = leases.changes
+    assert (ask(3), ask(3)) == ((0, 0), (0, 0))  # it waits for what the other has
+    assert leases.changes == changes + 1
+    leases.handle_fenced(1, 2, [])
+    assert (ask(3), ask(3)) == ((4, 8), (4, 8))  # what gave nothing is asked again
+
+
 def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     members = Membership(2, patience=5.0)
     first = members.handle_hello(0.0, "worker")
@@ -644,9 +722,10 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.next_deadline() == 5.0
     assert members.handle_heartbeat(4.0, 1, iteration=7)
     assert members.poll_deaths(5.9) == []
-    (three, one) = sorted(members.poll_deaths(6.0), reverse=True)
-    assert (three[:2], one[:2]) == ((3, 2), (1, 3))
-    assert "silent for 5.0 s" in one[2]
+    one, three = members.poll_deaths(6.0)
+    assert (one[0], three[0]) == (3, 2)
+    assert "worker 1 was silent for 5.0 s" in one[1]
+    assert [members.handle_goodbye(incarnation) for incarnation in (3, 2)] == [1, 3]
     assert members.poll_deaths(6.0) == []
     assert not members.handle_heartbeat(6.0, 3)
     assert members.live() == {0: 1}
@@ -656,6 +735,65 @@ def test_ranks_are_given_and_come_back_with_higher_incarnations() -> None:
     assert members.handle_hello(7.0, "worker", wish=0).incarnation == 4
     assert members.handle_hello(7.0, "worker", wish=10**9).refused
     assert members.rank_of(4) == 0
+
+
+def beaten(members: Membership, incarnation: int, until: float, every: float = 0.1) -> float:
+    """A member that was heard regularly; when it was heard last."""
+    now = 0.0
+    while now + every <= until:
+        now += every
+        assert members.handle_heartbeat(now, incarnation)
+    return now
+
+
+def test_who_was_heard_regularly_is_given_less_patience_and_never_less_than_a_stop_of_3_s() -> None:
+    members = Membership(2, patience=60.0, heartbeat=0.1)
+    for _ in range(2):
+        members.handle_hello(0.0, "worker")
+    last = beaten(members, 1, 5.0)
+    assert members.poll_deaths(last + 3.4) == []
+    ((incarnation, reason),) = members.poll_deaths(last + 3.6)
+    assert incarnation == 1
+    assert "worker 0 was silent for 3.6 s, and 3.5 s are borne" in reason
+    assert dict(members.poll_deaths(60.0)).keys() == {1, 2}  # of the other one nothing was known
+
+
+def test_slow_heartbeats_are_borne() -> None:
+    """A hub with a long patience asks for few: three of them may be missing at least."""
+    members = Membership(1, patience=600.0, heartbeat=20.0)
+    members.handle_hello(0.0, "worker")
+    last = beaten(members, 1, 400.0, every=20.0)
+    assert members.poll_deaths(last + 59.0) == []
+    assert members.poll_deaths(last + 61.0)
+
+
+def test_a_suspect_that_is_silent_for_two_heartbeats_is_dead() -> None:
+    members = Membership(2, patience=60.0, heartbeat=1.0)
+    for _ in range(2):
+        members.handle_hello(0.0, "worker")
+    assert not members.handle_suspect(1.0, 99)  # nobody
+    assert not members.handle_suspect(1.0, 1)
+    assert members.next_deadline() == 2.0
+    members.handle_heartbeat(1.5, 1)  # it lives: the suspicion was wrong
+    assert members.poll_deaths(4.0) == []
+    assert members.handle_suspect(4.0, 1)
+    ((incarnation, reason),) = members.poll_deaths(4.0)
+    assert incarnation == 1
+    assert "another member has lost touch with it" in reason
+
+
+def test_after_the_callers_own_absence_silence_is_counted_anew() -> None:
+    members = Membership(1, patience=5.0)
+    members.handle_hello(0.0, "worker", token="a")
+    members.handle_suspect(1.0, 1)
+    other = Membership(1, patience=5.0)
+    other.restore(100.0, members.state())
+    for each in (members, other):
+        each.handle_return(100.0)
+        assert each.poll_deaths(104.9) == []
+        assert [incarnation for incarnation, _ in each.poll_deaths(105.0)] == [1]
+        assert each.handle_hello(101.0, "worker", token="a").incarnation == 1  # its answer was lost
+        assert each.handle_hello(101.0, "worker", token="b").incarnation == 2
 
 
 def test_shards_are_known_by_index() -> None:
@@ -671,7 +809,8 @@ def test_shards_are_known_by_index() -> None:
     zero = members.handle_hello(2.0, "shard", shard=0, address="tcp://a:0")
     assert members.shard_addresses() == ["tcp://a:0", "tcp://a:1"]
     members.handle_heartbeat(6.0, zero.incarnation)
-    assert [index for index, _ in members.poll_shard_deaths(6.0)] == [1]
+    assert [incarnation for incarnation, _ in members.poll_deaths(6.0)] == [one.incarnation]
+    assert members.handle_shard_goodbye(one.incarnation) == 1
     assert members.shard_addresses() is None
     assert members.live_shards() == [0]
     assert members.handle_shard_goodbye(one.incarnation) is None

@@ -149,3 +149,7 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         _end("stopped by Ctrl-C", 130)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,6 +57,9 @@ def hub(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
     ] = None,
+    at_least: Annotated[
+        int, typer.Option("--at-least", metavar="M", help="With fewer workers left, a ring ends.")
+    ] = 1,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="End, and end the shards, when all workers have left.")
     ] = False,
@@ -66,7 +69,7 @@ def hub(
 
     It serves until it is stopped, and prints each decision with its reason.
     """
-    from atoll.hub.main import serve
+    from atoll.hub.main import HEARTBEAT, serve
 
     seconds = parse_seconds(patience)
     if seconds <= 0:
@@ -80,9 +83,10 @@ def hub(
         shards,
         directory,
         seconds,
-        seconds / 10,
+        min(HEARTBEAT, seconds / 10),
         sites=sites,
         until_done=until_done,
+        at_least=at_least,
     )
 
 
@@ -108,12 +112,18 @@ def server(
     ] = "tcp://127.0.0.1:0",
     key_file: _KeyFileOption = None,
     directory: Annotated[
-        Path | None, typer.Option(metavar="D", help="This shard's own, for snapshots.")
+        Path | None,
+        typer.Option(
+            metavar="D", help="This shard's own: what it keeps, and goes on from when it is killed."
+        ),
     ] = None,
     optimizer: Annotated[
         str, typer.Option(metavar="MODULE:CLASS", help="An optimizer that is not torch.optim's, by its path.")
     ] = "",
     snapshot_seconds: Annotated[float, typer.Option(metavar="S", help="Between snapshots.")] = 60.0,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Wait for the disk, so that what is kept survives the machine too.")
+    ] = False,
     timeout: Annotated[
         str,
         typer.Option(
@@ -156,6 +166,8 @@ def server(
         optimizer=optimizer,
         snapshot_seconds=snapshot_seconds,
         timeout=deadline,
+        sync=sync,
+        goes_on=lambda line: print(line, flush=True),
         ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
     )
 

@@ -43,6 +43,8 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     strategy: Strategy = "ring"
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
     sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that is killed by a signal
+    elastic: bool = False  # strategy ring: a hub, and each worker a launch of its own, which may die alone
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
 
@@ -59,6 +61,8 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
     nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
     consistency: Consistency = "bsp"  # strategy server: how far workers may be apart
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
+    # Samples in a step over all workers, for session.batches; 0: not asked for
+    global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 class Decisions:
     """Takes decisions and tells them to `bus`; writes them to a file in `folder` where there is one, each at
-    once and by one append. `clock` is in seconds since the epoch."""
+    once and by one append. `clock` is in seconds since the epoch. A disk that does not take a line costs that
+    line of the file. While `muted`, nothing is told: what was decided before is only gone through again."""
 
     def __init__(
         self,
@@ -37,16 +39,26 @@ class Decisions:
     ) -> None:
         self._bus = bus or EventBus()
         self._clock = clock
+        self.muted = False
+        self._torn = folder is not None and not _is_whole(folder / FILE)  # its last line has no end
         self._file = -1 if folder is None else _open(folder)
 
     def add(self, what: str, choice: str, reason: str) -> None:
         """Something was decided."""
+        if self.muted:
+            return
         now = self._clock()
         if self._file >= 0:
             line = msgspec.json.encode(Decision(now, what, choice, reason)) + b"\n"
+            self._write(b"\n" + line if self._torn else line)
+        self._bus.emit(Decided(time=now, worker=HUB, what=what, choice=choice, reason=reason))
+
+    def _write(self, line: bytes) -> None:
+        self._torn = True
+        with contextlib.suppress(OSError):
             while line:
                 line = line[os.write(self._file, line) :]
-        self._bus.emit(Decided(time=now, worker=HUB, what=what, choice=choice, reason=reason))
+            self._torn = False
 
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
@@ -56,13 +68,29 @@ class Decisions:
 
 
 def read_decisions(folder: Path) -> list[Decision]:
-    """The decisions in a run's directory; none where there is no file. A last line without its end is left
-    out."""
+    """The decisions in a run's directory; none where there is no file. A line that is not whole, because the
+    hub was killed or the disk was full, is left out."""
     try:
         lines = (folder / FILE).read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=Decision) for line in lines]
+    found = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=Decision))
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file's last line has its end."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return True
+        file.seek(size - 1)
+        return file.read(1) == b"\n"
 
 
 def _open(folder: Path) -> int:

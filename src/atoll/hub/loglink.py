@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Collection
 
 from atoll.core.errors import UserError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
+from atoll.store.leases import Key
 from atoll.wire.messages import (
     VERSION,
     Fence,
@@ -20,7 +20,6 @@ from atoll.wire.messages import (
     encode,
 )
 
-Key: TypeAlias = tuple[int, int]  # worker, incarnation
 LIMIT = 2**26  # bytes of a message: all that an incarnation has ever used
 
 _MESSAGES = 256  # taken in one go
@@ -29,29 +28,25 @@ _MESSAGES = 256  # taken in one go
 class LogLink:
     """Tells the log whom to fence until it answers, over lost connections and before it is known where it is.
 
-    `fenced(message, asked)` takes its word on what was used: asked for, or as news. `failed(line)` takes what
-    the log or the connection refuses. `name` is who keeps the log.
+    `waiting()` gives those whom it has yet to fence. `fenced(message)` takes its word on what was used: asked
+    for, or as news. `failed(line)` takes what the log or the connection refuses. `name` is who keeps the log.
     """
 
     def __init__(
         self,
         keys: Keys | None,
         run: str,
-        fenced: Callable[[Fenced, bool], None],
+        waiting: Callable[[], Collection[Key]],
+        fenced: Callable[[Fenced], None],
         failed: Callable[[str], None],
         name: str = "shard 0",
     ) -> None:
         self._keys, self._run, self._name = keys, run, name
-        self._fenced, self._failed = fenced, failed
-        self._asked: set[Key] = set()  # not answered yet
+        self._waiting, self._fenced, self._failed = waiting, fenced, failed
+        self._sent: set[Key] = set()  # on this connection
         self._losses = 0
         self._said = ""  # the last failure told: each only once
         self.client: Client | None = None
-
-    @property
-    def answered(self) -> bool:
-        """Whether the log has answered every fence."""
-        return not self._asked
 
     def connect(self, address: str) -> None:
         """Who keeps the log is there; a connection to another place is given up."""
@@ -62,11 +57,14 @@ class LogLink:
         self._losses = 0
         self._introduce()
 
-    def fence(self, worker: int, incarnation: int) -> None:
-        """Nothing of this incarnation counts from now on."""
-        self._asked.add((worker, incarnation))
-        if self.client is not None:
-            self._send_fence(worker, incarnation)
+    def flush(self) -> None:
+        """Send the fences that are new."""
+        if self.client is None:
+            return
+        waiting = set(self._waiting())
+        for worker, incarnation in sorted(waiting - self._sent):
+            self.client.send(encode(Fence(worker=worker, incarnation=incarnation)))
+        self._sent = waiting
 
     def take(self) -> None:
         """Take what the log has sent, and see that it knows us after a lost connection."""
@@ -86,7 +84,7 @@ class LogLink:
             self._handle(received[0])
 
     def close(self) -> None:
-        """Let the connection go; what is not answered is asked again by the next `connect`."""
+        """Let the connection go; what is not answered is asked again after the next `connect`."""
         if self.client is not None:
             self.client.close()
             self.client = None
@@ -98,11 +96,7 @@ class LogLink:
             self._fail(f"{self._name} sent {error}")
             return
         if isinstance(message, Fenced):
-            key = (message.worker, message.incarnation)
-            asked = not message.news and key in self._asked
-            if asked:
-                self._asked.discard(key)
-            self._fenced(message, asked)
+            self._fenced(message)
         elif isinstance(message, Refused):
             self._fail(f"{self._name} refused: {message.reason}")
 
@@ -110,12 +104,8 @@ class LogLink:
         assert self.client is not None
         hello = Hello(version=VERSION, run=self._run, role="hub", pid=os.getpid())
         self.client.send(encode(hello))
-        for worker, incarnation in sorted(self._asked):
-            self._send_fence(worker, incarnation)
-
-    def _send_fence(self, worker: int, incarnation: int) -> None:
-        assert self.client is not None
-        self.client.send(encode(Fence(worker=worker, incarnation=incarnation)))
+        self._sent.clear()
+        self.flush()
 
     def _fail(self, line: str) -> None:
         if line != self._said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -9,17 +10,22 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.core.events import AnyEvent, Decided, EventBus
+from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
+from atoll.hub.journal import FILE, HubJournal
+from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
-from atoll.store.members import RANKS, Membership
+from atoll.store.members import RANKS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
 DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
-HEARTBEAT = 1.0  # seconds
+HEARTBEAT = 0.25  # seconds; the longest: a stop of 3 s must stay below the 3.5 s that are borne at least
 PATIENCE = 10.0  # seconds
 SHARDS = 4096  # the most
 
@@ -36,6 +42,7 @@ def serve(
     *,
     sites: Mapping[str, int] | None = None,
     until_done: bool = False,
+    at_least: int = 1,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -44,44 +51,115 @@ def serve(
 
     `sites` has the workers of each site, by its name, where the run has levels; together they are `workers`.
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
-    `folder` also gets the address, for `listen` may leave the port open (0). `ready` is called with it once
-    others may connect. `patience`: seconds of silence after which a worker counts as dead; `heartbeat`: how
-    often they are to be heard. It ends when `until` says so, by a signal, or with `until_done` when all
-    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
-    wrong, a port in use too.
+    `folder` also gets the address, for `listen` may leave the port open (0), and the journal: a hub that is
+    started again with the same folder goes on with the same run at the same address. `ready` is called with
+    the address once others may connect. `patience`: the most seconds of silence after which a member counts
+    as dead; `heartbeat`: how often they are to be heard. `at_least`: a ring with fewer members left than
+    these ends. It ends when `until` says so, by a signal, or with `until_done` when all workers have left or
+    died and the shards, which it tells, have ended. Raises UserError for input that is wrong, a port in use
+    and a folder of another run too.
     """
     _check(workers, shards, patience, heartbeat)
+    if not 1 <= at_least <= workers:
+        raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
     keys = read_keys(keys_file) if keys_file else None
-    run = run or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    with Server(listen, keys, limit=LIMIT, name="hub") as server:
-        where = None if not folder else Path(folder)
+    where = None if not folder else Path(folder)
+    with contextlib.ExitStack() as stack:
+        journal = HubJournal(where) if where is not None and (where / FILE).exists() else None
+        if journal is not None:
+            stack.callback(journal.close)
+        asked = Began(
+            at=0.0, run=run, listen=listen, address="", workers=workers, shards=shards, sites=_pairs(sites)
+        )
+        began = _goes_on(journal, asked) if journal is not None else None
+        run = began.run if began is not None else run or _new_name()
+        server = stack.enter_context(
+            Server(began.address if began else listen, keys, limit=LIMIT, name="hub")
+        )
+        if where is not None and journal is None:
+            journal = HubJournal(where)  # now that the address is ours
+            stack.callback(journal.close)
+        if journal is not None and began is None:
+            journal.begin(msgspec.structs.replace(asked, run=run, address=server.address))
         bus = EventBus()
         bus.subscribe(_show)
         decisions = Decisions(where, bus)
+        stack.callback(decisions.close)
+        book = Book(workers, patience, shards, sites, heartbeat)
+        cut = journal.cut if journal is not None else 0
         hub = Hub(
             server,
-            Membership(workers, patience, shards, sites),
+            book,
             decisions,
             run=run,
-            heartbeat=heartbeat,
             keys=keys,
             until_done=until_done,
+            at_least=at_least,
+            journal=journal,
         )
-        try:
-            decisions.add(
-                "hub",
-                f"listens at {server.address}",
-                f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards, "
-                + ("with keys" if keys else "without keys: only this machine can reach it"),
+        stack.callback(hub.close)
+        if book.over and not book.members.incarnations():
+            raise UserError(f"{where}: the run {run!r} there is over; give another --directory")
+        decisions.add(
+            "hub",
+            f"listens at {server.address}" + (" again" if began is not None else ""),
+            f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards, "
+            + ("with keys" if keys else "without keys: only this machine can reach it"),
+        )
+        if began is not None:
+            lost = f"; {cut} bytes at its end, of what nobody was answered, are cut off" if cut else ""
+            decisions.add("hub", f"goes on with {_there(book)}", f"its journal in {where} says so{lost}")
+        if where is not None:
+            _leave_address(where, server.address)
+        ready(server.address)
+        hub.serve(until)
+
+
+def _new_name() -> str:
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _pairs(sites: Mapping[str, int] | None) -> list[tuple[str, int]]:
+    return list((sites or {}).items())
+
+
+def _there(book: Book) -> str:
+    """Who is there, in a few words."""
+    workers, shards = len(book.members.live()), len(book.members.live_shards())
+    words = [f"{workers} workers", f"{shards} shards"]
+    if book.members.sites:
+        words.append(f"{len(book.members.live_sites())} sites")
+    return ", ".join(words)
+
+
+def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
+    """How the run began that goes on; None where there is none yet. Raises UserError where what is asked for
+    is another run."""
+    began = journal.began
+    if began is None:
+        return None
+    where = journal.path.parent
+    said = {
+        "run": (asked.run or began.run, began.run),
+        "listen": (began.listen if asked.listen == began.address else asked.listen, began.listen),
+        "workers": (asked.workers, began.workers),
+        "shards": (asked.shards, began.shards),
+        "site": (asked.sites, began.sites),
+    }
+    for option, (now, before) in said.items():
+        if now != before:
+            raise UserError(
+                f"{where}: holds the run {began.run!r}, whose hub was started with --{option} "
+                f"{_word(before)} and not {_word(now)}; start it as before, or give another --directory"
             )
-            if where is not None:
-                _leave_address(where, server.address)
-            ready(server.address)
-            hub.serve(until)
-        finally:
-            hub.close()
-            decisions.close()
+    return began
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return " ".join(f"{name}={count}" for name, count in value) or "none"
 
 
 def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None:

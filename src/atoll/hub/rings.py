@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
 
 from atoll.core.errors import UserError
 from atoll.hub.decisions import Decisions
 from atoll.store.members import Membership
-from atoll.store.rendezvous import Answer, Rendezvous
-from atoll.wire.messages import AnyMessage, Gather, Silences, StoreCall, WhoIsSilent
+from atoll.store.regroup import Regroup, RegroupState
+from atoll.store.rendezvous import Rendezvous, RendezvousState
+from atoll.wire.messages import (
+    AnyMessage,
+    Enter,
+    Gather,
+    Gathered,
+    Reform,
+    Reformed,
+    RingNews,
+    StoreAnswer,
+    StoreCall,
+)
+
+
+class _Asker(NamedTuple):
+    """Whom an answer is for: the connection, and the number of what was asked, which the answer bears."""
+
+    peer: bytes
+    number: int
+
+
+_NOBODY = _Asker(b"", 0)  # to whom nothing is sent
+_CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on keys that are journalled
+
+
+@dataclass
+class _State:
+    meeting: RendezvousState
+    regroup: RegroupState
 
 
 class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
+    `give_up(incarnation, reason)` is called for a member that is dead by what the others say of it: it ends
+    in `left`. `keep` is told of each word that changes something, for the hub's journal.
 
     A call says by its incarnation whose it is, since it comes over another connection than the worker's
     Hello: whoever was let in, by the run's keys, is trusted with that.
@@ -25,52 +59,158 @@ class Rings:
         now: Callable[[], float],
         send: Callable[[bytes, AnyMessage], None],
         refuse: Callable[[bytes, str, str], None],
+        give_up: Callable[[int, str], None],
+        keep: Callable[[AnyMessage], None] = lambda _message: None,
+        *,
+        at_least: int = 1,
     ) -> None:
         self._members, self._decisions = members, decisions
-        self._now, self._send, self._refuse = now, send, refuse
+        self._clock, self._send, self._refuse, self._give_up = now, send, refuse, give_up
+        self._keep = keep
+        self._replayed_at: float | None = None  # while words from before a restart are taken again
         self._rendezvous = Rendezvous(members.workers)
+        self._regroup = Regroup(self._rendezvous.form, at_least)
+        self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
-    def handle(self, peer: bytes, message: Gather | StoreCall | WhoIsSilent) -> None:
-        """A worker's wish to form a ring, its call of the ring's store, or its question after the others."""
+    def _now(self) -> float:
+        return self._clock() if self._replayed_at is None else self._replayed_at
+
+    def handle(self, peer: bytes, message: Gather | StoreCall | Reform | Enter) -> None:
+        """A worker's wish to form a ring, the next ring or to enter one, or its call of the ring's store."""
         rank = self._members.rank_of(message.incarnation)
+        asker = _Asker(peer, message.number)
         try:
             if rank is None:
                 raise UserError(f"the hub knows no incarnation {message.incarnation}, or has given it up")
             if isinstance(message, StoreCall):
-                self._answer(self._rendezvous.handle_call(self._now(), peer, message))
+                self._answer(self._rendezvous.handle_call(self._now(), asker, message))
             elif isinstance(message, Gather):
-                self._gather(peer, rank, message)
+                self._gather(asker, rank, message)
+            elif isinstance(message, Reform):
+                self._reform(asker, rank, message)
             else:
-                self._send(peer, Silences(seconds=self._members.silences(self._now())))
+                self._regrouped(self._regroup.handle_enter(asker, rank, message))
+                self._tell_members()
+            if self._replayed_at is None and (
+                not isinstance(message, StoreCall) or message.operation in _CHANGES
+            ):
+                self._keep(message)
         except UserError as error:
             self._refuse(peer, str(error), type(message).__name__)
 
-    def _gather(self, peer: bytes, rank: int, gather: Gather) -> None:
+    def _gather(self, asker: _Asker, rank: int, gather: Gather) -> None:
+        if self._regroup.under_way and gather.incarnation not in self._regroup.members:
+            self._answer([(asker, Gathered(group=self._regroup.group, late=True))])
+            return
         before = self._rendezvous.formed
-        self._answer(self._rendezvous.handle_gather(self._now(), peer, rank, gather))
+        self._answer(self._rendezvous.handle_gather(self._now(), asker, rank, gather))
         if self._rendezvous.formed != before:
-            members = self._members.live()
+            ranks = {incarnation: rank for rank, incarnation in self._members.live().items()}
+            members = {each: ranks[each] for each in self._rendezvous.members() if each in ranks}
+            self._regroup.handle_formed(self._rendezvous.formed, members)
+            self._members.open = True
             self._decisions.add(
                 "ring",
                 f"ring {self._rendezvous.formed} of {len(members)} workers",
                 "all are there: "
-                + ", ".join(f"worker {rank}, incarnation {member}" for rank, member in members.items()),
+                + ", ".join(f"worker {rank}, incarnation {each}" for each, rank in members.items()),
             )
 
-    def left(self, incarnation: int) -> None:
-        """A worker said goodbye or died."""
+    def _reform(self, asker: _Asker, rank: int, reform: Reform) -> None:
+        live = {incarnation: rank for rank, incarnation in self._members.live().items()}
+        quiet = not self._regroup.broken
+        self._regrouped(self._regroup.handle_reform(asker, reform, live))
+        if self._regroup.broken and quiet:
+            self._decisions.add(
+                "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
+            )
+            self._broken()
+
+    def _regrouped(self, answers: Sequence[tuple[object, Reformed]]) -> None:
+        """Tell the members, if there is a next ring, and the record."""
+        self._answer(answers)
+        if not answers:
+            return
+        ring = answers[0][1]
+        self._members.open = self._regroup.under_way
+        gone = [f"worker {rank} died" for rank in ring.lost] + [f"worker {rank} left" for rank in ring.left]
+        entered = [f"worker {rank} entered" for rank in ring.workers[len(ring.workers) - ring.newcomers :]]
+        self._decisions.add(
+            "ring",
+            f"ring {ring.group} of {len(ring.workers)} workers" if ring.group else "no next ring",
+            ring.reason
+            or f"{', '.join(gone + entered) or 'a connection broke'}; it goes on at its round {ring.round}",
+        )
+
+    def _broken(self) -> None:
+        """Free whoever waits for a member that is gone."""
+        self._answer(self._rendezvous.handle_broken(self._regroup.group))
+        self._tell_members()
+
+    def _tell_members(self) -> None:
+        news = self._news()
+        for member in self._regroup.members:
+            if member in self._beats:
+                self._send(self._beats[member], news)
+
+    def _news(self) -> RingNews:
+        return RingNews(group=self._regroup.group, broken=self._regroup.broken, waiting=self._regroup.waiting)
+
+    def beat(self, peer: bytes, incarnation: int) -> None:
+        """A heartbeat has come."""
+        self._beats[incarnation] = peer
+        if incarnation in self._regroup.members and (self._regroup.broken or self._regroup.waiting):
+            self._send(peer, self._news())
+
+    def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
+        """A worker said goodbye or died; `finished`: at the end of its session."""
+        self._beats.pop(incarnation, None)
+        was_member = incarnation in self._regroup.members
+        # First who is in the next ring: while the last member of this one leaves, its keys go.
+        self._regrouped(self._regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished))
         self._rendezvous.handle_left(incarnation)
+        self._members.open = self._regroup.under_way
+        if was_member and self._regroup.broken:
+            self._broken()
+
+    def replay(self, now: float, message: AnyMessage) -> None:
+        """Take a word that `keep` was told of before a restart: nobody is there yet who could be answered."""
+        assert isinstance(message, (Gather, StoreCall, Reform, Enter))
+        self._replayed_at = now
+        self.handle(_NOBODY.peer, message)
+        self._replayed_at = None
+
+    def state(self) -> bytes:
+        """All that is known of rings, as MessagePack."""
+        return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state()))
+
+    def restore(self, now: float, state: bytes) -> None:
+        """Know what `state` says."""
+        del now  # deadlines are the clock's, which goes on
+        found = msgspec.msgpack.decode(state, type=_State)
+        self._rendezvous.restore(found.meeting, _NOBODY)
+        self._regroup.restore(found.regroup)
+        self._members.open = self._regroup.under_way
 
     def poll(self) -> None:
-        """Answer those whose time is over."""
-        self._answer(self._rendezvous.poll(self._now()))
+        """Answer those whose time is over, and give up whom the others have lost."""
+        now = self._now()
+        self._answer(self._rendezvous.poll(now))
+        if not self._regroup.broken:
+            return
+        for member in self._regroup.awaited:
+            if member not in self._regroup.awaited:
+                break  # with the one given up before, the next ring was formed
+            if self._members.handle_suspect(now, member):
+                silence = self._members.silence(now, member)
+                self._give_up(member, f"the others lost touch with it, and it was silent for {silence:.1f} s")
 
     def soon(self, seconds: float) -> float:
         """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
         deadline = self._rendezvous.next_deadline()
         return seconds if deadline is None else max(0.0, min(seconds, deadline - self._now()))
 
-    def _answer(self, answers: Sequence[Answer]) -> None:
-        for peer, message in answers:
-            assert isinstance(peer, bytes)
-            self._send(peer, message)
+    def _answer(self, answers: Sequence[tuple[object, Gathered | Reformed | StoreAnswer]]) -> None:
+        for asker, message in answers:
+            assert isinstance(asker, _Asker)
+            self._send(asker.peer, msgspec.structs.replace(message, number=asker.number))

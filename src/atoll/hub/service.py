@@ -6,37 +6,48 @@ Source: S4, "The store".
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from atoll.core.errors import UserError
+from atoll.core.points import reach
+from atoll.hub.book import GLOBAL, Book, Gone, Word
 from atoll.hub.decisions import Decisions
+from atoll.hub.journal import HubJournal
 from atoll.hub.loglink import LogLink
+from atoll.hub.records import (
+    AnyRecord,
+    Asked,
+    Came,
+    Died,
+    InRing,
+    Knows,
+    Left,
+    Over,
+    Told,
+)
 from atoll.hub.rings import Rings
 from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
-from atoll.store.leases import Leases
-from atoll.store.members import Admission, Membership
+from atoll.store.members import Admission, suspect_seconds
+from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Enter,
     Fenced,
     Gather,
     Goodbye,
     Heartbeat,
     Hello,
     Lease,
-    Leased,
-    Over,
+    Reform,
     Refused,
     Shards,
     StoreCall,
-    Used,
     Welcome,
     WhereAreShards,
-    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -47,6 +58,10 @@ LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 256  # handled in one go, before deaths are looked for
 _WAITING = 4096  # peers that wait for an answer: no more are kept
+_RIVAL_PART = (
+    1.5  # of a suspect's silence: for so long a shard may take to show that it lives, when another comes
+)
+_RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
 
 
 @dataclass
@@ -58,13 +73,22 @@ class _Parked:
     until: float
 
 
+@dataclass
+class _Rival:
+    """A shard that came from elsewhere, while the one of its index may live."""
+
+    peer: bytes
+    hello: Hello
+    since: float
+
+
 class Clock:
     """Monotonic seconds in which a gap counts for at most `most`: while the hub itself stood still, nobody
-    was silent."""
+    was silent. It begins at `start`, where the hub that was there before had come to."""
 
-    def __init__(self, most: float, source: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: float, source: Callable[[], float] = time.monotonic, start: float = 0.0) -> None:
         self._most, self._source = most, source
-        self._now = self._last = source()
+        self._now, self._last = start, source()
 
     def now(self) -> float:
         read = self._source()
@@ -74,52 +98,77 @@ class Clock:
 
 
 class Hub:
-    """Serves one run at `server`. `heartbeat` in seconds is what workers and shards are told.
+    """Serves the run of `book` at `server`. `heartbeat` in seconds is what workers and shards are told.
 
     `run` is the run's name; who names another one is refused, who names none is told it. `turn` is one round
     of the loop, `serve` is the loop. With `until_done` it ends when all workers have left or died, after as
-    many were there as the run begins with, and the shards have ended, which are then told to.
+    many were there as the run begins with, and the shards have ended, which are then told to. A ring of fewer
+    members than `at_least` does not go on.
+
+    Each turn writes down what it has changed, in `journal` where there is one, before it answers anybody.
+    What the journal holds already is gone through again first, and the run goes on from there.
     """
 
     def __init__(
         self,
         server: Server,
-        membership: Membership,
+        book: Book,
         decisions: Decisions,
         *,
         run: str,
-        heartbeat: float,
         keys: Keys | None = None,
         until_done: bool = False,
+        at_least: int = 1,
+        journal: HubJournal | None = None,
     ) -> None:
-        self._until_done, self._begun, self._over = until_done, False, False
-        self._manned = 0.0  # when workers were last there, by the clock
-        self._server, self._members, self._decisions = server, membership, decisions
-        self._run, self._heartbeat = run, heartbeat
-        self._leases = Leases()
+        self._until_done = until_done
+        self._server, self._book, self._members, self._decisions = server, book, book.members, decisions
+        self._run, self._heartbeat = run, book.members.heartbeat
+        self._journal = journal
+        self._new: list[AnyRecord] = []  # records of this turn
+        self._outgoing: list[tuple[bytes, AnyMessage]] = []  # this turn's answers
+        self._journal_fails_until = 0.0  # by the clock; 0: it does not fail
         self._log = LogLink(
-            keys, run, self._handle_fenced, lambda line: decisions.add("log", "not reached", line)
+            keys,
+            run,
+            lambda: book.fences[GLOBAL],
+            lambda fenced: self._handle_fenced(GLOBAL, fenced),
+            lambda line: decisions.add("log", "not reached", line),
         )
-        self._sites = Sites(
-            list(membership.sites),
-            self._leases,
-            lambda site, fenced: LogLink(
-                keys,
-                run,
-                fenced,
-                lambda line: decisions.add(f"log of site {site!r}", "not reached", line),
-                f"site {site!r}",
-            ),
-            self._tell_fenced,
+        self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
+        self._replayed_at: float | None = None  # while what is in the journal is gone through
+        self._clock = Clock(2 * _LOOK_SECONDS)
+        self._rings = Rings(
+            self._members,
+            decisions,
+            self._now,
+            self._send,
+            self._refuse,
+            self._give_up,
+            self._keep_word,
+            at_least=at_least,
         )
-        self._clock = Clock(max(_LOOK_SECONDS * 2, membership.patience / 4))
-        self._rings = Rings(membership, decisions, self._clock.now, self._send, self._refuse)
+        book.rings = self._rings
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
+        self._pids: dict[int, int] = {}  # incarnation of a shard -> its process
         self._parked: list[_Parked] = []
+        self._rivals: list[_Rival] = []
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
         self._known_shards: list[str] | None = None
-        self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
         self.refused = 0  # messages
+        if journal is not None:
+            self._replay(journal)
+        self._manned = self._clock.now()  # when workers were last there
+
+    def _link_to(self, site: str, keys: Keys | None) -> LogLink:
+        return LogLink(
+            keys,
+            self._run,
+            lambda: self._book.fences.get(site, ()),
+            lambda fenced: self._handle_fenced(site, fenced),
+            lambda line: self._decisions.add(f"log of site {site!r}", "not reached", line),
+            f"site {site!r}",
+        )
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until`, which is looked at several times a second."""
@@ -141,14 +190,83 @@ class Hub:
         self._log.take()
         self._sites.take()
         self._poll_deaths()
+        self._poll_rivals()
         self._poll_parked()
         self._poll_shards()
         self._rings.poll()
+        self._commit()
 
     def close(self) -> None:
-        """Close the connections to the logs; the server is the caller's."""
+        """Close the connections to the logs; server and journal are the caller's."""
         self._log.close()
         self._sites.close()
+
+    # -- what is written down -----------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._clock.now() if self._replayed_at is None else self._replayed_at
+
+    def _replay(self, journal: HubJournal) -> None:
+        """Know again what the hub knew that wrote the journal. Silence is counted from now on."""
+        self._decisions.muted = True
+        for record in journal.records:
+            self._replayed_at = record.at
+            self._book.apply(record)
+        journal.records.clear()
+        self._outgoing.clear()
+        self._new.clear()
+        self._decisions.muted = False
+        # The clock goes on where it was, so that deadlines stay what they are.
+        self._clock = Clock(2 * _LOOK_SECONDS, start=self._replayed_at or 0.0)
+        self._replayed_at = None
+        self._members.handle_return(self._clock.now())
+        for site in self._members.live_sites():
+            self._reach_site(site, self._members.site_address(site))
+
+    def _keep_word(self, message: AnyMessage) -> None:
+        """A worker's word about rings has changed something."""
+        self._new.append(InRing(at=self._now(), message=message))
+
+    def _commit(self) -> None:
+        """Write down what this turn has changed, and then tell it."""
+        written = bool(self._new)
+        if self._journal is not None:
+            self._write(self._journal)
+        self._new.clear()
+        outgoing, self._outgoing = self._outgoing, []
+        for peer, message in outgoing:
+            # Who is gone, or reads nothing, asks again or is given up by its silence.
+            self._server.send(peer, encode(message))
+        if written and self._journal is not None:
+            reach("hub.answered", self._journal.commits)
+        self._log.flush()
+        self._sites.flush()
+
+    def _write(self, journal: HubJournal) -> None:
+        """A disk that takes no more does not stop the run: the journal is written anew once it does."""
+        now = self._clock.now()
+        if self._journal_fails_until > now:
+            return
+        try:
+            if self._journal_fails_until:
+                self._compact(journal)
+                self._journal_fails_until = 0.0
+                self._decisions.add("journal", "written again", "the disk takes it")
+            elif self._new:
+                journal.append(self._new)
+                if journal.is_long:
+                    self._compact(journal)
+        except OSError as error:
+            if not self._journal_fails_until:
+                reason = (
+                    f"{error.strerror or error}; a hub that is started again would not know what comes now"
+                )
+                self._decisions.add("journal", f"{journal.path} is not written", reason)
+            self._journal_fails_until = now + _RETRY_SECONDS
+
+    def _compact(self, journal: HubJournal) -> None:
+        if journal.began is not None:
+            journal.replace([journal.began, Knows(at=self._clock.now(), state=self._book.state())])
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -165,7 +283,7 @@ class Hub:
             self._handle_heartbeat(peer, message)
         elif isinstance(message, Lease):
             self._handle_lease(peer, message)
-        elif isinstance(message, (Gather, StoreCall, WhoIsSilent)):
+        elif isinstance(message, (Gather, StoreCall, Reform, Enter)):
             self._rings.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
@@ -181,16 +299,22 @@ class Hub:
             self._refuse(peer, refusal, "Hello")
             return
         if hello.role == GUEST:
-            self._welcome(peer, hello, -1, 0)
+            self._welcome(peer, hello.role, "", -1, 0)
             return
         known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
+        there = self._members.worker_of(hello.token) if hello.role == "worker" else None
         if known is not None:  # its connection was lost, and is a new one
             self._owners[hello.incarnation] = peer
-            self._welcome(peer, hello, known, hello.incarnation)
-        elif hello.incarnation:
+            self._welcome(peer, "worker", hello.site, known, hello.incarnation)
+        elif hello.incarnation and hello.role != "shard":
             self._refuse(peer, self._given_up(hello.incarnation), "Hello")
+        elif there is not None:  # our answer was lost
+            self._owners[there.incarnation] = peer
+            self._welcome(peer, "worker", hello.site, there.worker, there.incarnation)
         elif hello.role == "worker" and self._members.must_wait(hello.worker):
             self._park(peer, hello)
+        elif hello.role == "shard" and self._members.elsewhere(hello.shard, hello.address) is not None:
+            self._challenge(peer, hello)
         else:
             self._admit(peer, hello)
 
@@ -206,27 +330,40 @@ class Hub:
         return ""
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
-        admission = self._members.handle_hello(
-            self._clock.now(), hello.role, max(-1, hello.worker), hello.shard, hello.address, hello.site
+        came = Came(
+            at=self._clock.now(),
+            role=hello.role,
+            wish=max(-1, hello.worker),
+            shard=hello.shard,
+            address=hello.address,
+            site=hello.site,
+            token=hello.token,
+            before=hello.incarnation if hello.role == "shard" else 0,
         )
+        known = self._members.incarnations()
+        admission = self._book.come(came)
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")
             return
-        again = admission.incarnation in self._owners  # a shard that says Hello once more
+        again = admission.incarnation in known  # a shard that says Hello once more
+        if not again:
+            self._new.append(came)
         self._owners[admission.incarnation] = peer
-        self._welcome(peer, hello, admission.worker, admission.incarnation)
-        if hello.role == "worker":
-            self._sites.note(admission.worker, admission.incarnation, hello.site)
-        elif hello.role == "site":
+        self._welcome(peer, hello.role, hello.site, admission.worker, admission.incarnation)
+        if hello.role == "site":
             self._reach_site(hello.site, hello.address)
-        self._begun = self._begun or len(self._members.live()) >= self._members.workers
+        pid = self._pids.get(admission.incarnation, hello.pid)
+        self._pids[admission.incarnation] = hello.pid
         if not again:
             self._decisions.add(f"{hello.role} joined", self._name(hello, admission), admission.reason)
+        elif pid != hello.pid:
+            reason = f"it was started again, at the same address: {hello.address}"
+            self._decisions.add(f"{hello.role} came back", self._name(hello, admission), reason)
 
-    def _welcome(self, peer: bytes, hello: Hello, worker: int, incarnation: int) -> None:
+    def _welcome(self, peer: bytes, role: str, site: str, worker: int, incarnation: int) -> None:
         sites, workers = self._members.sites, self._members.workers
-        if sites and hello.role != "worker":  # of the log that this shard follows or keeps
-            workers = sites[hello.site] if hello.role == "site" else len(sites)
+        if sites and role != "worker":  # of the log that this shard follows or keeps
+            workers = sites[site] if role == "site" else len(sites)
         welcome = Welcome(
             run=self._run,
             worker=worker,
@@ -241,6 +378,7 @@ class Hub:
 
     def _park(self, peer: bytes, hello: Hello) -> None:
         """A worker that was started again may come before its forerunner's death is known."""
+        self._parked = [each for each in self._parked if not hello.token or each.hello.token != hello.token]
         if len(self._parked) >= _WAITING:
             self._refuse(peer, "too many workers wait for a rank", "Hello")
             return
@@ -258,8 +396,10 @@ class Hub:
     def _handle_heartbeat(self, peer: bytes, beat: Heartbeat) -> None:
         if not self._members.handle_heartbeat(self._clock.now(), beat.incarnation, beat.iteration):
             self._refuse(peer, self._given_up(beat.incarnation), "Heartbeat")
-        elif self._over:  # nobody but shards is left
-            self._send(peer, Over())
+        elif self._book.over:  # nobody but shards is left
+            self._send(peer, messages.Over())
+        else:
+            self._rings.beat(peer, beat.incarnation)
 
     def _given_up(self, incarnation: int) -> str:
         return (
@@ -267,23 +407,23 @@ class Hub:
             "hub; start it again"
         )
 
+    def _owns(self, peer: bytes, incarnation: int) -> bool:
+        """Whether this connection is the member's: after a restart, of a member that is there, the first that
+        names it."""
+        if incarnation not in self._owners and incarnation in self._members.incarnations():
+            self._owners[incarnation] = peer
+        return self._owners.get(incarnation) == peer
+
     def _handle_goodbye(self, peer: bytes, goodbye: Goodbye) -> None:
-        if self._owners.get(goodbye.incarnation) != peer:
+        incarnation = goodbye.incarnation
+        if not self._owns(peer, incarnation):
             self._refuse(peer, "only a worker itself says goodbye", "Goodbye")
             return
-        site = self._members.handle_site_goodbye(goodbye.incarnation)
-        if site:
-            self._fence_site(site, goodbye.incarnation)
-            self._decisions.add("site left", f"site {site!r}", "its shard said goodbye")
-            return
-        shard = self._members.handle_shard_goodbye(goodbye.incarnation)
-        if shard is not None:
-            del self._owners[goodbye.incarnation]
-            self._decisions.add("shard left", f"shard {shard}", "it said goodbye")
-        rank = self._members.handle_goodbye(goodbye.incarnation)
-        if rank is not None:
-            self._fence(rank, goodbye.incarnation)
-            self._decisions.add("worker left", _worker(rank, goodbye.incarnation), "it said goodbye")
+        left = Left(at=self._clock.now(), incarnation=incarnation, finished=goodbye.finished)
+        gone = self._book.leave(left)
+        if gone is not None:
+            self._new.append(left)
+            self._see_off(incarnation, gone, "left", "it said goodbye")
 
     # -- shards -------------------------------------------------------------------------------------------
 
@@ -295,7 +435,10 @@ class Hub:
             self._refuse(peer, "too many wait for the shards", "WhereAreShards")
             return
         incarnation = next((key for key, owner in self._owners.items() if owner == peer), 0)
-        self._asking[peer] = self._sites.site_of(incarnation)
+        if self._members.sites and not incarnation:  # where its shard is depends on who it is
+            self._refuse(peer, "say Hello first", "WhereAreShards")
+            return
+        self._asking[peer] = self._book.site_of(incarnation)
 
     def _reach_site(self, site: str, address: str) -> None:
         try:
@@ -322,115 +465,127 @@ class Hub:
             self._send(peer, Shards(addresses=addresses))
             del self._asking[peer]
 
+    def _challenge(self, peer: bytes, hello: Hello) -> None:
+        """A shard comes from elsewhere than the one of its index: that is gone, or shows that it lives."""
+        self._rivals = [each for each in self._rivals if each.hello.address != hello.address]
+        if len(self._rivals) >= _WAITING:
+            self._refuse(peer, "too many shards wait for their place", "Hello")
+            return
+        self._rivals.append(_Rival(peer, hello, self._clock.now()))
+
+    def _poll_rivals(self) -> None:
+        now = self._clock.now()
+        for rival in list(self._rivals):
+            before = self._members.elsewhere(rival.hello.shard, rival.hello.address)
+            silence = None if before is None else self._members.silence_of(now, before)
+            if before is not None and silence is not None:
+                if before == rival.hello.incarnation:
+                    self._bury(before, "it was started again elsewhere, and goes on from its directory")
+                elif self._is_gone(before):
+                    self._bury(before, "its connection is gone, and another came in its place")
+                elif silence >= suspect_seconds(self._heartbeat):
+                    self._bury(before, f"was silent for {silence:.1f} s, and another came in its place")
+                elif now - rival.since < _RIVAL_PART * suspect_seconds(self._heartbeat):
+                    continue  # else it lives, and the newcomer is refused
+            self._rivals.remove(rival)
+            self._admit(rival.peer, rival.hello)
+
+    def _is_gone(self, incarnation: int) -> bool:
+        """Whether a shard's connection is no more. What is sent to try it tells it nothing new."""
+        owner = self._owners.get(incarnation)
+        if owner is None:
+            return False
+        return self._server.offer(owner, encode(Shards(addresses=self._known_shards or []))) == "gone"
+
     # -- the end ------------------------------------------------------------------------------------------
 
     def _is_done(self) -> bool:
         """With `until_done`: whether workers and shards have ended. The latter hear at their next heartbeat
         that the run is over. Sites' shards end by themselves; one that does not, hears so after a while."""
-        if not self._until_done or not self._begun or self._members.live() or self._parked:
+        if not self._until_done or not self._book.begun or self._members.live() or self._parked:
             self._manned = self._clock.now()
             return False
         shards, sites = self._members.live_shards(), self._members.live_sites()
         lingering = bool(sites) and self._clock.now() - self._manned < self._members.patience
-        if not self._over and not lingering and (self._log.answered or not shards):
-            self._over = True
+        if not self._book.over and not lingering and (not self._book.fences[GLOBAL] or not shards):
+            over = Over(at=self._clock.now())
+            self._book.apply(over)
+            self._new.append(over)
             self._decisions.add("run", "over", "all workers have left or died")
-        return self._over and not shards and not sites
+            self._commit()
+        return self._book.over and not shards and not sites
 
     # -- deaths -------------------------------------------------------------------------------------------
 
     def _poll_deaths(self) -> None:
-        now = self._clock.now()
-        for rank, incarnation, reason in self._members.poll_deaths(now):
-            self._fence(rank, incarnation)
-            self._decisions.add("worker died", _worker(rank, incarnation), reason)
-        for index, reason in self._members.poll_shard_deaths(now):
-            self._decisions.add("shard died", f"shard {index}", reason)
+        for incarnation, reason in self._members.poll_deaths(self._clock.now()):
+            self._bury(incarnation, reason)
+
+    def _give_up(self, incarnation: int, reason: str) -> None:
+        """A worker is dead, by what the others of its ring say."""
+        if incarnation in self._members.incarnations():
+            self._bury(incarnation, reason)
+
+    def _bury(self, incarnation: int, reason: str) -> None:
+        """A member is dead."""
+        died = Died(at=self._clock.now(), incarnation=incarnation)
+        gone = self._book.die(died)
+        assert gone is not None
+        self._new.append(died)
+        if gone.site:
+            self._sites.end(gone.site)
+            reason = f"{reason}; the other sites go on"
+        self._see_off(incarnation, gone, "died", reason)
+
+    def _see_off(self, incarnation: int, gone: Gone, how: str, reason: str) -> None:
+        """Somebody has left or died."""
+        self._owners.pop(incarnation, None)
+        self._pids.pop(incarnation, None)
+        if gone.worker is not None:
+            self._decisions.add(f"worker {how}", _worker(gone.worker, incarnation), reason)
+        elif gone.shard is not None:
+            self._decisions.add(f"shard {how}", f"shard {gone.shard}", reason)
             self._known_shards = None
-        for site, incarnation, reason in self._members.poll_site_deaths(now):
-            self._sites.end(site)
-            self._fence_site(site, incarnation)
-            self._decisions.add("site died", f"site {site!r}", f"{reason}; the other sites go on")
-
-    def _fence(self, rank: int, incarnation: int) -> None:
-        self._owners.pop(incarnation, None)
-        self._rings.left(incarnation)
-        if not self._sites.fence(rank, incarnation) and self._members.shards:
-            self._log.fence(rank, incarnation)
-
-    def _fence_site(self, site: str, incarnation: int) -> None:
-        """To the global log a site is one worker."""
-        self._owners.pop(incarnation, None)
-        self._log.fence(self._sites.names.index(site), incarnation)
-
-    def _handle_fenced(self, fenced: Fenced, asked: bool) -> None:
-        """The log's word on what an incarnation's commits have used: all of it where the hub asked."""
-        if self._sites.names:
-            self._handle_site_fenced(fenced, asked)
-            return
-        if not asked:
-            self._leases.handle_used(fenced.worker, fenced.incarnation, fenced.used)
-            self._note_used(fenced.used)
-            return
-        returned = self._leases.handle_fenced(fenced.worker, fenced.incarnation, fenced.used)
-        self._note_used(fenced.used)
-        self._tell_fenced(fenced, returned)
-
-    def _tell_fenced(self, fenced: Fenced, returned: int) -> None:
-        self._decisions.add(
-            "fenced",
-            _worker(fenced.worker, fenced.incarnation),
-            f"{fenced.iteration} iterations of it count; {returned} samples of its leases are free again",
-        )
-
-    def _handle_site_fenced(self, fenced: Fenced, asked: bool) -> None:
-        if fenced.worker >= len(self._sites.names):
-            return  # of nobody whom this hub has sent there
-        if asked:
-            returned = self._sites.handle_ended(fenced.worker, fenced)
-            self._decisions.add(
-                "fenced",
-                f"site {self._sites.names[fenced.worker]!r}",
-                f"{fenced.iteration} iterations of it count; {returned} samples of its leases are free again",
-            )
         else:
-            self._sites.handle_used(fenced.worker, fenced)
-        self._note_used(fenced.used)
+            self._decisions.add(f"site {how}", f"site {gone.site!r}", reason)
+
+    def _handle_fenced(self, log: str, fenced: Fenced) -> None:
+        """A log's word on what an incarnation's commits have used: all of it where the hub asked."""
+        told = Told(at=self._clock.now(), log=log, fenced=fenced)
+        word = self._book.told(told)
+        self._new.append(told)
+        for key, dealt in word.epochs:
+            shares = ", ".join(f"worker {rank} {count}" for rank, count in dealt.items())
+            self._decisions.add(_epoch(key), "over", f"every sample was used; leased by rank: {shares}")
+        if word.returned is not None:
+            self._tell_fenced(log, fenced, word)
+
+    def _tell_fenced(self, log: str, fenced: Fenced, word: Word) -> None:
+        sites = list(self._members.sites)
+        of_site = log == GLOBAL and bool(sites)
+        who = f"site {sites[fenced.worker]!r}" if of_site else _worker(fenced.worker, fenced.incarnation)
+        free = f"{word.returned} samples of its leases are free again"
+        self._decisions.add("fenced", who, f"{fenced.iteration} iterations of it count; {free}")
 
     # -- leases -------------------------------------------------------------------------------------------
 
     def _handle_lease(self, peer: bytes, lease: Lease) -> None:
         rank = self._members.rank_of(lease.incarnation)
-        if rank is None or self._owners.get(lease.incarnation) != peer:
+        if rank is None or not self._owns(peer, lease.incarnation):
             self._refuse(peer, self._given_up(lease.incarnation), "Lease")
             return
+        asked, before = Asked(at=self._clock.now(), rank=rank, lease=lease), self._book.leases.changes
         try:
-            leased = self._leases.handle_lease(rank, lease.incarnation, lease)
+            leased, first = self._book.lease(asked)
         except UserError as error:
             self._refuse(peer, str(error), "Lease")
             return
+        if self._book.leases.changes != before:
+            self._new.append(asked)
         self._send(peer, leased)
-        self._note_lease(rank, lease, leased)
-
-    def _note_lease(self, rank: int, lease: Lease, leased: Leased) -> None:
-        """An epoch's beginning and end are decisions to tell; its leases are too many."""
-        if leased.start >= leased.stop:
-            return
-        key = (lease.sampler, lease.epoch)
-        if key not in self._dealt:
-            self._dealt[key] = Counter()
-            self._decisions.add(
-                _epoch(key), "begun", f"worker {rank} asks first for some of {lease.length} samples"
-            )
-        self._dealt[key][rank] += leased.stop - leased.start
-
-    def _note_used(self, used: Sequence[Used]) -> None:
-        for key in sorted({(part.sampler, part.epoch) for part in used} & self._dealt.keys()):
-            progress = self._leases.progress(*key)
-            if not progress.free and not progress.leased:
-                dealt = sorted(self._dealt.pop(key).items())
-                shares = ", ".join(f"worker {rank} {count}" for rank, count in dealt)
-                self._decisions.add(_epoch(key), "over", f"every sample was used; leased by rank: {shares}")
+        if first:
+            reason = f"worker {rank} asks first for some of {lease.length} samples"
+            self._decisions.add(_epoch((lease.sampler, lease.epoch)), "begun", reason)
 
     # -- answers ------------------------------------------------------------------------------------------
 
@@ -439,8 +594,9 @@ class Hub:
         self._send(peer, Refused(reason=reason[:4096], request=request))
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:
-        """Send; who is gone, or reads nothing, asks again or is given up by its silence."""
-        self._server.send(peer, encode(message))
+        """Send at this turn's end. Nobody (an empty peer) is who asked before a restart."""
+        if peer:
+            self._outgoing.append((peer, message))
 
     def _name(self, hello: Hello, admission: Admission) -> str:
         if hello.role == "shard":

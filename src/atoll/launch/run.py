@@ -29,7 +29,7 @@ from atoll.core.events import Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import ServedLaunch, check_sites
+from atoll.launch.served import ServedLaunch, check_run
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -55,7 +55,7 @@ def run(script: str, arguments: Sequence[str], config: Config, summary: Path | N
     Raises UserError for what is wrong before anything starts.
     """
     _check(script, summary)
-    check_sites(config)
+    check_run(config)
     directory = RunDirectory(_choose_directory(script, config))
     directory.require_unused()
     directory.create()
@@ -146,13 +146,13 @@ class _Watch:
             failures = [failure for failure in recorder.failures if failure.time < self._stop.at]
             verdict = judge(failures, [], 0, self._directory)
             return verdict if verdict.line else stopped(self._stop.signum)
-        assert launcher.returncode is not None  # it has been waited for
-        return judge(recorder.failures, read_ends(self._directory.ends), launcher.returncode, self._directory)
+        status = 1 if launcher.returncode is None else launcher.returncode  # None: it cannot be killed
+        return judge(recorder.failures, read_ends(self._directory.ends), status, self._directory)
 
     @contextlib.contextmanager
     def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
-        if self._config.run.strategy == "server":
+        if self._config.run.strategy == "server" or self._config.run.elastic:
             launcher: Launch = ServedLaunch(
                 self._directory, self._config, [script, *arguments], self._environment()
             )
@@ -162,7 +162,8 @@ class _Watch:
             yield launcher
         finally:
             launcher.kill()
-            launcher.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: named below
+                launcher.wait(STOP_SECONDS)
             if stuck := kill_descendants(spared):
                 print(f"atoll: these processes could not be killed: {stuck}", file=sys.stderr)
 

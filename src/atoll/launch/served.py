@@ -1,8 +1,10 @@
-"""The processes of a run with a parameter server on this machine: hub, shards, and each worker on its own.
+"""The processes of a run that has a hub, on this machine: the hub, the shards of a parameter server, and each
+worker on its own.
 
 Each worker is a launch of its own, so that one can die and the others go on; `torchrun` on several machines
 does the same (docs/several-machines.md). A launch of one process needs nothing of torchrun's agent, so none
-is started here: that saves seconds of every worker's start.
+is started here: that saves seconds of every worker's start. Hub and shards that are killed are started again,
+and so are workers, where the configuration says so.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,14 +27,20 @@ from atoll.launch.tail import last_lines
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
+SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
 
 
-def check_sites(config: Config) -> None:
-    """Raise UserError for sites that cannot be started."""
+def check_run(config: Config) -> None:
+    """Raise UserError for sites that cannot be started, and for restarts that cannot be."""
     run = config.run
+    if run.restarts and run.strategy == "ring" and not run.elastic:
+        raise UserError(
+            f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
+            "'server'), where each worker is a launch of its own"
+        )
     if run.sites and run.strategy != "server":
         raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
     if run.sites > run.workers:
@@ -49,8 +58,10 @@ class ServedLaunch:
     """Looks, to its watcher, like a launcher's process: `poll`, `send_signal`, `kill`, `wait`, `returncode`.
 
     It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
-    the script's; one that was killed is left out, and the others go on, once the run has begun. So is a site
-    whose shard was killed.
+    the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
+    the others go on, once the run has begun. So is a site whose shard was killed. A hub or a shard that was
+    killed is started again up to three times, with the same arguments: what they go on from is in the
+    directory that each has.
     """
 
     def __init__(
@@ -59,16 +70,20 @@ class ServedLaunch:
         self._directory, self._config = directory, config
         self._environment = {**environment, RUN_VARIABLE: directory.path.name}
         self.returncode: int | None = None
+        self._script, self._address = list(script), ""
         self._services: dict[str, subprocess.Popen[bytes]] = {}
+        self._arguments: dict[str, list[str]] = {}  # of each service
+        self._restarts: Counter[str] = Counter()  # by the name of a service or a worker
         self._workers: list[subprocess.Popen[bytes]] = []
         self._ends: list[WorkerEnd] = []
         self._stopping = False  # workers end because they were told to
         self._sites = sites_of(config)
         self._lost_sites: set[str] = set()
-        self._start(script)
+        self._start()
 
-    def _start(self, script: Sequence[str]) -> None:
-        count, shards = self._config.run.workers, self._config.run.shards
+    def _start(self) -> None:
+        run = self._config.run
+        count, shards = run.workers, run.shards if run.strategy == "server" else 0
         folder = self._directory.path / "service"
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
@@ -79,7 +94,7 @@ class ServedLaunch:
         named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
         self._serve("hub", ["--workers", str(count), "--shards", str(shards), *named, *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
-        address = self._address_in(where)
+        address = self._address = self._address_in(where)
         for shard in range(shards):
             arguments = ["--hub", address, "--shard", str(shard), *common]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
@@ -90,12 +105,12 @@ class ServedLaunch:
             timeout = f"{self._config.timeout_seconds:g}"
             self._serve(f"site-{site}", ["--hub", address, "--site", site, "--timeout", timeout, *common])
         for rank in range(count):
-            self._workers.append(self._worker(rank, script, address))
+            self._workers.append(self._worker(rank))
 
     def _serve(self, name: str, arguments: Sequence[str]) -> None:
         """Start the hub or a shard, with a log of its own."""
-        kind = name.partition("-")[0]
-        with (self._directory.logs / f"{name}.log").open("wb") as log:
+        kind, self._arguments[name] = name.partition("-")[0], list(arguments)
+        with (self._directory.logs / f"{name}.log").open("ab") as log:
             self._services[name] = subprocess.Popen(
                 [sys.executable, "-m", "atoll.launch.service", kind, *arguments],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
@@ -105,16 +120,16 @@ class ServedLaunch:
                 start_new_session=True,
             )
 
-    def _worker(self, rank: int, script: Sequence[str], address: str) -> subprocess.Popen[bytes]:
+    def _worker(self, rank: int) -> subprocess.Popen[bytes]:
         count = str(self._config.run.workers)
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         with self._directory.launcher_log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "atoll.launch.worker", *script],
+                [sys.executable, "-m", "atoll.launch.worker", *self._script],
                 env={
                     **self._environment,
                     **place,
-                    HUB_VARIABLE: address,
+                    HUB_VARIABLE: self._address,
                     RANK_VARIABLE: str(rank),
                     SITE_VARIABLE: self._sites[rank],
                 },
@@ -148,6 +163,8 @@ class ServedLaunch:
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
             if ended and rank not in {end.worker for end in self._ends}:
+                if ended < 0 and self._starts_again(rank, signal_name(-ended)):
+                    continue
                 self._ends.append(WorkerEnd(rank, worker.pid, ended))
                 write_ends(self._ends, self._directory.ends)
                 if ended > 0 and self._sites[rank] in self._lost_sites:
@@ -171,11 +188,13 @@ class ServedLaunch:
 
     def _lost_service(self) -> str:
         """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are
-        killed. One that ends well has no workers any more."""
+        killed. One that ends well has no workers any more. Those that were killed are started again first."""
         ended = {name: each.poll() for name, each in self._services.items()}
         for name, code in ended.items():
             site = name.partition("site-")[2]
             if code is None or (site and code == 0):
+                continue
+            if not site and code < 0 and self._serves_again(name, signal_name(-code)):
                 continue
             if site and code < 0 and self._lost_sites | {site} != set(self._sites):
                 if site not in self._lost_sites:
@@ -184,6 +203,31 @@ class ServedLaunch:
             else:
                 return name
         return ""
+
+    def _serves_again(self, name: str, signame: str) -> bool:
+        """Start a hub or a shard again that was killed, and say so; False where it was often enough."""
+        if self._stopping or self._restarts[name] >= SERVICE_RESTARTS:
+            return False
+        self._tell_again(0, name, _called(name), signame, SERVICE_RESTARTS)
+        self._serve(name, self._arguments[name])
+        return True
+
+    def _starts_again(self, rank: int, signame: str) -> bool:
+        """Start a worker again that was killed, and say so; False where it may not be."""
+        name, most = f"worker {rank}", self._config.run.restarts
+        codes = [worker.poll() for worker in self._workers]
+        is_over = 0 in codes and None not in codes  # the others have finished: nothing is left to do
+        lost = self._sites[rank] in self._lost_sites
+        if self._stopping or is_over or lost or self._restarts[name] >= most:
+            return False
+        self._tell_again(rank, name, name, signame, most)
+        self._workers[rank] = self._worker(rank)
+        return True
+
+    def _tell_again(self, rank: int, name: str, called: str, signame: str, most: int) -> None:
+        self._restarts[name] += 1
+        message = f"{called} was killed by {signame}, and is started again ({self._restarts[name]} of {most})"
+        self._write(rank, Warned(time=time.time(), worker=rank, message=message))
 
     def _leave_out(self, site: str) -> None:
         """A site's shard was killed, and so its workers end."""
@@ -214,11 +258,12 @@ class ServedLaunch:
     def _tell_lost(self, name: str) -> None:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
         code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
-        who = name.replace("server-", "shard ").replace("site-", "the shard of site ")
+        who = _called(name)
         said = next((line for line in reversed(last_lines(log, 20)) if line.startswith("atoll: ")), "")
         said = said.replace("atoll: ", f"{who}: ", 1)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
-        message = said or f"{who} {how}, and the run cannot go on without it; its log is {log}"
+        often = f" for the {self._restarts[name] + 1}th time" if self._restarts[name] else ""
+        message = said or f"{who} {how}{often}, and the run cannot go on without it; its log is {log}"
         self._tell_failed(0, message, code if code > 0 else 1)
 
     def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
@@ -274,10 +319,16 @@ class ServedLaunch:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Return when every process has ended."""
+    def wait(self, timeout: float) -> int:
+        """Return when every process has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        until = time.monotonic() + timeout
         for process in (*self._workers, *self._services.values()):
-            process.wait()
+            process.wait(max(0.0, until - time.monotonic()))
         if self.returncode is None:
             self.returncode = self._status()
         return self.returncode
+
+
+def _called(name: str) -> str:
+    """A service's name as a person reads it."""
+    return name.replace("server-", "shard ").replace("site-", "the shard of site ").replace("hub", "the hub")

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _hub(arguments: list[str]) -> None:
-    from atoll.hub.main import serve
+    from atoll.hub.main import HEARTBEAT, serve
 
     parser = _parser()
     parser.add_argument("--workers", type=int, required=True)
@@ -44,7 +44,7 @@ def _hub(arguments: list[str]) -> None:
         args.shards,
         args.directory,
         args.patience,
-        args.patience / 10,
+        min(HEARTBEAT, args.patience / 10),
         sites=sites,
     )
 

@@ -398,9 +398,12 @@ class Client(Endpoint):
             self._trouble = _HANGS_UP
 
 
-def poll(endpoints: Sequence[_Self], timeout: float) -> list[_Self]:
-    """Those that have something to receive, waiting for up to `timeout` seconds for one."""
+def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Self]:
+    """Those that have something to receive, waiting for up to `timeout` seconds for one, or until the file
+    descriptor `wake` can be read from."""
     poller = zmq.Poller()
+    if wake >= 0:
+        poller.register(wake, zmq.POLLIN)
     for endpoint in endpoints:
         poller.register(endpoint._alive(), zmq.POLLIN)
     ready = {socket for socket, _ in poller.poll(_milliseconds(timeout))}

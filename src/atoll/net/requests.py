@@ -27,18 +27,20 @@ def ask(
     what: str,
     payload: Buffer | None = None,
     aside: Callable[[AnyMessage, memoryview | None], None] | None = None,
+    number: int | None = None,
 ) -> tuple[Answer, memoryview | None]:
     """Send `message` and return the first answer of an `expected` type, and its payload.
 
     `deadline` is in seconds from now; `what` ends "waited 3 s for NAME at ADDRESS on ...". Messages of other
-    types go to `aside`, or are dropped. Raises RefusedError when the other side refuses, UserError when it
+    types go to `aside`, or are dropped; with `number`, so are answers with another one: they are to an
+    earlier message, which was sent twice. Raises RefusedError when the other side refuses, UserError when it
     does not let us in, DeadlineError, and PeerLostError when the connection is lost: the other side may then
     have the message or not.
     """
     client.check()
     losses = client.losses
     client.send(encode(message), payload)
-    return wait_for(client, expected, deadline, what, losses, aside)
+    return wait_for(client, expected, deadline, what, losses, aside, number)
 
 
 def wait_for(
@@ -48,6 +50,7 @@ def wait_for(
     what: str,
     losses: int,
     aside: Callable[[AnyMessage, memoryview | None], None] | None = None,
+    number: int | None = None,
 ) -> tuple[Answer, memoryview | None]:
     """The waiting of `ask`, for what was asked before; `losses` is `client.losses` at the time of asking."""
     start = time.monotonic()
@@ -63,8 +66,9 @@ def wait_for(
         if received is not None:
             answer = _decode(client, received[0])
             if isinstance(answer, expected):
-                return answer, received[1]
-            if aside is not None:
+                if number is None or getattr(answer, "number", number) == number:
+                    return answer, received[1]
+            elif aside is not None:
                 aside(answer, received[1])
         if left <= 0:
             raise DeadlineError(late(client, deadline, what))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ class Journal:
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
     loop does not pay a system call for each step; every other event is written at once. A line is written
     whole by one append, so two writers of one file do not tear each other's lines. Any thread may tell it.
+    On a disk that is full events are lost, which is said on stderr, once and at the end: the run goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,6 +47,8 @@ class Journal:
         self._flushed = clock()
         self._lock = threading.RLock()
         self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
+        self.lost = 0  # events that could not be written
+        self._torn = False  # the last line in the file has no end
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
@@ -59,18 +63,35 @@ class Journal:
             self._flushed = self._clock()
             if self._file < 0:
                 return
-            lines = b"".join(encode(event) + b"\n" for event in self._waiting)
-            self._waiting.clear()
-            while lines:
-                lines = lines[os.write(self._file, lines) :]
+            waiting, self._waiting = self._waiting, []
+            try:
+                self._write(b"\n" * self._torn + b"".join(encode(event) + b"\n" for event in waiting))
+            except OSError as error:
+                if not self.lost:
+                    print(
+                        f"atoll: {self._path}: {error.strerror}; the run goes on, and events are missing "
+                        "in its records",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                self.lost += len(waiting)
+
+    def _write(self, lines: bytes) -> None:
+        while lines:
+            written = os.write(self._file, lines)
+            self._torn = lines[written - 1 : written] != b"\n"
+            lines = lines[written:]
 
     def close(self) -> None:
         """Flush, and close the file; events that come later are lost, and closing twice does no harm."""
         with self._lock:
             self.flush()
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            if self._file < 0:
+                return
+            os.close(self._file)
+            self._file = -1
+            if self.lost:
+                print(f"atoll: {self._path}: {self.lost} events were lost", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Journal:
         return self

@@ -74,7 +74,8 @@ class _Rates:
 
     def add(self, step: StepDone) -> None:
         self._steps.append(step)
-        while len(self._steps) > 2 and step.time - self._steps[0].time > RATE_SECONDS:
+        # A wall clock that was set back must not let them grow until it is where it was.
+        while len(self._steps) > 2 and not 0.0 <= step.time - self._steps[0].time <= RATE_SECONDS:
             self._steps.popleft()
 
     def add_to(self, status: Status) -> None:

@@ -38,10 +38,11 @@ _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 class HubLink:
     """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
-    seconds its welcome is waited for.
+    seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started
+    again, and `token` the name of the directory that it keeps.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
-    large model, say.
+    large model, say. After a lost connection the hub is told anew who is here: it may be another process.
     """
 
     def __init__(
@@ -54,24 +55,30 @@ class HubLink:
         site: str = "",
         own: str,
         timeout: float,
+        incarnation: int = 0,
+        token: str = "",
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="hub")
         self.addresses: list[str] = []  # the shards', once all are there
         self.over = False  # the hub says that the run is over
         self.steps = 0  # told with each heartbeat
-        self._refused = ""  # why the hub takes no heartbeats
+        self._refused = ""  # why the hub does not take us
+        self._stranger = 0  # an incarnation of ours that the hub does not know any more
+        self._losses = 0  # connections lost when the hub was told last
         self._left = False
-        hello = Hello(
+        self._hello = Hello(
             version=VERSION,
             run=run,
             role="site" if site else "shard",
             shard=shard,
             site=site,
             address=own,
+            incarnation=incarnation,
+            token=token,
             pid=os.getpid(),
         )
         try:
-            self.welcome, _ = ask(self.client, hello, Welcome, timeout, "its welcome")
+            self.welcome = self._join(timeout)
         except BaseException:
             self.client.close()
             raise
@@ -79,6 +86,17 @@ class HubLink:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(keys,), name="atoll-heartbeat", daemon=True)
         self._thread.start()
+
+    def _join(self, timeout: float) -> Welcome:
+        """Say Hello until there is an answer: a hub that was started again meanwhile has heard nothing."""
+        until = time.monotonic() + timeout
+        while True:
+            self._losses, left = self.client.losses, max(0.0, until - time.monotonic())
+            try:
+                return ask(self.client, self._hello, Welcome, left, "its welcome")[0]
+            except PeerLostError:
+                if time.monotonic() > until:
+                    raise
 
     def _beat(self, keys: Keys | None) -> None:
         """The thread of heartbeats."""
@@ -100,7 +118,7 @@ class HubLink:
             message = decode_untrusted(header)
             self.over = self.over or isinstance(message, Over)
             if isinstance(message, Refused):
-                self._refused = message.reason
+                self._stranger = self.welcome.incarnation
 
     def _stop_beating(self) -> None:
         self._stop.set()
@@ -113,15 +131,34 @@ class HubLink:
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
-        """Take what the hub has sent. Raises RefusedError when it refuses."""
+        """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses."""
+        self._introduce()
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
             if isinstance(message, Shards):
-                self.addresses = list(message.addresses)
-            elif isinstance(message, Refused):
+                self.addresses = list(message.addresses) or self.addresses
+            elif isinstance(message, Welcome):
+                self.welcome = message
+            elif isinstance(message, Refused) and message.request != "WhereAreShards":  # asked before Hello
                 self._refused = message.reason
         if self._refused and not self._left:
             raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
+
+    def _introduce(self) -> None:
+        """Say Hello again on a new connection, and to a hub that has given this shard up: it may come back,
+        as long as no other has come in its place. Said more than once, it counts once."""
+        given_up = self._stranger == self.welcome.incarnation
+        if self._left or (self.client.losses == self._losses and not given_up):
+            return
+        self._stranger, self._losses = 0, self.client.losses
+        self.client.send(encode(self._hello))
+        if not self.addresses:
+            self.client.send(encode(WhereAreShards()))
+
+    def ask_where(self) -> None:
+        """Ask where the shards are: one may have come back elsewhere. `addresses` gets the answer."""
+        if self.client.connected:
+            self.client.send(encode(WhereAreShards()))
 
     def close(self) -> None:
         """Leave; a hub that has said that the run is over waits for that word."""
@@ -132,7 +169,11 @@ class HubLink:
 
 
 class LogLink:
-    """A following shard's connection to shard 0. `apply(sequence, entry)` takes each line."""
+    """A following shard's connection to shard 0. `apply(entry, header)` takes each line.
+
+    Where shard 0 keeps a journal, it may come back: `is_lost` says that this connection is of no use any
+    more, and another one is to take its place.
+    """
 
     def __init__(
         self,
@@ -141,11 +182,13 @@ class LogLink:
         *,
         run: str,
         shard: int,
-        apply: Callable[[Entry], None],
+        apply: Callable[[Entry, bytes], None],
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="shard 0")
         self._shard, self._apply = shard, apply
         self._lost_at = 0.0
+        self.comes_back = False
+        self.is_lost = False
         self._send(Hello(version=VERSION, run=run, role="shard", shard=shard, pid=os.getpid()))
 
     def follow(self, after: int) -> None:
@@ -161,11 +204,17 @@ class LogLink:
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
             if isinstance(message, Entry):
-                self._apply(message)
+                self._apply(message, received[0])
+            elif isinstance(message, Welcome):
+                self.comes_back = message.comes_back
+                self.is_lost = message.shard > 0  # another one, which has got shard 0's old port
             elif isinstance(message, Refused):
                 raise RunError(f"shard 0 at {self.client.address} refused: {message.reason}")
         self.client.check()
         if not self.client.losses:
+            return
+        if self.comes_back:
+            self.is_lost = True
             return
         # At the end of a run all shards are told to stop, and the one that keeps the log may be the first.
         self._lost_at = self._lost_at or time.monotonic()

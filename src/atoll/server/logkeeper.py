@@ -11,12 +11,14 @@ from typing import TypeAlias
 
 import msgspec
 
+from atoll.core.points import reach
+from atoll.server.entrance import Entrance
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
-from atoll.store.log import CommitLog
+from atoll.store.log import CommitLog, LogState
 from atoll.store.outcomes import Meeting, Outcome
 from atoll.wire import messages
-from atoll.wire.messages import Setup
+from atoll.wire.messages import Count, Setup
 
 Outgoing: TypeAlias = Callable[[int, Entry], None]  # (sequence, entry): for this shard itself
 IN_FLIGHT = 2  # iterations of one worker that are pushed and not in the log
@@ -26,6 +28,30 @@ _KEPT = 10_000  # lines that a follower who lost its connection may still ask fo
 
 def sequence_of(generation: int, index: int) -> int:
     return generation * _GENERATION + index
+
+
+class LastMeeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The meeting that ended last: who has lost the answer asks again."""
+
+    met: messages.Met
+    incarnations: list[Count]
+
+
+class KeeperState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a LogKeeper remembers. Of the payloads only which there are: by handle, and whether some."""
+
+    meetings: LogState
+    log: LogState | None
+    loose: bool
+    generation: Count
+    joined: dict[int, Count]
+    fenced: dict[int, Count]
+    used_before: dict[tuple[int, int], list[messages.Used]]
+    parts: dict[int, bool]
+    handles: Count
+    follows: dict[int, Count]
+    ahead: list[tuple[Count, messages.AnyMessage]]
+    last: LastMeeting | None
 
 
 class LogKeeper:
@@ -44,7 +70,52 @@ class LogKeeper:
         self._parts: dict[int, memoryview | None] = {}  # what was brought to meetings, by handle
         self._handles = 0
         self._follows: dict[int, int] = {}  # shard -> the generation that it follows
+        self.takes_latecomers = True
+        self._entrance = Entrance(peers)
         self._ahead: list[tuple[int, messages.AnyMessage]] = []  # by shards that are set up before this one
+        self._last: LastMeeting | None = None
+        self._last_payload: bytes | None = None
+
+    def state(self) -> tuple[KeeperState, dict[int, memoryview], bytes | None]:
+        """For a journal: what it remembers, the payloads of meetings under way by handle, and of the last."""
+        state = KeeperState(
+            meetings=self._meetings.state(),
+            log=self._log.state() if self._log is not None else None,
+            loose=self.loose,
+            generation=self._generation,
+            joined=dict(self._joined),
+            fenced=dict(self._fenced),
+            used_before={key: list(used) for key, used in self._used_before.items()},
+            parts={handle: part is not None for handle, part in self._parts.items()},
+            handles=self._handles,
+            follows=dict(self._follows),
+            ahead=list(self._ahead),
+            last=self._last,
+        )
+        parts = {handle: part for handle, part in self._parts.items() if part is not None}
+        return state, parts, self._last_payload
+
+    def restore(self, state: KeeperState, parts: dict[int, memoryview], last_payload: bytes | None) -> None:
+        """Be what `state` gave."""
+        self._meetings = CommitLog.restored(state.meetings)
+        self._log = CommitLog.restored(state.log) if state.log is not None else None
+        self.loose, self._generation, self._handles = state.loose, state.generation, state.handles
+        self._joined, self._fenced = dict(state.joined), dict(state.fenced)
+        self._used_before = {key: list(used) for key, used in state.used_before.items()}
+        self._parts = {handle: parts[handle] if some else None for handle, some in state.parts.items()}
+        self._follows, self._ahead = dict(state.follows), list(state.ahead)
+        self._last, self._last_payload = state.last, last_payload
+
+    def greet_hub(self) -> None:
+        """The hub is there, perhaps anew: what it was told may have got lost."""
+        if self._log is not None:
+            self._log.tell_all_used()
+        for (worker, incarnation), used in self._used_before.items():
+            if used and self._joined.get(worker) == incarnation:
+                news = messages.Fenced(
+                    worker=worker, incarnation=incarnation, iteration=0, used=used, news=True
+                )
+                self._peers.send(self._peers.hub, news)
 
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
         """Begin the log anew; `holders` are the shards that hold trainable chunks."""
@@ -76,7 +147,18 @@ class LogKeeper:
             self.handle_shard(shard, message)
 
     def handle_join(self, worker: int, incarnation: int) -> str:
-        """A worker has said Hello; returns why it may not take part."""
+        """A worker has said Hello; returns why it may not take part. One that comes late does when it has
+        arrived: until then it sets itself up, and nobody waits for it."""
+        if self.is_late(worker, incarnation):
+            return self._meetings.refusal(worker, incarnation)
+        return self.handle_arrive(worker, incarnation)
+
+    def is_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this worker, which has yet to arrive."""
+        return self.takes_latecomers and self._meetings.comes_late(worker, incarnation)
+
+    def handle_arrive(self, worker: int, incarnation: int) -> str:
+        """A worker takes part from now on; returns why it may not."""
         outcome = self._meetings.handle_join(worker, incarnation)
         if outcome.refused:
             return outcome.refused
@@ -93,8 +175,25 @@ class LogKeeper:
         if self._log is not None:
             self._act(self._log.handle_fence(worker, incarnation))
             answer = self._log.fenced(worker, incarnation)
+        self._see_to_entrance()
         before = self._used_before.get((worker, incarnation), [])
         self._peers.send(self._peers.hub, msgspec.structs.replace(answer, used=before + answer.used))
+
+    def handle_want(self, worker: int, incarnation: int, want: messages.WantState) -> None:
+        """A worker that comes late asks for what is not at the shards."""
+        self._entrance.want(worker, incarnation, want.iteration)
+        self._see_to_entrance()
+
+    def handle_give(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """A living worker gives its state to one that comes late."""
+        wanted = self._entrance.give(give, payload)
+        if not give.refused:
+            self._meetings.handle_entered(give.worker, give.life, give.meeting, wanted)
+
+    def _see_to_entrance(self) -> None:
+        """Have somebody who lives give what is wanted."""
+        live = self._log.live() if self._log is not None else {}
+        self._entrance.look(live, self._meetings.next_meeting)
 
     def handle_worker(self, worker: int, message: messages.Commit | messages.Step) -> str:
         """A worker's word on its contribution; returns why it is refused."""
@@ -106,6 +205,11 @@ class LogKeeper:
 
     def handle_meet(self, worker: int, meet: messages.Meet, payload: memoryview | None) -> str:
         """A worker comes to a meeting; returns why it is refused."""
+        if self._met_before(worker, meet):
+            assert self._last is not None
+            peer = self._peers.worker(worker, meet.incarnation)
+            self._peers.send(peer, self._last.met, self._last_payload)
+            return ""
         self._handles += 1
         self._parts[self._handles] = payload
         self._set_idle(worker, meet.incarnation, True)  # before the meeting, which may end at once
@@ -116,6 +220,13 @@ class LogKeeper:
         if refused:
             self._set_idle(worker, meet.incarnation, False)
         return refused
+
+    def _met_before(self, worker: int, meet: messages.Meet) -> bool:
+        """Whether it was at this meeting, which is over: the answer has not reached it."""
+        last = self._last
+        if last is None or last.met.number != meet.number:
+            return False
+        return (worker, meet.incarnation) in zip(last.met.workers, last.incarnations, strict=True)
 
     def _set_idle(self, worker: int, incarnation: int, idle: bool) -> None:
         if self._log is not None:
@@ -151,7 +262,7 @@ class LogKeeper:
         """Tell the hub what has been used; drop lines that nobody will ask for."""
         if self._log is None:
             return
-        if self._peers.hub is not None:
+        if self._peers.takes(self._peers.hub):  # else the log keeps them together
             for news in self._log.poll_used():
                 self._peers.send(self._peers.hub, news)
         self._forget_old_lines()
@@ -203,6 +314,8 @@ class LogKeeper:
         sizes = [0 if part is None else part.nbytes for part in parts]
         whole = b"".join(part for part in parts if part is not None)
         met = messages.Met(number=meeting.number, workers=meeting.workers, sizes=sizes)
+        self._last, self._last_payload = LastMeeting(met, meeting.incarnations), whole or None
+        reach("shard.met")
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)
             self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)

@@ -19,8 +19,10 @@ from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
-from atoll.observe.journal import Journal
+from atoll.observe.journal import Journal as Events
+from atoll.server.journal import Folder, Journal
 from atoll.server.links import HubLink
+from atoll.server.recovery import find, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
 from atoll.server.snapshot import Snapshots
@@ -42,18 +44,23 @@ def serve(
     fused: bool = False,
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
+    sync: bool = False,
     ready: Callable[[str], None] = lambda _address: None,
+    goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
     """Be shard `index` of `run`, until SIGTERM or SIGINT, or the hub says that the run is over.
 
     It listens at `listen`, and tells the hub that workers reach it at `address` (by itself: where it listens;
-    for an address of all interfaces, this machine's name). `folder` is this shard's own: snapshots every
-    `snapshot_seconds`, and a journal of what it decided; None keeps neither. `optimizer` is the operator's
-    own ("package.module:Class"). The hub's welcome is waited for for `timeout` seconds. `ready(address)` is
-    called once workers can reach it; `stop` ends it too.
+    for an address of all interfaces, this machine's name). `folder` is this shard's own: a journal of what it
+    was told, snapshots every `snapshot_seconds`, and what it decided; None keeps nothing. A shard that is
+    started in the folder of one that was killed goes on where that one stood, and `goes_on(line)` says from
+    what. With `sync` the journal is on the disk before anybody is answered, and survives the machine.
+    `optimizer` is the operator's own ("package.module:Class"). The hub's welcome is waited for for `timeout`
+    seconds. `ready(address)` is called once workers can reach it; `stop` ends it too.
 
-    Raises UserError for what was given wrong, RunError when the run cannot go on.
+    Raises UserError for what was given wrong, CheckpointError where the folder holds no whole journal,
+    RunError when the run cannot go on.
     """
     torch.set_num_threads(1)  # chunks are stepped one by one, and a machine holds several shards
     kept = keep_freed_memory(messages=True)
@@ -61,16 +68,35 @@ def serve(
     with ExitStack() as stack:
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
-        snapshots = None
+        snapshots, kept_in, found, journal = None, None, None, None
         warn: Callable[[str], None] = lambda line: emit(Warned(time=time.time(), worker=-1, message=line))  # noqa: E731
         if folder is not None:
             snapshots = Snapshots(Path(folder), run=run, shard=index, seconds=snapshot_seconds, failed=warn)
-            emit = stack.enter_context(Journal(Path(folder) / _JOURNAL))
+            kept_in = Folder(Path(folder), run, index)
+            stack.callback(kept_in.close)
+            found = find(kept_in)
+            journal = Journal(
+                kept_in, found.next_segment if found is not None else first_segment(kept_in), sync=sync
+            )
+            snapshots.taken = lambda heading: journal.drop_before(heading.journal)
+            emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
         server = stack.enter_context(Server(listen, keys, limit=LARGEST_FRAME, name=name))
         own = address or _reachable(server.address)
-        hub = HubLink(hub_address, keys, run=run, shard=index, own=own, timeout=timeout)
+        identity = kept_in.identity if kept_in is not None else None
+        hub = HubLink(
+            hub_address,
+            keys,
+            run=run,
+            shard=index,
+            own=own,
+            timeout=timeout,
+            incarnation=identity.incarnation if identity is not None and found is not None else 0,
+            token=identity.token if identity is not None else "",
+        )
         stack.callback(hub.close)
+        if kept_in is not None:
+            kept_in.remember(incarnation=hub.welcome.incarnation)
         shard = Shard(
             index,
             server,
@@ -81,9 +107,14 @@ def serve(
             configured=optimizer,
             fused=fused,
             snapshots=snapshots,
+            journal=journal,
             emit=emit,
         )
         stack.callback(shard.close)
+        if found is not None:
+            goes_on(shard.recover(found))
+        if journal is not None:
+            journal.begin_segment(fresh=found is None)
         if kept:
             reason = "chunks come and go; giving their memory back costs page faults"
             emit(
@@ -91,6 +122,8 @@ def serve(
             )
         ready(own)
         shard.run(lambda: stopped.is_set() or hub.over)
+        if kept_in is not None and hub.over:
+            kept_in.remember(over=True)
 
 
 def serve_site(
@@ -119,7 +152,7 @@ def serve_site(
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            emit = stack.enter_context(Journal(Path(folder) / _JOURNAL))
+            emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         server = stack.enter_context(
             Server(listen, keys, limit=LARGEST_FRAME, name=f"shard of site {site!r}")
         )

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
+from atoll.core.points import reach
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.optimizer import ShardOptimizer
-from atoll.server.payloads import Lent, tensor_of, weighted_mean
+from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
 from atoll.server.snapshot import Heading
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.shard import AnyPull, ShardState
-from atoll.wire.messages import Pull, PullMean, Push, Replace, SetChunk, Setup
+from atoll.store.shard import AnyPull, HeldState, ShardState
+from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
@@ -37,6 +38,27 @@ class MeanOf:
     chunks: dict[int, tuple[Tensor, bytes]]
     weight: float
     samples: float
+
+
+class MeanState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A MeanOf without its values; `present` by chunk."""
+
+    iteration: Count
+    present: dict[int, bytes]
+    weight: float
+    samples: float
+
+
+class ModelState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a Model remembers, but for what a snapshot has, and payloads: `payloads` are their handles."""
+
+    setup: Setup
+    iterations: Count
+    held: HeldState
+    mean: MeanState | None
+    replaced: list[tuple[Count, Count, Count]]
+    payloads: list[Count]
+    handles: Count
 
 
 class Holder(Protocol):
@@ -103,6 +125,11 @@ class Model:
     def chunks(self) -> tuple[int, ...]:
         return self.optimizer.chunks
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the chunks' values."""
+        return sum(self.optimizer.nbytes(chunk) for chunk in self.chunks)
+
     def heading(self, run: str, shard: int, sequence: int) -> Heading:
         """What a snapshot taken now is of."""
         return Heading(
@@ -114,6 +141,47 @@ class Model:
             sequence=sequence,
             steps=self.iterations,
         )
+
+    # -- a journal's --------------------------------------------------------------------------------------
+
+    def remembered(self) -> tuple[ModelState, dict[int, memoryview], dict[int, memoryview]]:
+        """What it remembers beside the chunks and their optimizer, for a journal; payloads in flight, by
+        handle; the mean's values, by chunk."""
+        mean = self.mean
+        state = ModelState(
+            setup=self.setup,
+            iterations=self.iterations,
+            held=self.state.state(),
+            mean=None
+            if mean is None
+            else MeanState(
+                iteration=mean.iteration,
+                present={chunk: present for chunk, (_, present) in mean.chunks.items()},
+                weight=mean.weight,
+                samples=mean.samples,
+            ),
+            replaced=sorted(self._replaced),
+            payloads=list(self._payloads),
+            handles=self._handles,
+        )
+        values = {} if mean is None else {chunk: payload_of(flat) for chunk, (flat, _) in mean.chunks.items()}
+        return state, dict(self._payloads), values
+
+    def remember(
+        self, state: ModelState, payloads: Mapping[int, memoryview], mean: Mapping[int, memoryview]
+    ) -> None:
+        """Be what `remembered` gave, once the chunks and their optimizer are as they were then."""
+        self.state = ShardState.restored(state.held)
+        self.iterations, self._handles = state.iterations, state.handles
+        self._replaced = set(state.replaced)
+        self._payloads = {handle: payloads[handle] for handle in state.payloads}
+        self.complete = True
+        if state.mean is not None:
+            chunks = {
+                chunk: (tensor_of(mean[chunk], self.optimizer.dtype(chunk)), present)
+                for chunk, present in state.mean.present.items()
+            }
+            self.mean = MeanOf(state.mean.iteration, chunks, state.mean.weight, state.mean.samples)
 
     # -- filling it ---------------------------------------------------------------------------------------
 
@@ -247,6 +315,7 @@ class Model:
         self.mean = MeanOf(action.iteration, {}, action.weight, action.samples)
         for chunk in self.chunks:
             self.mean.chunks[chunk] = self._mean_of(action, chunk)
+            reach("shard.combined", action.iteration)
             done(chunk)
 
     def _mean_of(self, action: CombineChunks, chunk: int) -> tuple[Tensor, bytes]:
@@ -275,6 +344,7 @@ class Model:
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.step(chunk, gradients, present)
+            reach("shard.stepped", action.iteration)
             done(chunk)
 
     def _make_way(self, chunk: int, before: Done) -> None:
@@ -299,6 +369,7 @@ class Model:
                         opens=action.opens,
                         closes=action.closes,
                     )
+            reach("shard.stepped", action.iteration)
             done(chunk)
 
 

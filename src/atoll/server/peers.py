@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from atoll.net.endpoint import Server
@@ -22,6 +24,8 @@ class Peers:
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
+        # Lets nothing leave before what it may tell of is in the journal, where there is one.
+        self.when_kept: Callable[[Callable[[], None]], None] = lambda send: send()
 
     def greet(self, peer: bytes, hello: Hello) -> str:
         """Remember who this is; returns why not, in one line."""
@@ -80,7 +84,7 @@ class Peers:
     def send(self, peer: bytes | None, message: AnyMessage, payload: Any = None) -> None:
         """Send, or keep until the connection takes it. A payload is not copied: nobody changes it."""
         if peer is not None:
-            self._offer(peer, encode(message), payload)
+            self.when_kept(partial(self._offer, peer, encode(message), payload))
 
     def _offer(self, peer: bytes, header: bytes, payload: Any) -> None:
         waiting = self._waiting.get(peer)
@@ -92,6 +96,11 @@ class Peers:
             self._waiting[peer] = deque([(header, payload)])
         elif offered == "gone":
             self.forget(peer)
+
+    def takes(self, peer: bytes | None) -> bool:
+        """Whether there is such a connection, and nothing waits for it: who has more to say that can wait,
+        waits for this."""
+        return peer is not None and peer not in self._waiting
 
     @property
     def busy(self) -> bool:

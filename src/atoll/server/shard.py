@@ -7,23 +7,39 @@ chunk goes to those who wait for it as soon as it is ready, and whoever asks mea
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from atoll.core.errors import UserError
+import msgspec
+
+from atoll.core.errors import CheckpointError, UserError
 from atoll.core.events import AnyEvent, Decided, Warned
+from atoll.core.points import reach
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
+from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, LogLink, earliest
 from atoll.server.logkeeper import LogKeeper, sequence_of
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
-from atoll.server.snapshot import Snapshots
+from atoll.server.recovery import (
+    CONTRIBUTION,
+    LAST_MEETING,
+    MEAN,
+    MEETING,
+    Found,
+    Parts,
+    ShardImage,
+    encode_image,
+)
+from atoll.server.snapshot import Heading, Snapshots, restore
 from atoll.store.entries import Entry, Fenced, Step, decode_entry_untrusted
 from atoll.store.outcomes import StoreError
+from atoll.store.records import Part, Told
 from atoll.store.shard import AnyPull
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, Refused, WireError, decode_untrusted
@@ -34,6 +50,30 @@ _AT_ONCE = 64  # messages taken before timers and links have their turn
 IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
 _LAST_WORDS = 0.3  # seconds for these to leave
 _REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
+_ASK_WHERE = 0.5  # seconds between questions where shard 0 is, while it is not to be reached
+_SMALL_JOURNAL = 2**28  # bytes of a segment that are no reason for a snapshot
+_LARGE_JOURNAL = 8  # times what the shard holds: a snapshot is due
+
+# What changes the shard: in its journal before anybody is answered.
+_JOURNALLED = (
+    messages.Push,
+    messages.Replace,
+    messages.Commit,
+    messages.Step,
+    messages.Meet,
+    messages.Arrive,
+    messages.WantState,
+    messages.GiveState,
+    messages.Setup,
+    messages.SetChunk,
+    messages.Ready,
+    messages.Fence,
+    messages.Follow,
+    messages.Staged,
+)
+
+
+_LOG = Hello(version=messages.VERSION, run="", role="shard", shard=0)  # from whom lines of the log come
 
 
 class Shard:
@@ -41,7 +81,8 @@ class Shard:
 
     `server` is where workers come in. `hub` is the link to the hub, without which `log_address` says where
     shard 0 is. `configured` is the operator's own optimizer ("package.module:Class"); `fused` as in
-    ShardOptimizer. `emit` takes core's events, of worker -1.
+    ShardOptimizer. `emit` takes core's events, of worker -1. With a `journal` nothing leaves before what it
+    may tell of is written there, and `recover` has a shard go on where the one before it was killed.
     """
 
     def __init__(
@@ -57,6 +98,7 @@ class Shard:
         configured: str = "",
         fused: bool = False,
         snapshots: Snapshots | None = None,
+        journal: Journal | None = None,
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         self.index, self._server, self._run, self._keys = index, server, run, keys
@@ -64,6 +106,10 @@ class Shard:
         self._hub, self._snapshots, self._emit = hub, snapshots, emit
         self._configured, self._fused = configured, fused
         self._peers = Peers(server, run)
+        self._journal, self._replaying = journal, False
+        if journal is not None:
+            self._peers.when_kept = journal.when_written
+        self._asked_where = 0.0  # when the hub was asked where shard 0 is
         self._log = self._make_log(workers)
         self._link: LogLink | None = None
         self._model: Model | None = None
@@ -71,8 +117,9 @@ class Shard:
         self._generation = 0  # how many Setups were put into effect
         self._next_entry = 0  # of this generation
         self._entries: deque[tuple[int, Entry]] = deque()  # sequence; not applied yet
+        self._bases: dict[tuple[int, int], int] = {}  # the generation that a worker's set-up 0 would be
         self._readies: dict[tuple[int, int], int] = {}  # the generation that a worker's latest Ready is for
-        self._waiting: dict[tuple[int, int], tuple[int, str]] = {}  # Readies: generation, digest
+        self._waiting: dict[tuple[int, int], tuple[int, messages.Ready]] = {}  # by generation
         self._inbox: deque[tuple[Received, AnyMessage | None]] = deque()
         self._active: list[tuple[int, AnyPull]] = []  # those who get each chunk as it is ready
         self._done: list[int] | None = None  # while a line is applied: the chunks that are
@@ -89,6 +136,9 @@ class Shard:
             messages.Commit: self._handle_for_log,
             messages.Step: self._handle_for_log,
             messages.Meet: self._handle_meet,
+            messages.Arrive: self._handle_entering,
+            messages.WantState: self._handle_entering,
+            messages.GiveState: self._handle_entering,
             messages.WhoIsMissing: self._handle_who_is_missing,
             messages.Setup: self._handle_setup,
             messages.SetChunk: self._handle_set_chunk,
@@ -119,6 +169,8 @@ class Shard:
         try:
             while not until():
                 self._turn()
+        except JournalError:
+            raise  # the workers wait: the shard may be started again
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             told = Refused(reason=f"{self.name} cannot go on: {reason}"[:4000])
@@ -128,9 +180,11 @@ class Shard:
             raise
 
     def close(self) -> None:
-        """Drop the connections that this shard made, and the snapshot under way."""
+        """Drop the connections that this shard made, and the snapshot under way; write the journal's rest."""
         if self._snapshots is not None:
             self._snapshots.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._link is not None:
             self._link.close()
 
@@ -140,24 +194,48 @@ class Shard:
         now = time.monotonic()
         retry = now + _RETRY if self._peers.busy or self._is_held() else None
         busy = bool(self._inbox) or (self._snapshots is not None and self._snapshots.busy)
-        poll(self._endpoints(), 0.0 if busy else earliest([deadline, retry], _LONGEST_WAIT))
-        for _ in range(_AT_ONCE):
+        full = self._journal is not None and self._journal.is_full
+        wake = self._journal.fileno if self._journal is not None else -1
+        timeout = 0.0 if busy and not full else earliest([deadline, retry], _LONGEST_WAIT)
+        poll([] if full else self._endpoints(), timeout, wake)
+        self._release()
+        for _ in range(0 if full else _AT_ONCE):
             if not self._take_one():
                 break
             self._apply_entries()
         self._see_to_links()
         self._apply_entries()
+        self._release()
         self._peers.flush()
         if self._log is not None:
             self._log.poll()
+        self._poll_snapshots()
+
+    def _release(self) -> None:
+        """Let go what waited for the journal."""
+        if self._journal is not None:
+            self._journal.release()
+
+    def _poll_snapshots(self) -> None:
         model = self._model
-        if self._snapshots is not None and model is not None and model.complete and not self._entries:
-            self._snapshots.poll(
-                time.monotonic(),
-                model.own,
-                model.state.versions,
-                lambda: model.heading(self._run, self.index, self._next_entry),
-            )
+        if self._snapshots is None or model is None or not model.complete or self._entries:
+            return
+        journal = self._journal
+        large = journal is not None and journal.size > max(_SMALL_JOURNAL, _LARGE_JOURNAL * model.held_bytes)
+        self._snapshots.poll(time.monotonic(), model.own, model.state.versions, self._begin_snapshot, large)
+
+    def _begin_snapshot(self) -> Heading:
+        """A snapshot is taken of this moment: from here on the journal goes on in a segment of its own."""
+        model = self._model
+        assert model is not None
+        heading = model.heading(self._run, self.index, self._next_entry)
+        if self._journal is None or self._snapshots is None:
+            return heading
+        image, parts = self.image()
+        number = self._journal.begin_segment(encode_image(image), parts)
+        written = self._snapshots.may_end = threading.Event()
+        self._journal.when_written(written.set)
+        return msgspec.structs.replace(heading, journal=number)
 
     def _endpoints(self) -> list[Endpoint]:
         """What messages come from."""
@@ -201,11 +279,23 @@ class Shard:
             ):
                 reason = f"this connection is of incarnation {hello.incarnation}"
             else:
+                if isinstance(message, messages.GiveState):
+                    self._note(hello, received.header)  # its payload is only passed on
+                elif isinstance(message, _JOURNALLED):
+                    self._note(hello, received.header, received.payload)
                 reason = handler(received.peer, hello, message, received.payload)
         if reason:
             self._refuse(received.peer, reason, name)
 
+    def _note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
+        """Write into the journal what is about to be handled."""
+        if self._journal is not None and not self._replaying:
+            index = hello.worker if hello.role == "worker" else max(0, hello.shard)
+            self._journal.append(Told(hello.role, index, hello.incarnation, msgspec.Raw(header)), payload)
+
     def _refuse(self, peer: bytes, reason: str, request: str) -> None:
+        if self._replaying:
+            return
         self.refused += 1
         if self._peers.who(peer) is None:
             self._strangers += 1
@@ -221,9 +311,25 @@ class Shard:
                 self._connect(self._hub.addresses[0])
         if self._link is not None:
             self._link.take()
+            self._mend_link(self._link, self._hub)
+
+    def _mend_link(self, link: LogLink, hub: HubLink | None) -> None:
+        """Where shard 0 is not to be reached, and may come back: look for it, here and elsewhere."""
+        if hub is None or (link.client.connected and not link.is_lost):
+            return
+        moved = bool(hub.addresses) and hub.addresses[0] != link.client.address
+        due = time.monotonic() >= self._asked_where + _ASK_WHERE
+        if moved or (link.is_lost and due):
+            link.close()
+            self._connect(hub.addresses[0] if moved else link.client.address)
+        if due:
+            self._asked_where = time.monotonic()
+            hub.ask_where()
 
     def _connect(self, address: str) -> None:
+        again = self._link is not None and self._link.comes_back
         self._link = LogLink(address, self._keys, run=self._run, shard=self.index, apply=self._handle_entry)
+        self._link.comes_back = again
         if self._generation:
             self._follow()
 
@@ -233,8 +339,12 @@ class Shard:
         reason = self._peers.greet(peer, hello)
         if reason:
             return reason
+        late = False
         if hello.role == "worker":
+            reach("shard.hello")
             if self._log is not None:
+                late = self._log.is_late(hello.worker, hello.incarnation)
+                self._note(hello, messages.encode(hello))
                 reason = self._log.handle_join(hello.worker, hello.incarnation)
             elif self._model is not None:
                 reason = self._model.state.refusal(hello.worker, hello.incarnation)
@@ -244,8 +354,18 @@ class Shard:
             self._peers.forget(peer)
             return reason
         self._peers.send(
-            peer, messages.Welcome(run=self._run, worker=hello.worker, incarnation=hello.incarnation)
+            peer,
+            messages.Welcome(
+                run=self._run,
+                worker=hello.worker,
+                incarnation=hello.incarnation,
+                shard=self.index,
+                comes_back=self._journal is not None,
+                late=late,
+            ),
         )
+        if hello.role == "hub" and self._log is not None:
+            self._log.greet_hub()
         return ""
 
     # -- setting up ---------------------------------------------------------------------------------------
@@ -254,12 +374,14 @@ class Shard:
         who = hello.worker, hello.incarnation
         if hello.role != "worker":
             return "a worker brings the Setup"
-        model = self._model
+        model, wanted = self._model, self._next_set_up(who, setup.number)
         if model is not None and model.complete and who != self._setter:
             if setup.digest != model.setup.digest:
                 return self._trains_another()
-            if self._next_set_up(who) <= self._generation:
+            if wanted <= self._generation:
                 return ""  # a first worker that has come anew: what is here is the truth, it pulls it
+        if setup.number and wanted <= self._generation and who == self._setter:
+            return ""  # it comes again
         try:
             model = Model(setup, self.index, configured=self._configured, fused=self._fused)
         except (
@@ -285,16 +407,31 @@ class Shard:
             self._log.set_up(setup, model.holders)
         else:
             self._follow()
-        held = sum(model.optimizer.nbytes(chunk) for chunk in model.chunks)
+        if self._replaying:
+            return
         self._decide(
             "shard",
-            f"{len(model.chunks)} chunks, {held} bytes, {setup.optimizer}, {setup.consistency}",
+            f"{len(model.chunks)} chunks, {model.held_bytes} bytes, {setup.optimizer}, {setup.consistency}",
             f"worker {setter[0]} describes the model",
         )
 
     def _follow(self) -> None:
-        if self._link is not None:
-            self._link.follow(sequence_of(self._generation, self._next_entry))
+        if self._link is None:
+            return
+        self._link.follow(sequence_of(self._generation, self._next_entry + len(self._entries)))
+        if self._model is not None:
+            for staged in self._model.state.staged():
+                self._tell_staged(*staged)
+
+    def _tell_staged(self, worker: int, incarnation: int, iteration: int) -> None:
+        """Tell the log, once it is in the journal, that a contribution is whole here."""
+
+        def tell() -> None:
+            reach("shard.journalled", iteration)
+            if self._link is not None:
+                self._link.staged(worker, incarnation, iteration)
+
+        self._peers.when_kept(tell)
 
     def _handle_set_chunk(
         self, _peer: bytes, hello: Hello, message: messages.SetChunk, payload: memoryview | None
@@ -303,6 +440,10 @@ class Shard:
             return "Setup comes before SetChunk"
         if (hello.worker, hello.incarnation) != self._setter:
             return "" if self._model.complete else f"worker {self._setter[0]} brings this shard's values"
+        if message.number and self._model.complete:
+            return ""  # it comes again
+        if not self._replaying:
+            reach("shard.setup")
         return self._model.set_chunk(message, payload)
 
     def _handle_ready(self, _peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:
@@ -314,27 +455,29 @@ class Shard:
             reason = self._model.finish()
             if reason:
                 return reason
-        generation = self._readies[who] = self._next_set_up(who)
-        self._waiting[who] = generation, message.digest
+        generation = self._readies[who] = self._next_set_up(who, message.number)
+        self._waiting[who] = generation, message
         self._answer_readies()
         return ""
 
-    def _next_set_up(self, who: tuple[int, int]) -> int:
-        """The generation that a worker's next Setup and Ready are for: all workers make the same sequence of
-        set-ups, and who comes late begins with the one under way."""
+    def _next_set_up(self, who: tuple[int, int], number: int = 0) -> int:
+        """The generation that a worker's Setup and Ready of this number are for (0: its next): all workers
+        make the same sequence of set-ups, and who comes late begins with the one under way."""
+        if number:
+            return self._bases.setdefault(who, max(self._generation, 1) - number) + number
         return self._readies.get(who, max(self._generation, 1) - 1) + 1
 
     def _answer_readies(self) -> None:
         model = self._model
         if model is None or not model.complete:
             return
-        for who, (generation, digest) in list(self._waiting.items()):
+        for who, (generation, ready) in list(self._waiting.items()):
             if generation > self._generation:
                 continue
             del self._waiting[who]
             peer = self._peers.worker(*who)
-            if digest == model.setup.digest:
-                self._peers.send(peer, messages.Ready(digest=digest))
+            if ready.digest == model.setup.digest:
+                self._peers.send(peer, ready)
             elif peer is not None:
                 self._refuse(
                     peer,
@@ -349,11 +492,15 @@ class Shard:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
         reason, staged = self._model.push(hello.worker, push, payload)
+        if staged and not self._replaying:
+            reach("shard.staged", push.iteration)
         if staged and self._log is not None:
+            if not self._replaying:
+                self._peers.when_kept(lambda: reach("shard.journalled", push.iteration))
             reason = self._log.handle_staged(0, hello.worker, push.incarnation, push.iteration)
-        elif staged and self._link is not None:
-            self._link.staged(hello.worker, push.incarnation, push.iteration)
-        if push.pull and not reason:
+        elif staged and not self._replaying:
+            self._tell_staged(hello.worker, push.incarnation, push.iteration)
+        if push.pull and not reason and not self._replaying:
             return self._handle_pull(peer, hello, self._model.pull_with(push), None)
         return reason
 
@@ -386,6 +533,24 @@ class Shard:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
         return self._log.handle_meet(hello.worker, meet, payload)
+
+    def _handle_entering(
+        self,
+        _peer: bytes,
+        hello: Hello,
+        message: messages.Arrive | messages.WantState | messages.GiveState,
+        payload: memoryview | None,
+    ) -> str:
+        """A worker comes late, or a living one gives it its state."""
+        if self._log is None or hello.role != "worker":
+            return "workers enter at shard 0"
+        if isinstance(message, messages.Arrive):
+            return self._log.handle_arrive(hello.worker, hello.incarnation)
+        if isinstance(message, messages.WantState):
+            self._log.handle_want(hello.worker, hello.incarnation, message)
+        else:
+            self._log.handle_give(message, payload)
+        return ""
 
     def _handle_who_is_missing(
         self, peer: bytes, _hello: Hello, _message: messages.WhoIsMissing, _: memoryview | None
@@ -441,6 +606,7 @@ class Shard:
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
                 self._send_mean(peer, chunk)
+                reach("shard.answered", pull.iteration)
             return
         self._peers.send(
             peer,
@@ -452,6 +618,7 @@ class Shard:
             ),
             model.lend(chunk),
         )
+        reach("shard.answered", pull.clock - 1)
 
     def _send_mean(self, peer: bytes, chunk: int) -> None:
         assert self._model is not None
@@ -493,7 +660,8 @@ class Shard:
         elif sequence > expected and sequence < sequence_of(self._generation + 1, 0):
             raise StoreError(f"a line of the log is missing: {sequence} came, {expected} is the next")
 
-    def _handle_entry(self, message: messages.Entry) -> None:
+    def _handle_entry(self, message: messages.Entry, header: bytes) -> None:
+        self._note(_LOG, header)
         self._queue(message.sequence, decode_entry_untrusted(message.entry))
 
     def _is_held(self) -> bool:
@@ -515,6 +683,8 @@ class Shard:
         """Do what a line says, and answer those whom it makes ready, chunk by chunk."""
         model = self._model
         assert model is not None
+        if not self._replaying:
+            reach("shard.logged", getattr(entry, "iteration", -1))
         self._next_entry += 1
         actions = model.state.handle_entry(entry)
         self._active = model.state.poll_pulls()
@@ -542,10 +712,13 @@ class Shard:
 
     def _serve_meanwhile(self) -> None:
         """Answer what came while chunks are stepped, or on their way here, and cannot wait."""
+        if self._replaying:
+            return
         for worker, pull in self._asked_meanwhile():
             for each in self._done or ():
                 self._answer(worker, pull, each)
             self._active.append((worker, pull))
+        self._release()
         self._peers.flush()
 
     def _asked_meanwhile(self) -> list[tuple[int, AnyPull]]:
@@ -574,6 +747,79 @@ class Shard:
                 "nothing of it is taken any more",
                 "",
             )
+
+    # -- a life after death -------------------------------------------------------------------------------
+
+    def image(self) -> tuple[ShardImage, Parts]:
+        """All that the shard remembers between two messages, beside what a snapshot has."""
+        assert self._model is not None
+        model, contributions, mean = self._model.remembered()
+        keeper, meeting, last = self._log.state() if self._log is not None else (None, {}, None)
+        image = ShardImage(
+            generation=self._generation,
+            next_entry=self._next_entry,
+            setter=self._setter,
+            bases=dict(self._bases),
+            readies=dict(self._readies),
+            model=model,
+            log=keeper,
+        )
+        found = {CONTRIBUTION: contributions, MEAN: mean, MEETING: meeting}
+        parts = [(Part(kind, key), each) for kind, held in found.items() for key, each in held.items()]
+        return image, [*parts, *([(Part(LAST_MEETING, 0), last)] if last is not None else [])]
+
+    def recover(self, found: Found) -> str:
+        """Go on where the shard stood that left this; returns what that was, in words."""
+        self._replaying = True
+        try:
+            if found.image is not None and found.snapshot is not None:
+                self._restore(found, found.image)
+            count = 0
+            for told, payload in found.told:
+                self._hear_again(told, payload)
+                count += 1
+        finally:
+            self._replaying = False
+        where = found.snapshot.name if found.snapshot is not None else "the beginning"
+        at = self._model.iterations if self._model is not None else 0
+        line = f"{self.name} goes on from {where} and {count} records of its journal: iteration {at}"
+        self._decide("shard", "goes on", line)
+        return line
+
+    def _restore(self, found: Found, image: ShardImage) -> None:
+        assert found.snapshot is not None
+        try:
+            model = Model(image.model.setup, self.index, configured=self._configured, fused=self._fused)
+        except UserError as error:
+            raise CheckpointError(f"{found.snapshot}: {error}") from None
+        model.own.set_hyperparameters(restore(found.snapshot, model.own).heading.hyperparameters)
+        model.remember(image.model, found.parts[CONTRIBUTION], found.parts[MEAN])
+        self._model, self._setter = model, image.setter
+        self._generation, self._next_entry = image.generation, image.next_entry
+        self._bases, self._readies = dict(image.bases), dict(image.readies)
+        if self._log is not None and image.log is not None:
+            last = found.parts[LAST_MEETING].get(0)
+            self._log.restore(image.log, found.parts[MEETING], None if last is None else bytes(last))
+
+    def _hear_again(self, told: Told, payload: memoryview | None) -> None:
+        """Handle once more what the journal has: it leads to what it led to before."""
+        message = decode_untrusted(bytes(told.message))
+        hello = Hello(
+            version=messages.VERSION,
+            run=self._run,
+            role=told.role,
+            worker=told.index if told.role == "worker" else -1,
+            incarnation=told.incarnation,
+            shard=told.index if told.role == "shard" else -1,
+        )
+        if isinstance(message, messages.Entry):
+            self._queue(message.sequence, decode_entry_untrusted(message.entry))
+        elif isinstance(message, Hello):
+            if self._log is not None:
+                self._log.handle_join(hello.worker, hello.incarnation)
+        else:
+            self._handlers[type(message)](b"", hello, message, payload)
+        self._apply_entries()
 
     # -- telling ------------------------------------------------------------------------------------------
 

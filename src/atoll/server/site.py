@@ -39,6 +39,7 @@ class SiteLog(LogKeeper):
     ) -> None:
         super().__init__(workers, peers, apply)
         self._pass_up = pass_up
+        self.takes_latecomers = False
         self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
         self.met = 0  # how many are over
 

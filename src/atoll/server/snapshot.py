@@ -26,6 +26,7 @@ import msgspec
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
+from atoll.core.points import reach
 from atoll.server.optimizer import ShardOptimizer, SlotValues
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
 
@@ -33,6 +34,7 @@ _VALUES = "values"
 _OPEN = "open."
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
+_JOURNAL_SECONDS = 60.0  # for what the snapshot goes with to be in the journal
 
 
 class OpenRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +65,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     hyperparameters: list[dict[str, Any]]
     sequence: int
     steps: int
+    journal: int = -1  # the segment whose records go on from here
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +90,10 @@ class Snapshots:
         self._seconds, self._failed = seconds, failed
         self._due: float | None = None  # by the loop's clock
         self._taking: _Taking | None = None
+        self._has_failed = False
+        self.may_end = threading.Event()  # until it is set, what is being taken gets no name
+        self.may_end.set()
+        self.taken: Callable[[Heading], None] = lambda _heading: None  # told of each that is whole
         _refuse_others(folder, run, shard)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,20 +108,28 @@ class Snapshots:
         optimizer: ShardOptimizer,
         versions: Mapping[int, int],
         heading: Callable[[], Heading],
+        wanted: bool = False,
     ) -> None:
-        """Do the next bit of work, if any is due; between two messages, at the monotonic time `now`."""
+        """Do the next bit of work, if any is due; between two messages, at the monotonic time `now`.
+
+        `wanted`: one is due at once, unless the latest has failed, which is tried again in its time."""
         if self._taking is not None:
             self._taking.copy_one()
             self._finish(now)
         elif self._due is None:
             self._due = now + self._seconds
-        elif now >= self._due:
+        elif now >= self._due or (wanted and not self._has_failed):
             self.take(optimizer, versions, heading())
 
-    def take(self, optimizer: ShardOptimizer, versions: Mapping[int, int], heading: Heading) -> None:
+    def take(
+        self,
+        optimizer: ShardOptimizer,
+        versions: Mapping[int, int],
+        heading: Heading,
+    ) -> None:
         """Begin one now, of the shard as it stands; `poll` goes on with it."""
         if self._taking is None:
-            self._taking = _Taking(self.folder, optimizer, dict(versions), heading)
+            self._taking = _Taking(self.folder, optimizer, dict(versions), heading, self.may_end)
 
     def before_change(self, chunk: int) -> None:
         """A chunk is about to be stepped."""
@@ -145,8 +160,11 @@ class Snapshots:
         taking = self._taking
         if taking is None or not taking.over.is_set():
             return
+        self._has_failed = bool(taking.error)
         if taking.error:
             self._failed(f"no snapshot of shard {self._shard} could be written: {taking.error}")
+        else:
+            self.taken(taking.heading)
         self._taking, self._due = None, now + self._seconds
 
 
@@ -162,12 +180,20 @@ class _Taking:
     """One snapshot under way, and the thread that writes it."""
 
     def __init__(
-        self, folder: Path, optimizer: ShardOptimizer, versions: dict[int, int], heading: Heading
+        self,
+        folder: Path,
+        optimizer: ShardOptimizer,
+        versions: dict[int, int],
+        heading: Heading,
+        may_end: threading.Event,
     ) -> None:
-        self._optimizer, self._versions, self._heading = optimizer, versions, heading
+        self._optimizer, self._versions, self.heading = optimizer, versions, heading
+        self._may_end = may_end
         self._left = dict.fromkeys(optimizer.chunks)  # in order, not copied yet
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._folder, self._final = folder, folder / f"snapshot-{heading.sequence:012d}"
+        if self._final.exists():  # of another Setup, or of an earlier life: it stays until this one is whole
+            self._final = folder / f"{self._final.name}-{max(0, heading.journal)}"
         self._stop = False
         self.over = threading.Event()
         self.error = ""
@@ -227,14 +253,17 @@ class _Taking:
                 shutil.rmtree(partial)
                 return
             with (partial / _FILE).open("xb") as file:
-                file.write(msgspec.json.encode(Contents(heading=self._heading, chunks=records)))
+                file.write(msgspec.json.encode(Contents(heading=self.heading, chunks=records)))
                 flush(file)
-            if self._final.exists():  # of an earlier life of this shard
-                shutil.rmtree(self._final)
+            if not self._may_end.wait(_JOURNAL_SECONDS):
+                raise OSError(f"the journal was not written within {_JOURNAL_SECONDS:g} s")
+            if self._final.exists():
+                _remove(self._final)
             partial.rename(self._final)
+            reach("shard.snapshot")
             for older in _wholes(self._folder):
                 if older != self._final:
-                    shutil.rmtree(older)
+                    _remove(older)
         except Exception as error:  # a full disk, say: told by the shard, which serves on
             self.error = str(error) or type(error).__name__
             with contextlib.suppress(OSError):
@@ -250,6 +279,12 @@ def latest(folder: Path) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             found.append((path.stat().st_mtime, path.name, path))
     return max(found)[2] if found else None
+
+
+def whole_snapshots(folder: Path) -> list[tuple[Path, Heading]]:
+    """The whole snapshots in a shard's folder that have a segment of its journal, the oldest first."""
+    found = [(path, read_contents(path).heading) for path in _wholes(folder)]
+    return sorted((each for each in found if each[1].journal >= 0), key=lambda each: each[1].journal)
 
 
 def read_contents(snapshot: Path) -> Contents:
@@ -284,6 +319,15 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         if record.open is not None:
             optimizer.set_open_step(record.chunk, step, record.open.present, record.open.slots)
     return contents
+
+
+def _remove(snapshot: Path) -> None:
+    """Remove a whole snapshot; half removed, it has the name of one that is none."""
+    going = snapshot.with_name(snapshot.name + ".old" + _PARTIAL)
+    if going.exists():
+        shutil.rmtree(going)
+    snapshot.rename(going)
+    shutil.rmtree(going)
 
 
 def _wholes(folder: Path) -> list[Path]:

@@ -23,6 +23,27 @@ class Progress:
 
 
 @dataclass
+class EpochState:
+    """An epoch as plain data, for the hub's journal; ranges as (start, stop)."""
+
+    length: int
+    free: list[tuple[int, int]]
+    used: list[tuple[int, int]]
+    leased: dict[Key, list[tuple[int, int]]]
+    waiting: list[Key]
+
+
+@dataclass
+class LeasesState:
+    """What `Leases` knows, as plain data: by sampler and epoch; fenced incarnations and latest answers by
+    worker and by incarnation."""
+
+    epochs: dict[tuple[int, int], EpochState]
+    fenced: dict[int, int]
+    answered: dict[int, Leased]
+
+
+@dataclass
 class _Epoch:
     length: int
     free: Ranges
@@ -41,6 +62,10 @@ class Leases:
     def __init__(self) -> None:
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._fenced: dict[int, int] = {}
+        self._answered: dict[int, Leased] = {}  # by incarnation: the latest of its numbered requests
+        self.changes = (
+            0  # grows with each epoch, lease or wait that is new: what a journal would have to know
+        )
 
     def handle_lease(self, worker: int, incarnation: int, lease: Lease, patient: bool = True) -> Leased:
         """Up to `lease.count` free positions in one run, or none.
@@ -48,8 +73,9 @@ class Leases:
         None and `over`: all are used, or leased to this worker itself. None and not `over`: others hold some
         and may fail; ask again. But where every other holder waits too, this one does not: each may keep a
         part of a batch back until it knows whether more comes. Not `patient`: never wait for others; what
-        comes back later stays free, for those who still ask. Raises UserError for another length than an
-        earlier worker's, and for a fenced worker.
+        comes back later stays free, for those who still ask. A request whose `number` is that of the worker's
+        latest one is answered as that was. Raises UserError for another length than an earlier worker's, and
+        for a fenced worker.
         """
         if incarnation <= self._fenced.get(worker, 0):
             raise UserError(f"worker {worker} of incarnation {incarnation} is fenced, and gets no samples")
@@ -57,23 +83,35 @@ class Leases:
         if epoch is None:
             epoch = _Epoch(lease.length, Ranges((0, lease.length)))
             self._epochs[lease.sampler, lease.epoch] = epoch
+            self.changes += 1
         if epoch.length != lease.length:
             raise UserError(
                 f"worker {worker} has {lease.length} samples in epoch {lease.epoch}, others have "
                 f"{epoch.length}: all workers need the same data set"
             )
-        key = (worker, incarnation)
+        latest = self._answered.get(incarnation)
+        if lease.number and latest is not None and latest.number == lease.number:
+            return latest
+        waited = (worker, incarnation) in epoch.waiting
+        leased = self._lease(epoch, (worker, incarnation), lease, patient)
+        if leased.start < leased.stop or waited != ((worker, incarnation) in epoch.waiting):
+            self.changes += 1
+        if lease.number and leased.start < leased.stop:  # what gave nothing may be asked again as well
+            self._answered[incarnation] = leased
+        return leased
+
+    def _lease(self, epoch: _Epoch, key: Key, lease: Lease, patient: bool) -> Leased:
         epoch.waiting.discard(key)
         if epoch.free:
             start, stop = epoch.free.take_first(lease.count)
             epoch.leased.setdefault(key, Ranges()).add(start, stop)
-            return Leased(sampler=lease.sampler, epoch=lease.epoch, start=start, stop=stop)
+            return _leased(lease, start, stop)
         others = {holder for holder, held in epoch.leased.items() if held and holder != key}
         deadlocked = bool(epoch.leased.get(key)) and others <= epoch.waiting
         over = not others or not patient or deadlocked
         if not over:
             epoch.waiting.add(key)
-        return Leased(sampler=lease.sampler, epoch=lease.epoch, start=0, stop=0, over=over)
+        return _leased(lease, 0, 0, over)
 
     def handle_used(self, worker: int, incarnation: int, used: Iterable[Used]) -> None:
         """The log counts commits that used these. May be said again, in parts or in all."""
@@ -97,6 +135,7 @@ class Leases:
         if final:
             self.handle_used(worker, incarnation, used)
         self._fenced[worker] = max(incarnation, self._fenced.get(worker, 0))
+        self._answered.pop(incarnation, None)
         returned = 0
         for (sampler, number), epoch in self._epochs.items():
             epoch.waiting.discard((worker, incarnation))
@@ -123,3 +162,39 @@ class Leases:
             return Progress(0, 0, 0)
         leased = sum(len(held) for held in state.leased.values())
         return Progress(len(state.used), leased, len(state.free))
+
+    # -- as plain data ------------------------------------------------------------------------------------
+
+    def state(self) -> LeasesState:
+        """All of it, for `restore`."""
+        epochs = {
+            key: EpochState(
+                epoch.length,
+                list(epoch.free),
+                list(epoch.used),
+                {holder: list(held) for holder, held in sorted(epoch.leased.items()) if held},
+                sorted(epoch.waiting),
+            )
+            for key, epoch in self._epochs.items()
+        }
+        return LeasesState(epochs, dict(self._fenced), dict(self._answered))
+
+    def restore(self, state: LeasesState) -> None:
+        """Be as `state` says."""
+        self._epochs = {
+            key: _Epoch(
+                epoch.length,
+                Ranges(*epoch.free),
+                Ranges(*epoch.used),
+                {holder: Ranges(*held) for holder, held in epoch.leased.items()},
+                set(epoch.waiting),
+            )
+            for key, epoch in state.epochs.items()
+        }
+        self._fenced, self._answered = dict(state.fenced), dict(state.answered)
+
+
+def _leased(lease: Lease, start: int, stop: int, over: bool = False) -> Leased:
+    return Leased(
+        sampler=lease.sampler, epoch=lease.epoch, start=start, stop=stop, over=over, number=lease.number
+    )

@@ -5,17 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import msgspec
+
 from atoll.store.entries import Entry, Fenced, Idle
-from atoll.store.meetings import Meetings
+from atoll.store.meetings import Meetings, MeetingsState
 from atoll.store.outcomes import Draft, Outcome
 from atoll.store.ranges import Ranges
-from atoll.store.roster import Roster
-from atoll.store.rounds import Rounds
-from atoll.store.stages import Stages
-from atoll.store.streams import Streams
+from atoll.store.roster import Roster, RosterState
+from atoll.store.rounds import Rounds, RoundsState
+from atoll.store.stages import Stages, StagesState
+from atoll.store.streams import Streams, StreamsState
 from atoll.wire import messages
+from atoll.wire.messages import Count
 
 CONSISTENCIES = ("bsp", "ssp", "asp")
+
+
+class LogState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a CommitLog remembers, but for its lines' reasons, and what it has yet to tell the hub."""
+
+    consistency: str
+    slack: Count
+    first: Count
+    entries: list[Entry]
+    roster: RosterState
+    stages: StagesState
+    rule: RoundsState | StreamsState
+    meetings: MeetingsState
+    idle: list[Count]
+    used: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]]
+    committed: dict[tuple[int, int], Count]
 
 
 class CommitLog:
@@ -58,7 +77,49 @@ class CommitLog:
         # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
         self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
         self._committed: dict[tuple[int, int], int] = {}
-        self._news: dict[tuple[int, int], list[messages.Used]] = {}
+        # Of both, what the hub has not been told: as ranges, which stay few however long it is gone.
+        self._news: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
+
+    # -- a journal's -------------------------------------------------------------------------------------
+
+    def state(self) -> LogState:
+        """For a journal; `restored` makes the same log of it."""
+        return LogState(
+            consistency=self.consistency,
+            slack=self.slack,
+            first=self.first,
+            entries=list(self.entries),
+            roster=self._roster.state(),
+            stages=self._stages.state(),
+            rule=self._rule.state(),
+            meetings=self._meetings.state(),
+            idle=sorted(self._idle),
+            used={
+                key: {epoch: list(ranges) for epoch, ranges in used.items()}
+                for key, used in self._used.items()
+            },
+            committed=dict(self._committed),
+        )
+
+    @classmethod
+    def restored(cls, state: LogState) -> CommitLog:
+        """The log that `state` is of; the reasons of its lines are forgotten, and `tell_all_used` is due."""
+        log = cls(state.consistency, state.slack, state.roster.workers, 0)
+        log.first, log.entries = state.first, list(state.entries)
+        log.reasons = [""] * len(log.entries)
+        log._roster, log._stages = Roster.restored(state.roster), Stages.restored(state.stages)
+        log._rule = (
+            Rounds.restored(state.rule, log._roster, log._stages)
+            if isinstance(state.rule, RoundsState)
+            else Streams.restored(state.rule, log._roster, log._stages)
+        )
+        log._meetings = Meetings.restored(state.meetings, log._roster)
+        log._idle, log._committed = set(state.idle), dict(state.committed)
+        log._used = {
+            key: {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
+            for key, used in state.used.items()
+        }
+        return log
 
     # -- workers come and go ------------------------------------------------------------------------------
 
@@ -95,16 +156,11 @@ class CommitLog:
 
     def fenced(self, worker: int, incarnation: int) -> messages.Fenced:
         """For the hub: how many iterations of this incarnation count, and all positions that they used."""
-        used = [
-            messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
-            for (sampler, epoch), ranges in sorted(self._used.get((worker, incarnation), {}).items())
-            for start, stop in ranges
-        ]
         return messages.Fenced(
             worker=worker,
             incarnation=incarnation,
             iteration=self._committed.get((worker, incarnation), 0),
-            used=used,
+            used=_as_used(self._used.get((worker, incarnation), {})),
         )
 
     def poll_used(self) -> list[messages.Fenced]:
@@ -115,13 +171,19 @@ class CommitLog:
                 worker=worker,
                 incarnation=incarnation,
                 iteration=self._committed.get((worker, incarnation), 0),
-                used=used,
+                used=_as_used(used),
                 news=True,
             )
             for (worker, incarnation), used in sorted(self._news.items())
         ]
         self._news.clear()
         return news
+
+    def tell_all_used(self) -> None:
+        """Have `poll_used` give everything that live workers have used: it may have got lost."""
+        for key in self._roster.live.items():
+            if used := self._used.get(key):
+                self._news[key] = {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
 
     # -- contributions ------------------------------------------------------------------------------------
 
@@ -201,11 +263,10 @@ class CommitLog:
     def _count(self, worker: int, commit: messages.Commit) -> None:
         key = (worker, commit.incarnation)
         self._committed[key] = commit.iteration + 1
-        ranges = self._used.setdefault(key, {})
+        ranges, news = self._used.setdefault(key, {}), self._news.setdefault(key, {}) if commit.used else {}
         for used in commit.used:
-            ranges.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
-        if commit.used:
-            self._news.setdefault(key, []).extend(commit.used)
+            for each in (ranges, news):
+                each.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
 
     # -- what others ask ----------------------------------------------------------------------------------
 
@@ -236,6 +297,23 @@ class CommitLog:
         """Whether the run has begun here, and all its workers have left or died."""
         return self._roster.begun and not self._roster.live and not self._roster.waiting
 
+    def comes_late(self, worker: int, incarnation: int) -> bool:
+        """Whether the run has begun without this incarnation."""
+        return self._roster.begun and self._roster.incarnation(worker) != incarnation
+
+    def handle_entered(self, worker: int, incarnation: int, meeting: int, anew: bool = False) -> None:
+        """A live worker that has come late knows the others' state: meetings from that number on wait for
+        it. Said again: changes nothing, unless it has been told `anew`."""
+        if self._roster.live.get(worker) == incarnation and (
+            anew or not self._meetings.is_bound(worker, incarnation)
+        ):
+            self._meetings.bind(worker, incarnation, meeting)
+
+    @property
+    def next_meeting(self) -> int:
+        """The number of the next meeting to take place."""
+        return self._meetings.next
+
     def live(self) -> dict[int, int]:
         """The workers that take part: worker -> incarnation."""
         return dict(self._roster.live)
@@ -252,3 +330,11 @@ class CommitLog:
     def waiting_for(self) -> list[str]:
         """Who is waited for, and on what, in words: for the line of an error when a deadline passes."""
         return self._meetings.waiting_for() or self._rule.waiting_for()
+
+
+def _as_used(ranges: dict[tuple[int, int], Ranges]) -> list[messages.Used]:
+    return [
+        messages.Used(sampler=sampler, epoch=epoch, start=start, stop=stop)
+        for (sampler, epoch), each in sorted(ranges.items())
+        for start, stop in each
+    ]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from atoll.store.outcomes import Draft, Meeting
 from atoll.store.roster import Roster
+from atoll.wire.messages import Count, Text
 
 
-@dataclass(frozen=True)
-class _Part:
-    incarnation: int
-    what: str
-    handle: int
+class MeetingPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker has brought to a meeting."""
+
+    incarnation: Count
+    what: Text
+    handle: Count
+
+
+class MeetingsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that Meetings remember."""
+
+    next: Count
+    parts: dict[int, dict[int, MeetingPart]]
+    bound: dict[int, Count]
+    since: dict[int, Count]
 
 
 class Meetings:
@@ -24,12 +35,37 @@ class Meetings:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._next = 0  # all numbers below are over
-        self._parts: dict[int, dict[int, _Part]] = {}  # number -> worker -> part
+        self._parts: dict[int, dict[int, MeetingPart]] = {}  # number -> worker -> part
         self._bound: dict[int, int] = {}  # worker -> incarnation that is waited for
+        self._since: dict[int, int] = {}  # worker -> the first meeting that waits for it, if not 0
 
-    def bind(self, worker: int, incarnation: int) -> None:
-        """This worker is here from the beginning, so that every meeting waits for it."""
+    def state(self) -> MeetingsState:
+        """For a journal; `restored` makes the same of it."""
+        parts = {number: dict(each) for number, each in self._parts.items()}
+        return MeetingsState(next=self._next, parts=parts, bound=dict(self._bound), since=dict(self._since))
+
+    @classmethod
+    def restored(cls, state: MeetingsState, roster: Roster) -> Meetings:
+        meetings = cls(roster)
+        meetings._next, meetings._bound = state.next, dict(state.bound)
+        meetings._since = dict(state.since)
+        meetings._parts = {number: dict(each) for number, each in state.parts.items()}
+        return meetings
+
+    @property
+    def next(self) -> int:
+        """The number of the next to take place."""
+        return self._next
+
+    def bind(self, worker: int, incarnation: int, since: int = 0) -> None:
+        """Every meeting from number `since` on waits for this worker: it is here from the beginning, or knows
+        the number from one who is."""
         self._bound[worker] = incarnation
+        self._since[worker] = since
+
+    def is_bound(self, worker: int, incarnation: int) -> bool:
+        """Whether meetings wait for this incarnation."""
+        return self._bound.get(worker) == incarnation
 
     def meet(self, worker: int, incarnation: int, number: int, what: str, handle: int, draft: Draft) -> None:
         """A live worker's part. Refused, or come twice: its handle is released."""
@@ -48,12 +84,13 @@ class Meetings:
             draft.released.append(handle)
             return
         self._bound[worker] = incarnation
-        self._parts.setdefault(number, {})[worker] = _Part(incarnation, what, handle)
+        self._parts.setdefault(number, {})[worker] = MeetingPart(incarnation, what, handle)
 
     def leave(self, worker: int, incarnation: int, draft: Draft) -> None:
         """A worker is fenced: it is not waited for, and its parts are released."""
         if self._bound.get(worker, incarnation + 1) <= incarnation:
             del self._bound[worker]
+            self._since.pop(worker, None)
         for parts in self._parts.values():
             part = parts.get(worker)
             if part is not None and part.incarnation <= incarnation:
@@ -78,7 +115,8 @@ class Meetings:
         return self._roster.is_quorate() and not self._missing()
 
     def _missing(self) -> list[int]:
-        return sorted(set(self._bound) - set(self._parts[self._next]))
+        bound = {worker for worker in self._bound if self._since.get(worker, 0) <= self._next}
+        return sorted(bound - set(self._parts[self._next]))
 
     def waiting_for(self) -> list[str]:
         """Who is waited for, in words."""

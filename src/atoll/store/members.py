@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.core.config import SITE_VARIABLE
+from atoll.store.silence import Patience
 
 RANKS = 4096  # the most workers
+FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
+SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
+
+
+def suspect_seconds(heartbeat: float) -> float:
+    """For how many seconds a suspect may be silent, where heartbeats come every `heartbeat`: on a loaded
+    machine a thread may not run for half a second."""
+    return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -21,26 +30,69 @@ class Admission:
 
 
 @dataclass
+class MemberState:
+    """A worker or a shard, as plain data."""
+
+    incarnation: int
+    iteration: int
+    address: str
+    token: str
+
+
+@dataclass
+class MembershipState:
+    """What `Membership` knows, as plain data: workers by rank, shards by index, sites' shards by site. When
+    each was heard is not part of it."""
+
+    incarnations: int
+    workers: dict[int, MemberState]
+    shards: dict[int, MemberState]
+    sites: dict[str, MemberState]
+    ended: list[str]
+
+
+@dataclass
 class _Member:
     incarnation: int
     heard: float  # when it last gave a sign of life, in the caller's seconds
+    patience: Patience  # for how long its silence is borne
     iteration: int = 0
     address: str = ""
+    token: str = ""
+    suspected: bool = False
+
+    def hear(self, now: float) -> None:
+        """A sign of life."""
+        if now > self.heard:
+            self.patience.note(now - self.heard)
+            self.heard = now
+        self.suspected = False
+
+    def state(self) -> MemberState:
+        return MemberState(self.incarnation, self.iteration, self.address, self.token)
 
 
 class Membership:
-    """Workers by rank and shards by index. `patience` is for how many seconds silence is borne. `sites` has
-    the number of workers of each site, where the run has levels; each site has a shard of its own.
+    """Workers by rank and shards by index. `patience` is for how many seconds silence is borne at the most;
+    who was heard regularly is borne for less, as measured, but never for less than 3.5 s and 3 heartbeats.
+    `heartbeat` is how often members are to be heard, in seconds. `sites` has the number of workers of each
+    site, where the run has levels; each site has a shard of its own.
 
-    A run without shards is a ring, whose ranks are those below `workers`. Elsewhere any number may come.
+    A run without shards is a ring, whose ranks are those below `workers` until it is formed (`open`). Else
+    any number may come.
     Incarnations come from one counter, from 1; who comes back has a higher one. Shards have them too, so that
     their heartbeats can be told apart.
     """
 
     def __init__(
-        self, workers: int, patience: float, shards: int = 1, sites: Mapping[str, int] | None = None
+        self,
+        workers: int,
+        patience: float,
+        shards: int = 1,
+        sites: Mapping[str, int] | None = None,
+        heartbeat: float = 1.0,
     ) -> None:
-        self.workers = workers
+        self.workers, self.heartbeat = workers, heartbeat
         self.sites = dict(sites or {})
         self._site_shards: dict[str, _Member] = {}
         self._ended_sites: set[str] = set()
@@ -48,17 +100,28 @@ class Membership:
         self._workers: dict[int, _Member] = {}
         self._shards: dict[int, _Member] = {}
         self.shards = shards
+        self.open = False  # a ring is under way, which late workers may enter: any rank is good then
         self._incarnations = 0
 
     def handle_hello(
-        self, now: float, role: str, wish: int = -1, shard: int = -1, address: str = "", site: str = ""
+        self,
+        now: float,
+        role: str,
+        wish: int = -1,
+        shard: int = -1,
+        address: str = "",
+        site: str = "",
+        token: str = "",
+        incarnation: int = 0,
     ) -> Admission:
-        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is."""
+        """A worker wishes for a rank (-1: any), or a shard, or a site's shard, says where it is; a shard that
+        was started again says which `incarnation` its forerunner was, and has its `token`. A worker whose
+        `token` is known is there already: its answer was lost."""
         if role == "worker":
             refused = self._wrong_site(site)
-            return Admission(refused=refused) if refused else self._admit_worker(now, wish)
+            return Admission(refused=refused) if refused else self._admit_worker(now, wish, token)
         if role == "shard":
-            return self._admit_shard(now, shard, address)
+            return self._admit_shard(now, shard, address, incarnation, token)
         if role == "site":
             return self._admit_site(now, site, address)
         return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
@@ -92,22 +155,38 @@ class Membership:
         if there is not None and there.address != address:
             return Admission(refused=f"site {site!r} has a shard already, at {there.address}")
         if there is None:
-            self._incarnations += 1
-            there = self._site_shards[site] = _Member(self._incarnations, now, address=address)
-        there.heard = now
+            there = self._site_shards[site] = self._new(now, address=address)
+        there.hear(now)
         index = list(self.sites).index(site)
         return Admission(index, there.incarnation, reason=f"its shard is at {address}")
 
-    def _admit_worker(self, now: float, wish: int) -> Admission:
+    def _new(self, now: float, address: str = "", token: str = "") -> _Member:
+        """With the next incarnation."""
+        self._incarnations += 1
+        return _Member(self._incarnations, now, self._fresh_patience(), address=address, token=token)
+
+    def _fresh_patience(self) -> Patience:
+        return Patience(max(FLOOR_SECONDS, 3 * self.heartbeat), self.patience)
+
+    def worker_of(self, token: str) -> Admission | None:
+        """The place of the worker that calls itself so, where it is there."""
+        for rank, member in self._workers.items():
+            if token and member.token == token:
+                return Admission(rank, member.incarnation, reason="it is there already")
+        return None
+
+    def _admit_worker(self, now: float, wish: int, token: str) -> Admission:
+        there = self.worker_of(token)
+        if there is not None:
+            return there
         if wish in self._workers:
             return Admission(refused=f"rank {wish} is taken: its worker lives")
         rank = wish if wish >= 0 else next(r for r in range(RANKS + 1) if r not in self._workers)
-        if not self.shards and rank >= self.workers:
+        if not self.shards and rank >= self.workers and not self.open:
             return Admission(refused=self._beyond(wish))
         if rank >= RANKS:
             return Admission(refused=f"rank {rank} is beyond {RANKS - 1}, the highest")
-        self._incarnations += 1
-        self._workers[rank] = _Member(self._incarnations, now)
+        self._workers[rank] = self._new(now, token=token)
         reason = "the rank it wished for" if wish >= 0 else "the lowest free rank"
         return Admission(rank, self._incarnations, reason=reason)
 
@@ -118,34 +197,68 @@ class Membership:
 
     def must_wait(self, wish: int) -> bool:
         """Whether a worker with this wish (-1: any rank) has to wait until another one leaves or is dead."""
-        if wish >= 0 or self.shards:
+        if wish >= 0 or self.shards or self.open:
             return wish in self._workers
         return len(self._workers) >= self.workers
 
-    def _admit_shard(self, now: float, shard: int, address: str) -> Admission:
+    def _admit_shard(self, now: float, shard: int, address: str, before: int, token: str) -> Admission:
         if not self.shards:
             return Admission(refused="the run has no shards: its hub was started with --shards 0")
         if not 0 <= shard < self.shards:
             return Admission(refused=f"there is no shard {shard}: the run has {self.shards}, from 0")
         if not address:
             return Admission(refused=f"shard {shard} does not say where it is")
+        if before > self._incarnations:
+            return Admission(
+                refused=f"shard {shard} goes on from a run that this hub knows nothing of, though it has its "
+                "name: remove what is in its --directory, or give it another one"
+            )
         there = self._shards.get(shard)
-        if there is not None and there.address != address:
+        elsewhere = there is not None and there.address != address
+        # Its forerunner is to go; it may have been killed before it noted which incarnation it was given.
+        again = (
+            there is not None and elsewhere and (before == there.incarnation or there.token == token != "")
+        )
+        if there is not None and elsewhere and not again:
             return Admission(refused=f"shard {shard} is there already, at {there.address}")
-        if there is None:
-            self._incarnations += 1
-            there = self._shards[shard] = _Member(self._incarnations, now, address=address)
-        there.heard = now
-        return Admission(incarnation=there.incarnation, reason=f"shard {shard} is at {address}")
+        if there is None or again:
+            there = self._shards[shard] = self._new(now, address=address, token=token)
+        there.hear(now)
+        how = "was started again, and " if before or again else ""
+        return Admission(incarnation=there.incarnation, reason=f"shard {shard} {how}is at {address}")
+
+    def elsewhere(self, shard: int, address: str) -> int | None:
+        """The incarnation of a shard that is there, at another address than this one."""
+        there = self._shards.get(shard)
+        return there.incarnation if there is not None and there.address != address else None
 
     def handle_heartbeat(self, now: float, incarnation: int, iteration: int = 0) -> bool:
         """A sign of life; False from one who is not there (any more)."""
         for member in self._everyone():
             if member.incarnation == incarnation:
-                member.heard = max(now, member.heard)
+                member.hear(now)
                 member.iteration = max(iteration, member.iteration)
                 return True
         return False
+
+    def handle_suspect(self, now: float, incarnation: int) -> bool:
+        """Another member has lost touch with this one: if it is silent for `suspect_seconds` too, it counts
+        as dead, without more patience. A sign of life clears it. Gives whether it counts as dead by now."""
+        for member in self._everyone():
+            if member.incarnation == incarnation:
+                member.suspected = True
+                return now - member.heard >= self._borne(member)
+        return False
+
+    def silence_of(self, now: float, incarnation: int) -> float | None:
+        """For how many seconds a member was not heard; None where it is not there."""
+        heard = [member.heard for member in self._everyone() if member.incarnation == incarnation]
+        return now - heard[0] if heard else None
+
+    def handle_return(self, now: float) -> None:
+        """The caller was gone, and heard nobody: silence is counted from now on."""
+        for member in self._everyone():
+            member.heard, member.suspected = now, False
 
     def _everyone(self) -> list[_Member]:
         return [*self._workers.values(), *self._shards.values(), *self._site_shards.values()]
@@ -178,52 +291,39 @@ class Membership:
                 return index
         return None
 
-    def poll_deaths(self, now: float) -> list[tuple[int, int, str]]:
-        """(rank, incarnation, reason) of the workers that have been silent for too long; each once."""
+    def poll_deaths(self, now: float) -> list[tuple[int, str]]:
+        """(incarnation, reason) of those who were silent for too long; again until their goodbye is said."""
+        everyone = [(f"worker {rank}", member) for rank, member in sorted(self._workers.items())]
+        everyone += [
+            (f"shard {index} at {member.address}", member) for index, member in sorted(self._shards.items())
+        ]
+        everyone += [(f"its shard at {member.address}", member) for member in self._site_shards.values()]
         dead = []
-        for rank, member in sorted(self._workers.items()):
-            silence = now - member.heard
-            if silence >= self.patience:
-                dead.append(
-                    (
-                        rank,
-                        member.incarnation,
-                        f"worker {rank} was silent for {silence:.1f} s, and {self.patience:g} s are borne; "
-                        f"it had committed {member.iteration} iterations",
-                    )
-                )
-        for rank, _, _ in dead:
-            del self._workers[rank]
+        for name, member in everyone:
+            silence = self._fatal_silence(now, member)
+            if silence:
+                had = f"; it had committed {member.iteration} iterations" if name.startswith("worker") else ""
+                dead.append((member.incarnation, f"{name} {silence}{had}"))
         return dead
 
-    def poll_shard_deaths(self, now: float) -> list[tuple[int, str]]:
-        """(index, reason) of the shards that have been silent for too long; each once."""
-        dead = []
-        for index, member in sorted(self._shards.items()):
-            silence = now - member.heard
-            if silence >= self.patience:
-                reason = f"shard {index} at {member.address} was silent for {silence:.1f} s"
-                dead.append((index, f"{reason}, and {self.patience:g} s are borne"))
-        for index, _ in dead:
-            del self._shards[index]
-        return dead
+    def _fatal_silence(self, now: float, member: _Member) -> str:
+        """In words, a silence for which the member counts as dead; empty where it is shorter."""
+        silence, most = now - member.heard, self._borne(member)
+        if silence < most:
+            return ""
+        if member.suspected and most < member.patience.seconds:
+            return f"was silent for {silence:.1f} s, and another member has lost touch with it"
+        return f"was silent for {silence:.1f} s, and {most:.3g} s are borne"
 
-    def poll_site_deaths(self, now: float) -> list[tuple[str, int, str]]:
-        """(site, incarnation, reason) of the sites' shards that have been silent for too long; each once."""
-        dead = []
-        for site, member in self._site_shards.items():
-            silence = now - member.heard
-            if silence >= self.patience:
-                reason = f"its shard at {member.address} was silent for {silence:.1f} s"
-                dead.append((site, member.incarnation, f"{reason}, and {self.patience:g} s are borne"))
-        for site, _, _ in dead:
-            self._end_site(site)
-        return dead
+    def _borne(self, member: _Member) -> float:
+        """For how many seconds this member's silence is borne."""
+        if member.suspected:
+            return min(suspect_seconds(self.heartbeat), member.patience.seconds)
+        return member.patience.seconds
 
     def next_deadline(self) -> float | None:
-        """When one of the polls for deaths may next find someone, if nobody is heard until then."""
-        heard = [member.heard for member in self._everyone()]
-        return min(heard) + self.patience if heard else None
+        """When `poll_deaths` may next find someone, if nobody is heard until then."""
+        return min((member.heard + self._borne(member) for member in self._everyone()), default=None)
 
     def live(self) -> dict[int, int]:
         """The workers that are there: rank -> incarnation."""
@@ -237,14 +337,18 @@ class Membership:
         """The sites whose shards are there."""
         return list(self._site_shards)
 
+    def incarnations(self) -> set[int]:
+        """Those of everyone who is there, shards too."""
+        return {member.incarnation for member in self._everyone()}
+
     def iterations(self) -> dict[int, int]:
         """How many iterations each has committed, by its last heartbeat."""
         return {rank: member.iteration for rank, member in sorted(self._workers.items())}
 
-    def silences(self, now: float) -> list[float]:
-        """For how many seconds each rank below `workers` was not heard; -1 where nobody has it."""
-        there = {rank: now - member.heard for rank, member in self._workers.items()}
-        return [there.get(rank, -1.0) for rank in range(self.workers)]
+    def silence(self, now: float, incarnation: int) -> float:
+        """For how many seconds a worker that is there was not heard."""
+        member = next(member for member in self._workers.values() if member.incarnation == incarnation)
+        return now - member.heard
 
     def rank_of(self, incarnation: int) -> int | None:
         """The rank of a worker that is there."""
@@ -260,3 +364,28 @@ class Membership:
         """Where a site's shard is; empty while it is not there."""
         there = self._site_shards.get(site)
         return there.address if there is not None else ""
+
+    # -- as plain data ------------------------------------------------------------------------------------
+
+    def state(self) -> MembershipState:
+        """All that a restart must not lose, for `restore`."""
+        return MembershipState(
+            self._incarnations,
+            {rank: member.state() for rank, member in sorted(self._workers.items())},
+            {index: member.state() for index, member in sorted(self._shards.items())},
+            {site: member.state() for site, member in self._site_shards.items()},
+            sorted(self._ended_sites),
+        )
+
+    def restore(self, now: float, state: MembershipState) -> None:
+        """Be as `state` says; everyone in it counts as heard now."""
+
+        def alive(each: MemberState) -> _Member:
+            patience = self._fresh_patience()
+            return _Member(each.incarnation, now, patience, each.iteration, each.address, each.token)
+
+        self._incarnations = state.incarnations
+        self._workers = {rank: alive(each) for rank, each in state.workers.items()}
+        self._shards = {index: alive(each) for index, each in state.shards.items()}
+        self._site_shards = {site: alive(each) for site, each in state.sites.items()}
+        self._ended_sites = set(state.ended)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -40,6 +40,27 @@ _SHAPES: dict[str, tuple[int | None, int]] = {
 
 
 @dataclass
+class RingState:
+    """A ring as plain data: its members with the numbers of their wishes, and its keys."""
+
+    members: dict[int, int]
+    broken: bool
+    keys: dict[str, bytes]
+
+
+@dataclass
+class RendezvousState:
+    """What `Rendezvous` knows, as plain data: who waits for the others with which wish and until when, by
+    rank; each ring; and what calls gave, by incarnation and number."""
+
+    formed: int
+    comers: dict[int, tuple[Gather, float]]
+    rings: dict[int, RingState]
+    ring_of: dict[int, int]
+    counted: dict[int, dict[int, int]]
+
+
+@dataclass
 class _Comer:
     """A rank that waits for the others."""
 
@@ -50,7 +71,8 @@ class _Comer:
 
 @dataclass
 class _Ring:
-    members: dict[int, int]  # incarnation -> the number of its wish
+    members: dict[int, int]  # incarnation -> the number of its wish; -1: it was in the ring before
+    broken: bool = False  # a member is gone: nobody waits for keys any more
     keys: dict[str, bytes] = field(default_factory=dict)
     waiters: dict[str, list[_Waiter]] = field(default_factory=dict)  # by a key that is not there
 
@@ -99,15 +121,41 @@ class Rendezvous:
         return self._form() if len(self._comers) == self._workers else []
 
     def _form(self) -> list[Answer]:
-        self.formed += 1
         comers = [self._comers[rank] for rank in sorted(self._comers)]
-        for comer in comers:
-            self._leave_ring(comer.gather.incarnation)
-            self._ring_of[comer.gather.incarnation] = self.formed
-        members = {comer.gather.incarnation: comer.gather.number for comer in comers}
-        self._rings[self.formed] = _Ring(members)
         self._comers.clear()
+        self._make({comer.gather.incarnation: comer.gather.number for comer in comers})
         return [(comer.peer, Gathered(group=self.formed)) for comer in comers]
+
+    def form(self, members: Sequence[int], after: int = 0) -> int:
+        """A ring of these incarnations, with no keys yet; its number, above `after`."""
+        self.formed = max(self.formed, after)
+        self._make(dict.fromkeys(members, -1))
+        return self.formed
+
+    def _make(self, members: dict[int, int]) -> None:
+        self.formed += 1
+        for member in members:
+            self._leave_ring(member)
+            self._ring_of[member] = self.formed
+        self._rings[self.formed] = _Ring(members)
+
+    def members(self) -> list[int]:
+        """The incarnations in the latest ring, in order of rank."""
+        return list(self._rings[self.formed].members) if self.formed in self._rings else []
+
+    def handle_broken(self, group: int) -> list[Answer]:
+        """A member of the ring is gone: those who wait for keys are told what is missing, and whoever is to
+        wait from now on, at once."""
+        ring = self._rings.get(group)
+        if ring is None or ring.broken:
+            return []
+        ring.broken = True
+        waiters = {id(w): w for waiters in ring.waiters.values() for w in waiters}.values()
+        answers: list[Answer] = []
+        for waiter in list(waiters):
+            self._end(ring, waiter)
+            answers.append((waiter.peer, StoreAnswer(missing=sorted(waiter.missing))))
+        return answers
 
     def handle_left(self, incarnation: int) -> None:
         """A worker said goodbye or died: it waits for nothing any more. With a ring's last member its keys
@@ -134,6 +182,33 @@ class Rendezvous:
         ring = self._rings.pop(number)
         self.keys_held -= len(ring.keys)
         self.bytes_held -= sum(_size(key, value) for key, value in ring.keys.items())
+
+    def state(self) -> RendezvousState:
+        """All that a restart must not lose, for `restore`: calls that wait for keys are asked again."""
+        return RendezvousState(
+            self.formed,
+            {rank: (comer.gather, comer.until) for rank, comer in self._comers.items()},
+            {
+                number: RingState(dict(ring.members), ring.broken, dict(ring.keys))
+                for number, ring in self._rings.items()
+            },
+            dict(self._ring_of),
+            {incarnation: dict(gave) for incarnation, gave in self._counted.items()},
+        )
+
+    def restore(self, state: RendezvousState, peer: Peer) -> None:
+        """Be as `state` says; `peer` stands for those who wait, until they ask again."""
+        self.formed, self._ring_of = state.formed, dict(state.ring_of)
+        self._comers = {rank: _Comer(peer, gather, until) for rank, (gather, until) in state.comers.items()}
+        self._rings = {
+            number: _Ring(dict(ring.members), ring.broken, dict(ring.keys))
+            for number, ring in state.rings.items()
+        }
+        self._counted = {incarnation: dict(gave) for incarnation, gave in state.counted.items()}
+        self.keys_held = sum(len(ring.keys) for ring in self._rings.values())
+        self.bytes_held = sum(
+            _size(key, value) for ring in self._rings.values() for key, value in ring.keys.items()
+        )
 
     # -- its keys -----------------------------------------------------------------------------------------
 
@@ -222,6 +297,8 @@ class Rendezvous:
         missing = {key for key in call.keys if key not in ring.keys}
         if not missing:
             return [(peer, _found(ring, call))]
+        if ring.broken:
+            return [(peer, StoreAnswer(missing=sorted(missing)))]
         if self.waiting >= self._most_waiters:
             raise UserError(f"{self.waiting} calls wait for keys already, and no more may")
         waiter = _Waiter(peer, call, missing)

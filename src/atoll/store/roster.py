@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
+from atoll.wire.messages import Count
+
+
+class RosterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a Roster remembers."""
+
+    workers: Count
+    begun: bool
+    live: dict[int, Count]
+    waiting: dict[int, Count]
+    fenced: dict[int, Count]
+
 
 class Roster:
     """`live` and `waiting` are worker -> incarnation; a worker stands in one of them at most.
@@ -16,6 +32,23 @@ class Roster:
         self.live: dict[int, int] = {}
         self.waiting: dict[int, int] = {}
         self._fenced: dict[int, int] = {}  # worker -> the highest incarnation that is fenced
+
+    def state(self) -> RosterState:
+        """For a journal; `restored` makes the same roster of it."""
+        return RosterState(
+            workers=self.workers,
+            begun=self.begun,
+            live=dict(self.live),
+            waiting=dict(self.waiting),
+            fenced=dict(self._fenced),
+        )
+
+    @classmethod
+    def restored(cls, state: RosterState) -> Roster:
+        roster = cls(state.workers)
+        roster.begun, roster._fenced = state.begun, dict(state.fenced)
+        roster.live, roster.waiting = dict(state.live), dict(state.waiting)
+        return roster
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""
@@ -44,11 +77,16 @@ class Roster:
         """Whether as many are there as the run begins with; always so once it has begun."""
         return self.begun or len(self.waiting) >= self.workers
 
-    def enter(self) -> list[tuple[int, int]]:
-        """All who wait become live; (worker, incarnation) in order of worker."""
-        entering = sorted(self.waiting.items())
+    def enter(self, only: Mapping[int, int] | None = None) -> list[tuple[int, int]]:
+        """All who wait become live, or those of them in `only`; (worker, incarnation) in order of worker."""
+        entering = sorted(
+            (worker, incarnation)
+            for worker, incarnation in self.waiting.items()
+            if only is None or only.get(worker) == incarnation
+        )
         self.live.update(entering)
-        self.waiting.clear()
+        for worker, _ in entering:
+            del self.waiting[worker]
         self.begun = self.begun or bool(entering)
         return entering
 

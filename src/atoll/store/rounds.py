@@ -11,14 +11,29 @@ from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
 from atoll.wire import messages
+from atoll.wire.messages import Count
+
+
+class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rounds"):
+    """All that Rounds remember, beside roster and stages."""
+
+    loose: bool
+    idle: list[Count]
+    passed: list[Count]
+    iteration: Count
+    members: dict[int, Count]
+    commits: dict[int, messages.Commit]
+    combined: list[Count]
+    said: dict[int, messages.Step]
+    entering: dict[int, Count]
 
 
 class Rounds:
     """One iteration at a time: it begins, is combined, is stepped.
 
-    It begins with all who are live then, those who waited included. It is combined when every member has
-    committed and is staged on all shards; a member fenced before is left out. It is stepped when every live
-    member has said the same Step.
+    It begins with all who are live then, and those who waited when the one before was combined. It is
+    combined when every member has committed and is staged on all shards; a member fenced before is left out.
+    It is stepped when every live member has said the same Step.
 
     `loose`: where others have committed, a member that waits in a meeting and has not is left out too. It
     joins anew once its meeting is over.
@@ -35,6 +50,32 @@ class Rounds:
         self._commits: dict[int, messages.Commit] = {}
         self._combined: list[int] = []  # the mean's workers, fenced ones included; empty before
         self._said: dict[int, messages.Step] = {}  # a fenced member's word counts too
+        # Who enters with the next iteration, worker -> incarnation: fixed when this one is combined, so that
+        # all its members can be told alike.
+        self._entering: dict[int, int] = {}
+
+    def state(self) -> RoundsState:
+        """For a journal; `restored` makes the same of it."""
+        return RoundsState(
+            loose=self._loose,
+            idle=sorted(self._idle),
+            passed=sorted(self._passed),
+            iteration=self._iteration,
+            members=dict(self._members),
+            commits=dict(self._commits),
+            combined=list(self._combined),
+            said=dict(self._said),
+            entering=dict(self._entering),
+        )
+
+    @classmethod
+    def restored(cls, state: RoundsState, roster: Roster, stages: Stages) -> Rounds:
+        rounds = cls(roster, stages, state.iteration, state.loose)
+        rounds._idle, rounds._passed = set(state.idle), set(state.passed)
+        rounds._members, rounds._commits = dict(state.members), dict(state.commits)
+        rounds._combined, rounds._said = list(state.combined), dict(state.said)
+        rounds._entering = dict(state.entering)
+        return rounds
 
     def committed(self, _worker: int) -> int:
         """How many iterations are in the log, for a live worker."""
@@ -43,13 +84,19 @@ class Rounds:
     def commit(self, worker: int, commit: messages.Commit, draft: Draft) -> None:
         """A live worker commits its contribution to the iteration; `draft.refused` says if it may not."""
         if commit.iteration < self.committed(worker):
-            draft.reply(worker, commit.incarnation, messages.Committed(iteration=commit.iteration))
+            draft.reply(worker, commit.incarnation, self._answer(commit.iteration))
         elif commit.iteration != self._iteration or worker not in self._members:
             draft.refused = (
                 f"worker {worker} commits iteration {commit.iteration}, while {self._iteration} is under way"
             )
         else:
             self._commits.setdefault(worker, commit)
+
+    def _answer(self, iteration: int) -> messages.Committed:
+        if iteration != self._iteration:
+            return messages.Committed(iteration=iteration)
+        entering = sorted(self._entering)
+        return messages.Committed(iteration=iteration, workers=sorted(self._combined), entering=entering)
 
     def step(self, worker: int, step: messages.Step, draft: Draft) -> None:
         """A member says how to step; `draft.refused` says if that cannot be."""
@@ -120,8 +167,9 @@ class Rounds:
     def _try_begin(self, draft: Draft) -> bool:
         if not self._roster.is_quorate():
             return False
+        only = self._entering if self._roster.live else None
         back = [(worker, self._roster.live[worker]) for worker in sorted(self._passed - self._idle)]
-        for worker, incarnation in (*self._roster.enter(), *back):
+        for worker, incarnation in (*self._roster.enter(only), *back):
             self._join(worker, incarnation, draft)
         live = sorted(self._roster.live.items())
         self._members = {worker: incarnation for worker, incarnation in live if worker not in self._passed}
@@ -142,13 +190,14 @@ class Rounds:
                 Member(worker=worker, incarnation=incarnation, weight=commit.weight, samples=commit.samples)
             )
             draft.counted.append((worker, commit))
-            draft.reply(worker, incarnation, messages.Committed(iteration=self._iteration))
             self._stages.forget_through(worker, incarnation, self._iteration)
         draft.write(
             Combine(iteration=self._iteration, members=members),
             f"iteration {self._iteration} is whole: {_workers(self._members)} committed, staged everywhere",
         )
-        self._combined = list(self._members)
+        self._combined, self._entering = list(self._members), dict(self._roster.waiting)
+        for worker, incarnation in self._members.items():
+            draft.reply(worker, incarnation, self._answer(self._iteration))
         return True
 
     def _try_step(self, draft: Draft) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias, Union
+
+import msgspec
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
+from atoll.wire.messages import Count
 
 __all__ = [
     "Action",
@@ -26,10 +28,11 @@ Key: TypeAlias = tuple[int, int]  # worker, incarnation
 AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
 
 
-@dataclass
-class _Contribution:
-    expected: int
-    parts: Parts = field(default_factory=dict)
+class Contribution(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one worker to one iteration: its chunks' handles, as far as they have come."""
+
+    expected: Count
+    parts: Parts = {}
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
@@ -38,12 +41,30 @@ class _Contribution:
         return [handle for handle, _ in self.parts.values()]
 
 
-@dataclass
-class _Member:
-    incarnation: int
-    clock: int  # iterations applied here
+class Member(msgspec.Struct, forbid_unknown_fields=True):
+    """A worker that takes part."""
+
+    incarnation: Count
+    clock: Count  # iterations applied here
     staleness: float = 0.0
     idle: bool = False  # waits in a meeting for all others
+
+
+class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a ShardState remembers, but for the pulls that wait: they are asked again."""
+
+    versions: dict[int, Count]
+    consistency: str
+    slack: Count
+    limit: Count
+    steps: Count
+    applied: Count
+    members: dict[int, Member]
+    fenced: dict[int, Count]
+    staged: dict[Key, dict[int, Contribution]]
+    combined: int
+    mean_of: list[Count]
+    replaced: dict[int, Parts]
 
 
 class ShardState:
@@ -61,14 +82,51 @@ class ShardState:
         self.limit = limit
         self.steps = steps  # BSP: iterations stepped here
         self.applied = 0  # entries of the log
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._fenced: dict[int, int] = {}
-        self._staged: dict[Key, dict[int, _Contribution]] = {}
+        self._staged: dict[Key, dict[int, Contribution]] = {}
         self._combined = -1  # the iteration whose mean is there, not yet stepped
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
         self._pulls: dict[Key, messages.Pull] = {}
         self._mean_pulls: dict[Key, messages.PullMean] = {}
+
+    def state(self) -> HeldState:
+        """For a journal; `restored` makes the same of it."""
+        return HeldState(
+            versions=dict(self.versions),
+            consistency=self.consistency,
+            slack=self.slack,
+            limit=self.limit,
+            steps=self.steps,
+            applied=self.applied,
+            members={
+                worker: Member(each.incarnation, each.clock, each.staleness, each.idle)
+                for worker, each in self._members.items()
+            },
+            fenced=dict(self._fenced),
+            staged={
+                key: {
+                    iteration: Contribution(each.expected, dict(each.parts))
+                    for iteration, each in staged.items()
+                }
+                for key, staged in self._staged.items()
+            },
+            combined=self._combined,
+            mean_of=sorted(self._mean_of),
+            replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
+        )
+
+    @classmethod
+    def restored(cls, state: HeldState) -> ShardState:
+        """What `state` is of; its structures are then this one's."""
+        shard = cls((), state.consistency, state.slack, state.limit, state.steps)
+        shard.versions, shard.applied = dict(state.versions), state.applied
+        shard._members, shard._fenced = dict(state.members), dict(state.fenced)
+        shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
+        shard._combined, shard._mean_of = state.combined, frozenset(state.mean_of)
+        shard._replaced = {worker: dict(parts) for worker, parts in state.replaced.items()}
+        return shard
 
     def refusal(self, worker: int, incarnation: int) -> str:
         """Why nothing is taken from this incarnation; empty where it may speak."""
@@ -98,7 +156,7 @@ class ShardState:
                 return PushOutcome(
                     refused=f"{push.chunks_in_all} chunks announced, of {len(self.versions)} that are here"
                 )
-            contribution = _Contribution(push.chunks_in_all)
+            contribution = Contribution(push.chunks_in_all)
         if push.chunk in contribution.parts:
             return PushOutcome()
         if push.chunks_in_all != contribution.expected or contribution.is_whole():
@@ -200,7 +258,7 @@ class ShardState:
         """What to do, in this order. Raises StoreError where the log counts what is not here."""
         self.applied += 1
         if isinstance(entry, Joined):
-            self._members[entry.worker] = _Member(entry.incarnation, entry.clock)
+            self._members[entry.worker] = Member(entry.incarnation, entry.clock)
             if self.consistency == "bsp":
                 self.steps = entry.clock
             return []

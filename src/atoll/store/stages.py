@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
+from atoll.wire.messages import Count
+
+
+class StagesState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that Stages remember."""
+
+    holders: list[Count]
+    staged: dict[tuple[int, int], dict[int, list[Count]]]
+
 
 class Stages:
     """`holders` are the shards that hold trainable chunks: the others have nothing to stage."""
@@ -12,6 +23,25 @@ class Stages:
         self.holders = frozenset(holders)
         # (worker, incarnation) -> iteration -> shards
         self._staged: dict[tuple[int, int], dict[int, set[int]]] = {}
+
+    def state(self) -> StagesState:
+        """For a journal; `restored` makes the same of it."""
+        return StagesState(
+            holders=sorted(self.holders),
+            staged={
+                key: {iteration: sorted(shards) for iteration, shards in staged.items()}
+                for key, staged in self._staged.items()
+            },
+        )
+
+    @classmethod
+    def restored(cls, state: StagesState) -> Stages:
+        stages = cls(state.holders)
+        stages._staged = {
+            key: {iteration: set(shards) for iteration, shards in staged.items()}
+            for key, staged in state.staged.items()
+        }
+        return stages
 
     def add(self, shard: int, worker: int, incarnation: int, iteration: int) -> None:
         """A shard has all chunks of a contribution."""

@@ -3,24 +3,37 @@ there are live workers make one step of the optimizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from atoll.store.entries import Apply, Joined
 from atoll.store.outcomes import Draft
 from atoll.store.roster import Roster
 from atoll.store.stages import Stages
 from atoll.wire import messages
+from atoll.wire.messages import Count
 
 
-@dataclass
-class _Stream:
+class Stream(msgspec.Struct, forbid_unknown_fields=True):
     """One live worker."""
 
-    incarnation: int
-    clock: int  # iterations in the log
-    seen: int  # contributions of all workers that were in the log at its last own one
-    pending: dict[int, messages.Commit] = field(default_factory=dict)
+    incarnation: Count
+    clock: Count  # iterations in the log
+    seen: Count  # contributions of all workers that were in the log at its last own one
+    pending: dict[int, messages.Commit] = {}
+
+
+class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="streams"):
+    """All that Streams remember, beside roster and stages."""
+
+    limit: Count
+    streams: dict[int, Stream]
+    applied: Count
+    in_step: Count
+    step_weight: float
+    step_settings: messages.Hyperparameters
+    start: Count
 
 
 class Streams:
@@ -35,12 +48,32 @@ class Streams:
         self._roster = roster
         self._stages = stages
         self._limit = limit
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._applied = 0
         self._in_step = 0  # contributions to the open step; 0 where none is open
         self._step_weight = 0.0  # theirs, damped
         self._step_settings: messages.Hyperparameters = []  # the mean of theirs
         self._start = steps  # where one begins who joins while nobody lives
+
+    def state(self) -> StreamsState:
+        """For a journal; `restored` makes the same of it."""
+        return StreamsState(
+            limit=self._limit,
+            streams=_copies(self._streams),
+            applied=self._applied,
+            in_step=self._in_step,
+            step_weight=self._step_weight,
+            step_settings=self._step_settings,
+            start=self._start,
+        )
+
+    @classmethod
+    def restored(cls, state: StreamsState, roster: Roster, stages: Stages) -> Streams:
+        streams = cls(roster, stages, state.start, state.limit)
+        streams._streams, streams._applied = _copies(state.streams), state.applied
+        streams._in_step, streams._step_weight = state.in_step, state.step_weight
+        streams._step_settings = state.step_settings
+        return streams
 
     def committed(self, worker: int) -> int:
         """How many iterations are in the log, for a live worker."""
@@ -79,7 +112,7 @@ class Streams:
         if self._roster.is_quorate():
             start = min((stream.clock for stream in self._streams.values()), default=self._start)
             for worker, incarnation in self._roster.enter():
-                self._streams[worker] = _Stream(incarnation, start, self._applied)
+                self._streams[worker] = Stream(incarnation, start, self._applied)
                 draft.write(
                     Joined(worker=worker, incarnation=incarnation, clock=start),
                     f"worker {worker} joins at iteration {start}, where the slowest live worker is",
@@ -113,7 +146,8 @@ class Streams:
             f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
         )
         draft.counted.append((worker, commit))
-        draft.reply(worker, stream.incarnation, messages.Committed(iteration=stream.clock))
+        committed = messages.Committed(iteration=stream.clock, workers=sorted(self._streams))
+        draft.reply(worker, stream.incarnation, committed)
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1
@@ -150,6 +184,13 @@ class Streams:
             on = ", ".join(map(str, shards))
             lines.append(f"worker {worker}'s chunks of iteration {stream.clock}, on shard {on}")
         return lines
+
+
+def _copies(streams: dict[int, Stream]) -> dict[int, Stream]:
+    return {
+        worker: Stream(stream.incarnation, stream.clock, stream.seen, dict(stream.pending))
+        for worker, stream in streams.items()
+    }
 
 
 def _moved(before: Any, now: Any, part: float) -> Any:

@@ -12,6 +12,7 @@ dies, one of the three folders is whole, and reading finds it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from atoll.tensors.tensorfile import (
     check_tensor,
     checksum_of,
     flush,
+    parse_tensors,
+    put_tensors,
     read_tensors,
     write_tensors,
 )
@@ -40,6 +43,7 @@ MODEL = "model"
 _EXTRA = "extra"  # the tree of what a state_dict holds beside tensors
 _SUFFIX = ".safetensors"
 _STATE, _MANIFEST = "state.json", "manifest.json"
+_LENGTH = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,15 @@ def write_checkpoint(
         raise
 
 
+def is_checkpoint_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something is at `path` that `read_checkpoint` would read, or say what is wrong with it: more
+    than an empty folder."""
+    place = Path(os.path.realpath(path))
+    if place.is_dir():
+        return any(place.iterdir())
+    return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
+
+
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in the folder `path`, after its sizes and checksums have been compared.
 
@@ -108,24 +121,88 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _read_files(place, manifest)
 
 
+def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
+    """A checkpoint in memory: what `write_checkpoint` writes, as one run of bytes, for another process.
+
+    It is eight bytes of length, that many of JSON, which says the size and CRC-32 of each part, and the
+    parts: files of tensors, and last state.json. Raises CheckpointError as `write_checkpoint` does.
+    """
+    tensors, state = _encoded(model, trees)
+    body = io.BytesIO()
+    parts = [(name, *put_tensors(body, held)) for name, held in tensors.items()]
+    data = _as_json(state, _STATE)
+    body.write(data)
+    parts.append((_STATE, len(data), zlib.crc32(data)))
+    head = json.dumps({"format": FORMAT, "version": VERSION, "parts": parts}).encode()
+    return b"".join([len(head).to_bytes(_LENGTH, "little"), head, body.getbuffer()])
+
+
+def unpack(raw: bytes | bytearray | memoryview, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state_dict and the trees in `raw`, all tensors on the CPU; nothing in it is unpickled.
+
+    Sizes are held against the bytes that are there before anything is allocated, and so are checksums.
+    Raises CheckpointError, one line that begins with `what`, for anything but what `pack` makes.
+    """
+    view = memoryview(raw)
+    size = int.from_bytes(view[:_LENGTH], "little")
+    if len(view) < _LENGTH or size > len(view) - _LENGTH:
+        raise CheckpointError(f"{what}: {len(view)} bytes, which are no checkpoint")
+    begin = _LENGTH + size
+    try:
+        head = json.loads(bytes(view[_LENGTH:begin]))
+        kind, version = head["format"], head["version"]
+        parts = [(str(name), int(length), int(checksum)) for name, length, checksum in head["parts"]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{what}: its head is damaged") from None
+    if kind != FORMAT or version != VERSION:
+        raise CheckpointError(f"{what}: format {kind!r} {version!r}; this Atoll reads {FORMAT!r} {VERSION}")
+    if (
+        min((length for _, length, _ in parts), default=0) < 0
+        or sum(p[1] for p in parts) != len(view) - begin
+    ):
+        raise CheckpointError(f"{what}: its parts are of other sizes than its head says")
+    found: dict[str, bytes] = {}
+    for name, length, checksum in parts:
+        found[name] = bytes(view[begin : begin + length])
+        begin += length
+        if zlib.crc32(found[name]) != checksum:
+            raise CheckpointError(f"{what}: {name} is damaged: its checksum is not that of what was sent")
+    if not {MODEL + _SUFFIX, _STATE} <= found.keys():
+        raise CheckpointError(f"{what}: holds too few parts")
+    tensors = {
+        name.removesuffix(_SUFFIX): parse_tensors(part, f"{what}: {name}")
+        for name, part in found.items()
+        if name.endswith(_SUFFIX)
+    }
+    return _decoded(found[_STATE], tensors, f"{what}: {_STATE}")
+
+
 def _write_files(folder: Path, model: Mapping[str, Any], trees: Mapping[str, object]) -> None:
+    tensors, state = _encoded(model, trees)
+    files = {name: write_tensors(folder / name, held) for name, held in tensors.items()}
+    files[_STATE] = _write_json(folder / _STATE, state)
+    described = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in files.items()}
+    _write_json(folder / _MANIFEST, {"format": FORMAT, "version": VERSION, "files": described})
+    _sync_folder(folder)
+
+
+def _encoded(
+    model: Mapping[str, Any], trees: Mapping[str, object]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensors of each file of tensors, and what state.json holds."""
     tensors, extra = _divided(model)
-    files = {MODEL + _SUFFIX: write_tensors(folder / (MODEL + _SUFFIX), tensors)}
+    files = {MODEL + _SUFFIX: tensors}
     encoded: dict[str, Any] = {}
     for name, tree in {**trees, _EXTRA: extra}.items():
         encoder = Encoder()
         encoded[name] = encoder.encode(tree, MODEL if name == _EXTRA else name)
         if encoder.tensors:
-            files[name + _SUFFIX] = write_tensors(folder / (name + _SUFFIX), encoder.tensors)
-    state = {
+            files[name + _SUFFIX] = encoder.tensors
+    return files, {
         "names": list(model),
         "complex": [name for name, tensor in tensors.items() if tensor.is_complex()],
         "trees": encoded,
     }
-    files[_STATE] = _write_json(folder / _STATE, state)
-    described = {name: {"bytes": size, "crc32": checksum} for name, (size, checksum) in files.items()}
-    _write_json(folder / _MANIFEST, {"format": FORMAT, "version": VERSION, "files": described})
-    _sync_folder(folder)
 
 
 def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -143,14 +220,18 @@ def _divided(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
 
 def _write_json(path: Path, value: object) -> tuple[int, int]:
     """Write JSON through to the disk; returns its bytes and CRC-32."""
-    try:
-        data = json.dumps(value, allow_nan=False, indent=1).encode()
-    except ValueError as error:  # an integer of more digits than Python prints
-        raise CheckpointError(f"{path.name}: cannot be written as JSON: {error}") from None
+    data = _as_json(value, path.name)
     with path.open("xb") as file:
         file.write(data)
         flush(file)
     return len(data), zlib.crc32(data)
+
+
+def _as_json(value: object, what: str) -> bytes:
+    try:
+        return json.dumps(value, allow_nan=False, indent=1).encode()
+    except ValueError as error:  # an integer of more digits than Python prints
+        raise CheckpointError(f"{what}: cannot be written as JSON: {error}") from None
 
 
 def _read_files(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
@@ -160,16 +241,24 @@ def _read_files(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
         for name in manifest["files"]
         if name.endswith(_SUFFIX)
     }
+    model, trees = _decoded(state_file.read_bytes(), tensors, str(state_file))
+    return Checkpoint(model, trees, folder)
+
+
+def _decoded(
+    raw: bytes, tensors: Mapping[str, dict[str, Tensor]], what: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state_dict and the trees, of state.json's bytes and the tensors of each file."""
     try:
-        state = json.loads(state_file.read_bytes())
+        state = json.loads(raw)
         trees = {name: decode(tree, tensors.get(name, {})) for name, tree in state["trees"].items()}
         held: dict[str, Any] = {**tensors[MODEL], **trees.pop(_EXTRA)}
         for name in state["complex"]:
             held[name] = as_complex(held[name])
-        return Checkpoint({name: held[name] for name in state["names"]}, trees, folder)
+        return {name: held[name] for name in state["names"]}, trees
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         # The checksum is right, so this is what was written: by a program that is not this one.
-        raise CheckpointError(f"{state_file}: not the state of a checkpoint: {error!r}") from None
+        raise CheckpointError(f"{what}: not the state of a checkpoint: {error!r}") from None
 
 
 def _verified(folder: Path) -> dict[str, Any]:

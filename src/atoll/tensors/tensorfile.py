@@ -52,6 +52,14 @@ def storage_key(tensor: Tensor) -> object:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Write `tensors`, already checked, to a new file, through to the disk; returns its bytes and CRC-32."""
+    with path.open("xb") as file:
+        size, checksum = put_tensors(file, tensors)
+        flush(file)
+    return size, checksum
+
+
+def put_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Write `tensors`, already checked, where the file is; returns how many bytes, and their CRC-32."""
     # Wide elements first, as the library does: then every tensor begins on a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -_stored(tensors[name]).element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -67,13 +75,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        checksum = _put(file, len(text).to_bytes(8, "little") + text, 0)
-        for name in names:
-            checksum = _put(file, _bytes(_stored(tensors[name])), checksum)
-        size = file.tell()
-        flush(file)
-    return size, checksum
+    checksum = _put(file, len(text).to_bytes(8, "little") + text, 0)
+    for name in names:
+        checksum = _put(file, _bytes(_stored(tensors[name])), checksum)
+    return 8 + len(text) + begin, checksum
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -82,6 +87,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except Exception as error:  # the library's errors share no narrower base class over its versions
         raise CheckpointError(f"{path}: not a file of tensors: {error}") from None
+
+
+def parse_tensors(raw: bytes, what: str) -> dict[str, Tensor]:
+    """As `read_tensors`, of a file's bytes; `what` names them in the error. The library holds every offset
+    against the length of `raw` before it makes a tensor."""
+    try:
+        return safetensors.torch.load(raw)
+    except Exception as error:
+        raise CheckpointError(f"{what}: not tensors: {error}") from None
 
 
 def as_complex(tensor: Tensor) -> Tensor:

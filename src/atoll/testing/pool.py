@@ -27,6 +27,7 @@ from atoll.core.errors import DeadlineError, RunError
 from atoll.train.place import Place
 
 LOOPBACK = "127.0.0.1"
+_END_SECONDS = 10.0  # for a process that was killed, or has closed its connection, to end
 
 
 def ring_of_one() -> Place:
@@ -117,7 +118,7 @@ class WorkerPool:
             worker.connection.close()
             worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.process.join(_END_SECONDS)
         self._workers = []
         self._store = None
 
@@ -144,9 +145,12 @@ class WorkerPool:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             process = self._workers[rank].process
-            process.join()
+            process.join(_END_SECONDS)
+            ended = f"ended with exit code {process.exitcode}"
+            if process.exitcode is None:
+                ended = f"closed its connection, and has not ended within {_END_SECONDS:g} s"
             self.close()
-            raise RunError(f"{name}: worker {rank} ended with exit code {process.exitcode}") from None
+            raise RunError(f"{name}: worker {rank} {ended}") from None
 
 
 def _serve(connection: Connection, port: int) -> None:

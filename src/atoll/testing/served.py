@@ -47,12 +47,13 @@ class ServedRun:
         sites: Mapping[str, int] | None = None,
         site_timeout: float = START_SECONDS,
         until_done: bool = False,
+        at_least: int = 1,
     ) -> None:
-        """`patience`, `heartbeat`, `sites` and `until_done` as the hub's; `folder` gets what hub and shards
-        keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
+        """`patience`, `heartbeat`, `sites`, `until_done` and `at_least` as the hub's; `folder` gets what hub
+        and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
-        self._keys, self._until_done = keys, until_done
+        self._keys, self._until_done, self._at_least = keys, until_done, at_least
         self._workers, self._shards = workers, shards
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
@@ -82,6 +83,7 @@ class ServedRun:
                 until=lambda: self._stop.is_set() or self._stop_hub.is_set(),
                 ready=at,
                 until_done=self._until_done,
+                at_least=self._at_least,
             ),
         )
         self._await(listening, "the hub")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from atoll.train.reducer import Reducer
-from atoll.train.ring import Ring
+from atoll.train.rounds import Ring
 from atoll.train.speed import Stretch
 
 
@@ -60,8 +60,8 @@ class BackwardEnd:
         if self._ring is None or len(waiting) < 2:
             due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
         else:
-            news = torch.tensor([float(reducer.unsent) for reducer in waiting])
-            self._ring.agreement.wait(self._ring.agreement.sum(news), "which models have new gradients")
-            due = [reducer for reducer, count in zip(waiting, news.tolist(), strict=True) if count]
+            own = [float(reducer.unsent) for reducer in waiting]
+            news = self._ring.sum(own, "which models have new gradients")
+            due = [reducer for reducer, count in zip(waiting, news, strict=True) if count]
         for reducer in due:
             reducer.reduce()

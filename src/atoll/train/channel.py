@@ -6,8 +6,10 @@ group, which stays the script's. Every wait goes through `Channel.wait`, which n
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import threading
 import time
 from datetime import timedelta
 from typing import Any, cast
@@ -15,13 +17,34 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.train.place import Place
+from atoll.train.sockets import listening_ports, shut
 
 _POLL_SECONDS = 50e-6
+_SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
+_MAKING_SECONDS = 0.05  # the same, while a group connects
 _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
+
+
+_END_SECONDS = 2.0  # for a group that does nothing more to end
+_LAST_SECONDS = 10.0  # for all groups to have ended, before the process may
+
+_ending: list[threading.Thread] = []  # those in which groups end
+
+
+@atexit.register
+def _wait_for_ends() -> None:
+    """A thread that is in the middle of C++ when the interpreter goes ends the process by SIGABRT."""
+    until = time.monotonic() + _LAST_SECONDS
+    for thread in _ending:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+class BrokenRingError(PeerLostError):
+    """The ring is to be formed again: a member is gone, or the hub says so."""
 
 
 class Channel:
@@ -29,6 +52,10 @@ class Channel:
 
     `purpose` names it in the store and in errors; `timeout` is in seconds. Tensors given to its collectives
     are on `device`: the CPU (Gloo) or a CUDA device (NCCL).
+
+    Where the place has a `watch`, whatever fails but for a deadline raises BrokenRingError, and every wait
+    also ends with what `watch` raises; then only `abandon` is left to be called. A collective that was under
+    way may still write into its tensors for a while.
     """
 
     def __init__(self, place: Place, purpose: str, timeout: float, device: torch.device) -> None:
@@ -38,36 +65,101 @@ class Channel:
         self._lates = 0
         self.seconds_waited = 0.0  # in all
         self._on_cuda = device.type == "cuda"
-        deadline = timedelta(seconds=timeout)
-        with self._explained("the other workers to connect"):
-            if self._on_cuda:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = deadline
-                self._group: Any = dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
-            else:
-                self._group = _gloo(self._store, place, deadline)
+        self._group: Any = None
+        self._ports: set[int] = set()  # at which this channel listens
+        self._peers: set[int] = set()  # at which the others do
+        try:
+            with self._explained("the other workers to connect"):
+                if place.watch is None:
+                    self._group = self._make()
+                else:
+                    self._make_watched()
+                    self._meet_ports()
+        except BrokenRingError:
+            self.abandon()
+            raise
+
+    def _make(self) -> Any:
+        place, deadline = self.place, timedelta(seconds=self.timeout)
+        if self._on_cuda:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = deadline
+            return dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        if place.watch is None and (interface or not place.host):
+            return ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = deadline
+        before = listening_ports() if place.watch is not None else set()
+        where = {"interface": interface} if interface else {"hostname": place.host}
+        gloo._devices = [ProcessGroupGloo.create_device(**where)]
+        if place.watch is not None:
+            self._ports = listening_ports() - before
+        return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
+
+    def _make_watched(self) -> None:
+        """On a thread: c10d waits for members to connect, and would wait for one that is gone."""
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                made.append(self._make())
+            except BaseException as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="atoll-connect", daemon=True)
+        thread.start()
+        until = time.monotonic() + self.timeout
+        while thread.is_alive():
+            thread.join(_MAKING_SECONDS)
+            if thread.is_alive():
+                self._look()
+                if time.monotonic() > until:
+                    raise RuntimeError("timed out")
+        (group,) = made
+        if isinstance(group, BaseException):
+            raise group
+        self._group = group
+
+    def _meet_ports(self) -> None:
+        """Learn at which ports the others listen, so that `abandon` finds the connections to them."""
+        if self._on_cuda:
+            return
+        port = torch.tensor([min(self._ports, default=0)], dtype=torch.int64)
+        parts, work = self.all_gather(port)
+        self._watch(work, time.monotonic() + self.timeout)
+        self._peers = {int(part) for rank, part in enumerate(parts) if rank != self.place.rank}
+
+    def _look(self) -> None:
+        """Raises where the group is known to be broken."""
+        if self.place.watch is not None:
+            self.place.watch()
 
     def sum(self, tensor: Tensor) -> Work:
         """Begin to replace `tensor`, on every worker, by the sum over workers."""
-        return cast(Work, self._group.allreduce([tensor], dist.AllreduceOptions()))
+        return self._begin("allreduce", [tensor], dist.AllreduceOptions())
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         """Begin to replace `tensor`, on every worker, by its sum, minimum or maximum over workers."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        return cast(Work, self._group.allreduce([tensor], options))
+        return self._begin("allreduce", [tensor], options)
 
     def broadcast(self, tensor: Tensor) -> Work:
         """Begin to replace `tensor` by worker 0's."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return cast(Work, self._group.broadcast([tensor], options))
+        return self._begin("broadcast", [tensor], options)
 
     def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
         """Begin to collect each worker's `tensor`, all of one shape and dtype, in order of rank."""
         parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
-        return parts, self._group.allgather([parts], [tensor])
+        return parts, self._begin("allgather", [parts], [tensor])
+
+    def _begin(self, collective: str, *arguments: Any) -> Work:
+        with self._explained(f"its {collective} to begin"):
+            return cast(Work, getattr(self._group, collective)(*arguments))
 
     def wait(self, work: Work, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
@@ -79,15 +171,33 @@ class Channel:
         with self._explained(what):
             if self._on_cuda:
                 self._poll(work)
-            work.wait()
+            if self.place.watch is None:
+                work.wait()
+            else:
+                self._watch(work, time.monotonic() + self.timeout)
         waited = time.perf_counter() - start
         self.seconds_waited += waited
         return waited
+
+    def _watch(self, work: Work, until: float) -> None:
+        """Wait in slices; a wait that passes its time leaves Gloo's work alive."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=_SLICE_SECONDS))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it came meanwhile, or raises why it failed
+                    return
+            self._look()
+            if time.monotonic() > until:
+                raise RuntimeError("timed out")
 
     def _poll(self, work: Work) -> None:
         """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
         until = time.monotonic() + self.timeout
         while not work.is_completed():
+            self._look()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_SECONDS)
@@ -96,65 +206,61 @@ class Channel:
         """End the process group; what it was doing is given up."""
         if self._on_cuda:
             self._group.shutdown()
-        self._group = None
+        self._let_go(_END_SECONDS)
+
+    def abandon(self) -> None:
+        """Let a broken group go, whatever it is doing: its connections end, and what it was doing fails, here
+        and at the others."""
+        if self._on_cuda and self._group is not None:
+            self._group.abort()
+        shut(self._ports, self._peers)
+        self._let_go(0.0)
+
+    def _let_go(self, seconds: float) -> None:
+        """A group's end waits for what it was doing, and needs its store, which C++ does not hold. It is
+        waited for up to `seconds`."""
+        held, self._group = [self._group, self.place], None
+        if held[0] is not None and self.place.watch is not None:
+            thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
+            thread.start()
+            thread.join(seconds)
+            _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
 
     def _explained(self, what: str) -> _Explained:
         return _Explained(self, what)
 
     def explain(self, error: RuntimeError, what: str, waited: float) -> AtollError:
         """The error to raise in place of c10d's."""
-        if isinstance(error, AtollError):
+        if isinstance(error, AtollError) and (self.place.watch is None or waited >= self.timeout):
             return error
         first_line = _essence(str(error)) or type(error).__name__
+        if self.place.watch is not None and waited < self.timeout:
+            return BrokenRingError(f"worker {self.place.name} lost touch with another worker: {first_line}")
         if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
-            who = " or ".join(f"worker {rank}" for rank in self._who_is_gone()) or "another worker"
             return PeerLostError(
-                f"worker {self.place.rank} lost touch with {who}, waiting for {what}: {first_line}"
+                f"worker {self.place.name} lost touch with another worker, waiting for {what}: {first_line}"
             )
         missing = self._who_is_missing()
-        who = " and ".join(f"worker {rank}" for rank in missing) or "another worker"
+        who = " and ".join(f"worker {self.place.name_of(rank)}" for rank in missing) or "another worker"
         return DeadlineError(
-            f"worker {self.place.rank} waited {waited:.1f} s for {who} on {what} "
+            f"worker {self.place.name} waited {waited:.1f} s for {who} on {what} "
             f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
         )
 
-    def _who_is_gone(self) -> list[int]:
-        """Whoever is most likely dead, where one is. Who started the workers says so where nobody else
-        can."""
-        if self.place.silent is None:
-            return []
-        missing = self._who_is_missing(gone=1)
-        if len(missing) < 2:
-            return missing
-        # Some of them may live, and wait for what another one sends.
-        silent = self.place.silent()
-        return [rank for rank in missing if rank in silent] or missing
-
-    def _who_is_missing(self, gone: int = 0) -> list[int]:
-        """Ask the store which workers are late, or lost someone, too; those that are not, are the ones waited
-        for. At least `gone` are known to be: when so few are left, nobody else is waited for."""
+    def _who_is_missing(self) -> list[int]:
+        """Ask the store which workers are late too; those that are not, are the ones waited for."""
         self._lates += 1
         others = [rank for rank in range(self.place.world) if rank != self.place.rank]
         try:
             self._store.set(f"late/{self._lates}/{self.place.rank}", "1")
             until = time.monotonic() + _EXPLAIN_SECONDS
             missing = others
-            while len(missing) > gone and time.monotonic() < until:
+            while missing and time.monotonic() < until:
                 missing = [rank for rank in missing if not self._store.check([f"late/{self._lates}/{rank}"])]
                 time.sleep(0.05)
             return missing
         except (RuntimeError, AtollError):  # the store went with the worker that held it: nobody can be asked
             return []
-
-
-def _gloo(store: Store, place: Place, deadline: timedelta) -> ProcessGroupGloo:
-    """A group that listens at `place.host`, unless $GLOO_SOCKET_IFNAME or nothing says where."""
-    if not place.host or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ProcessGroupGloo(store, place.rank, place.world, deadline)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = deadline
-    options._devices = [ProcessGroupGloo.create_device(hostname=place.host)]
-    return ProcessGroupGloo(store, place.rank, place.world, options)
 
 
 def _essence(message: str) -> str:

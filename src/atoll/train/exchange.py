@@ -13,8 +13,9 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +34,29 @@ from atoll.wire.messages import (
     Mean,
     Parameters,
     Pull,
+    PullMean,
     Push,
     Replace,
     Step,
     Used,
 )
+
+# What messages are sent again until: the mean under bsp, else the parameters; the parameters.
+CONTRIBUTION, STEP = "contribution", "step"
+
+
+class Members(Protocol):
+    """Who is told of the members of each iteration, and lets newcomers in between two of them."""
+
+    def boundary(self, iteration: int) -> None:
+        """All of `iteration` is done but its exchange, and nothing of that was committed; raises UserError
+        where this worker has yet to enter the run."""
+
+    def over(self) -> None:
+        """The exchange is over."""
+
+    def told(self, committed: Committed) -> None:
+        """An iteration counts, with those in `committed`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,7 @@ class Connection:
     shard_of: dict[int, int]
     used: Callable[[], list[Used]]
     staleness: Callable[[float], None]  # told what the shards measured of each contribution
+    members: Members
 
 
 class NewParameters:
@@ -74,7 +94,8 @@ class NewParameters:
         self.expect(clock)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            shards.send(shard, Pull(incarnation=shards.incarnation, clock=clock, newest=newest))
+            pull = Pull(incarnation=shards.incarnation, clock=clock, newest=newest)
+            shards.send(shard, pull, until=STEP)
 
     def expect(self, clock: int) -> None:
         """As `pull`, where the contribution before has asked for them."""
@@ -94,12 +115,11 @@ class NewParameters:
             self._connection.shards.wait(
                 lambda: len(self._staged) == len(self._chunks),
                 self._missing,
-                f"the parameters after iteration {self._asked - 1}",
+                self._what,
             )
         finally:
             self._publishing = False
-        self._staged.clear()
-        self._asked = None
+        self._done()
         self._versions = self._seen()
 
     def discard(self) -> None:
@@ -107,8 +127,14 @@ class NewParameters:
         self._connection.shards.wait(
             lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
         )
+        self._done()
+
+    def _done(self) -> None:
+        """The parameters are there, so all shards have what they were made of."""
         self._staged.clear()
         self._asked = None
+        for topic in (CONTRIBUTION, STEP):
+            self._connection.shards.answered(topic)
 
     def check_unchanged(self) -> None:
         """Raise UserError if the script has written to a parameter: the shards would not know.
@@ -146,6 +172,11 @@ class NewParameters:
             bound.flat[: values.numel()].copy_(values)
             torch.autograd.graph.increment_version(bound.parameters)
 
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._chunks if chunk not in self._staged)
+        return f"{chunks} of the parameters after iteration {(self._asked or 0) - 1}"
+
     def _missing(self) -> list[int]:
         shard_of = self._connection.shard_of
         return sorted({shard_of[chunk_id] for chunk_id in self._chunks if chunk_id not in self._staged})
@@ -174,7 +205,8 @@ class Exchange(Reducer):
         self.parameters = NewParameters(self._chunks, connection)
         self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
         self._pushed: Counter[int] = Counter()  # of them, in this iteration
-        connection.shards.on(Committed, lambda *_: None)
+        self._counted: Committed | None = None  # of the latest iteration that does
+        connection.shards.on(Committed, self._handle_committed)
 
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
@@ -212,6 +244,13 @@ class Exchange(Reducer):
                 "a method or a part of it, or set sync.lazy to false"
             )
 
+    def _handle_committed(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Committed)
+        self._counted = message
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        """Which iteration this worker makes next is the shards' to say."""
+
     @abstractmethod
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         """The script's `optimizer.step()`: let the shards make it, and ask for the new parameters."""
@@ -231,7 +270,7 @@ class Exchange(Reducer):
             present=bytes(present),
             pull=self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat))
+        shards.send(shard, message, bytes_of(flat), until=CONTRIBUTION)
         self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
@@ -245,6 +284,7 @@ class Exchange(Reducer):
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
             ),
+            until=CONTRIBUTION,
         )
 
 
@@ -280,6 +320,7 @@ class MeanExchange(SendingReducer, Exchange):
     def reduce(self) -> None:
         """Send what has not left, commit, and wait for the mean."""
         self._check_forward()
+        self.connection.members.boundary(self.steps)
         if any(message.dirty for message in self._order):
             raise RunError(
                 f"iteration {self.steps}: a gradient changed after its chunk had left for the shards (a "
@@ -292,16 +333,23 @@ class MeanExchange(SendingReducer, Exchange):
             self._leave(message)
         self._commit(own, [])
         self.connection.shards.wait(
-            lambda: len(self._means) == len(self._gradients),
+            lambda: len(self._means) == len(self._gradients) and self._is_counted(),
             lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
-            f"the mean of iteration {self.steps}",
+            self._what,
         )
+        self.connection.shards.answered(CONTRIBUTION)
+        self.connection.members.over()
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
         self._published = self._gradients_seen()
         self.sends_early, self._first = self.sends_early or self._first, False
         samples = next(iter(self._means.values())).samples if self._means else own.samples
         self._done(own, samples)
+        assert self._counted is not None
+        self.connection.members.told(self._counted)
+
+    def _is_counted(self) -> bool:
+        return self._counted is not None and self._counted.iteration == self.steps
 
     def begin(self) -> None:
         super().begin()
@@ -356,6 +404,7 @@ class MeanExchange(SendingReducer, Exchange):
                     present=bytes(present),
                 ),
                 bytes_of(chunk.published.flat),
+                until=STEP,
             )
         self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
         self.parameters.pull(self.steps + 1)
@@ -377,8 +426,14 @@ class MeanExchange(SendingReducer, Exchange):
                 edits=edits,
                 accepted=accepted,
             ),
+            until=STEP,
         )
         self._scale_at_step = 1.0
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
+        return f"the mean of {chunks} in iteration {self.steps}"
 
     def _edited(self) -> list[int]:
         """The chunks in which the script has changed or replaced a gradient since it was published."""
@@ -402,7 +457,11 @@ class MeanExchange(SendingReducer, Exchange):
         chunk = self._gradients.get(message.chunk)
         if message.iteration != self.steps or chunk is None:
             return
-        # The shard has answered, so what was sent from this memory has been received.
+        # The shard has answered, so what was sent from this memory has been received, and counts.
+        if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
+            shards = self.connection.shards
+            rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
+            shards.answered(CONTRIBUTION, shard, instead=rest)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 
@@ -433,12 +492,16 @@ class AsyncExchange(Exchange):
     def reduce(self) -> None:
         """A backward has ended: nothing leaves before `step`."""
         self._check_forward()
+        self.connection.members.boundary(self.steps)
+        self.connection.members.over()
         self._weighed = self._contribute()
         super().reduce()
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         self._calls.leaving()
+        if self._counted is not None:
+            self.connection.members.told(self._counted)
         own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
         self._pushed.clear()
         for bound in self._chunks:
@@ -474,6 +537,16 @@ def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | 
     if not alike or gradient.numel() != bound.chunk.extent or gradient.device.type != "cpu":
         return None
     return gradient.detach().as_strided((bound.chunk.extent,), (1,))
+
+
+def chunks_named(chunks: Iterable[int]) -> str:
+    """`chunk 3`, `chunks 1 and 3`, `chunks 0, 1, 2 and 5 more`."""
+    ids = sorted(chunks)
+    if len(ids) == 1:
+        return f"chunk {ids[0]}"
+    named, more = ids[:3], len(ids) - 3
+    last = f"{more} more" if more > 0 else str(named.pop()) if named else "none"
+    return f"chunks {', '.join(map(str, named))} and {last}"
 
 
 def bytes_of(flat: Tensor) -> memoryview:

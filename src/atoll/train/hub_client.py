@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError
+import msgspec
+
+from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import Answer, RefusedError, ask, late
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Enter,
     Gather,
     Gathered,
     Goodbye,
@@ -22,12 +27,13 @@ from atoll.wire.messages import (
     Hello,
     Lease,
     Leased,
+    Reform,
+    Reformed,
     Refused,
+    RingNews,
     Shards,
-    Silences,
     Welcome,
     WhereAreShards,
-    WhoIsSilent,
     WireError,
     decode_untrusted,
     encode,
@@ -35,6 +41,9 @@ from atoll.wire.messages import (
 
 LIMIT = 2**21  # bytes of a message, as the hub's
 SILENCE = 3.0  # seconds without an answer, after which that is told
+_FAREWELL_SECONDS = 5.0  # for a hub that is being started again to know who says goodbye to it
+_AT_ONCE = 0.2  # seconds that who asks in passing waits for an answer
+_LISTEN_SECONDS = 0.1  # between looks at whether heartbeats are to end
 _ASK_AGAIN = (0.01, 0.2)  # seconds before the same lease is asked for again: first, and at most
 
 
@@ -60,7 +69,11 @@ class HubClient:
         self._address, self._keys, self._run, self._timeout = address, keys, run, timeout
         self._client = Client(address, keys, limit=LIMIT, name="hub")
         self._losses = 0
-        self._gatherings = 0
+        self._leases = 0  # requests
+        self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
+        self._wishes = 0  # to form a ring, the next one, or to enter one
+        self.late = False  # the ring was under way when this worker came
+        self.news: RingNews | None = None  # the latest of a ring, as the heartbeats' thread got it
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._given_up = ""
@@ -78,7 +91,15 @@ class HubClient:
         RefusedError when the rank is taken, or version or run are others, or there is no such site,
         DeadlineError when there is no hub.
         """
-        hello = Hello(version=VERSION, run=self._run, role="worker", worker=wish, pid=os.getpid(), site=site)
+        hello = Hello(
+            version=VERSION,
+            run=self._run,
+            role="worker",
+            worker=wish,
+            pid=os.getpid(),
+            site=site,
+            token=self._token,
+        )
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
         self._thread = threading.Thread(
@@ -92,16 +113,25 @@ class HubClient:
         shard's alone. Raises DeadlineError when they are not."""
         return list(self._ask(WhereAreShards(), Shards, "the shards' addresses").addresses)
 
+    def where_shards_are(self) -> list[str] | None:
+        """As `shards`, if the hub answers at once; None if it does not, or one shard is not there."""
+        try:
+            return list(self._ask(WhereAreShards(), Shards, "the shards' addresses", _AT_ONCE).addresses)
+        except (DeadlineError, PeerLostError):
+            return None
+
     def gather(self) -> int:
-        """Form the run's ring with all its workers; returns the ring's number, which names its keys.
+        """Form the run's ring with all its workers; returns the ring's number, which names its keys. With
+        `late` set then, it is the number of a ring that was formed without this worker.
 
         Raises DeadlineError, naming those who did not come.
         """
-        self._gatherings += 1
-        wish = Gather(incarnation=self._incarnation, number=self._gatherings, seconds=self._timeout)
+        self._wishes += 1
+        wish = Gather(incarnation=self._incarnation, number=self._wishes, seconds=self._timeout)
         assert self.welcome is not None
         # The hub answers when the time is over: if it does not, it is gone.
-        ring = self._ask(wish, Gathered, "the ring's other workers", self._timeout + self.welcome.patience)
+        patience = self._timeout + self.welcome.patience
+        ring = self._ask(wish, Gathered, "the ring's other workers", patience, number=wish.number)
         if not ring.group:
             rank, world = self.welcome.worker, self.welcome.workers
             who = " and ".join(f"worker {missing}" for missing in ring.missing)
@@ -110,20 +140,51 @@ class HubClient:
                 f"{self._address} (deadline sync.timeout, {self._timeout:g} s); {world - len(ring.missing)} "
                 f"of {world} workers are there"
             )
+        self.late = ring.late
         return ring.group
 
-    def silences(self) -> list[float]:
-        """For how many seconds the hub has heard nothing of each rank; -1 where nobody has it."""
-        assert self.welcome is not None
-        question = WhoIsSilent(incarnation=self._incarnation)
-        return self._ask(question, Silences, "who is silent", self.welcome.patience).seconds
+    def reform(
+        self, group: int, rank: int, round: int, *, holds: bool, admits: bool, fresh: bool
+    ) -> Reformed:
+        """Form the ring after `group`, with all its living members; see wire/messages.py: Reform.
+
+        Raises DeadlineError when some of them neither come nor die, and RunError when there is no next ring,
+        or none with this worker.
+        """
+        self._wishes += 1
+        wish = Reform(
+            incarnation=self._incarnation,
+            number=self._wishes,
+            group=group,
+            rank=rank,
+            round=round,
+            holds=holds,
+            admits=admits,
+            fresh=fresh,
+        )
+        return self._next_ring(wish, f"the other members of ring {group}, to form the next one")
+
+    def enter(self) -> Reformed:
+        """Take part in the ring that is under way, when its members admit newcomers."""
+        self._wishes += 1
+        wish = Enter(incarnation=self._incarnation, number=self._wishes)
+        return self._next_ring(wish, "the ring that is under way to let it in, between two iterations")
+
+    def _next_ring(self, wish: Reform | Enter, what: str) -> Reformed:
+        try:
+            ring = self._ask(wish, Reformed, what, number=wish.number)
+        except RefusedError as error:
+            raise RunError(str(error)) from None
+        if not ring.group:
+            raise RunError(f"the ring does not go on: {ring.reason}")
+        return ring
 
     def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
         """Up to `count` positions of an epoch of `length` samples.
 
         While others hold what is left, it asks again for up to `wait` seconds, and then returns an empty
-        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. After a lost
-        connection the answer may be lost too: those samples stay leased until this worker leaves.
+        Leased with over=False. None: up to the timeout, and then it raises DeadlineError. A request whose
+        answer is lost with a connection is sent again, and counts once.
         """
         request = Lease(
             incarnation=self._incarnation, sampler=sampler, epoch=epoch, length=length, count=count
@@ -132,7 +193,7 @@ class HubClient:
         while True:
             self._asked = time.monotonic()
             try:
-                leased = self._ask(request, Leased, f"samples of epoch {epoch}")
+                leased = self._lease(request, f"samples of epoch {epoch}")
             finally:
                 self._asked = None
             waited = time.monotonic() - start
@@ -146,16 +207,27 @@ class HubClient:
             time.sleep(pause if wait is None else min(pause, wait - waited))
             pause = min(2 * pause, _ASK_AGAIN[1])
 
+    def _lease(self, request: Lease, what: str) -> Leased:
+        """Ask once."""
+        self._leases += 1
+        request = msgspec.structs.replace(request, number=self._leases)
+        return self._ask(request, Leased, what, number=self._leases)
+
     def check(self) -> None:
         """Raises RunError when the hub has given this worker up."""
         if self._given_up:
             raise RunError(f"hub at {self._address}: {self._given_up}")
 
-    def goodbye(self) -> None:
-        """Leave in good order: the hub frees what was leased and not used. Heartbeats end."""
+    def goodbye(self, finished: bool = False) -> None:
+        """Leave in good order: the hub frees what was leased and not used. Heartbeats end. `finished`: at the
+        end of the training, as all others."""
         self._stop_beating()
         if self.welcome is not None and not self._given_up:
-            self._client.send(encode(Goodbye(incarnation=self._incarnation)))
+            with contextlib.suppress(AtollError):  # a hub that is gone misses this worker's heartbeats
+                if self._has_lost():
+                    self._losses = self._client.losses
+                    self._introduce(_FAREWELL_SECONDS)
+                self._client.send(encode(Goodbye(incarnation=self._incarnation, finished=finished)))
         self.welcome = None
 
     def close(self) -> None:
@@ -181,10 +253,16 @@ class HubClient:
         return self.welcome.incarnation
 
     def _ask(
-        self, message: AnyMessage, expected: type[Answer], what: str, timeout: float | None = None
+        self,
+        message: AnyMessage,
+        expected: type[Answer],
+        what: str,
+        timeout: float | None = None,
+        number: int | None = None,
     ) -> Answer:
         """Ask; after a lost connection say who we are on the new one, and ask again. The DeadlineError is of
-        the whole wait.
+        the whole wait. What was sent as a connection was lost may go out on the next one, beside what is
+        asked again: with `number`, only an answer with that number counts.
 
         What had not left when the connection was lost goes out before that, and is a stranger's to the hub:
         one refusal after a loss may be of this.
@@ -197,7 +275,8 @@ class HubClient:
                 if self._has_lost():
                     self._losses, stale = self._client.losses, True
                     self._introduce(max(0.0, until - time.monotonic()))
-                return ask(self._client, message, expected, max(0.0, until - time.monotonic()), what)[0]
+                left = max(0.0, until - time.monotonic())
+                return ask(self._client, message, expected, left, what, number=number)[0]
             except DeadlineError:
                 raise DeadlineError(late(self._client, self._timeout, what)) from None
             except (PeerLostError, RefusedError) as error:
@@ -230,15 +309,26 @@ class HubClient:
         """The thread of heartbeats."""
         with Client(self._address, self._keys, limit=LIMIT, name="hub") as link:
             pause = 0.0
-            while not self._stop.wait(pause):
+            while not self._pause(link, pause):
                 pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)
                 if link.connected:  # else they would only heap up
                     link.send(encode(Heartbeat(incarnation=welcome.incarnation, iteration=self.iteration)))
-                while (received := link.receive(0)) is not None:
-                    self._note(received[0])
                 if self._given_up:
                     return
                 self._look(link)
+
+    def _pause(self, link: Client, seconds: float) -> bool:
+        """Take what the hub says for so long; whether the heartbeats are to end. Its word that a ring broke
+        frees a member that waits for another one."""
+        until = time.monotonic() + seconds
+        while not self._stop.is_set():
+            left = until - time.monotonic()
+            received = link.receive(max(0.0, min(left, _LISTEN_SECONDS)))
+            if received is not None:
+                self._note(received[0])
+            elif left <= 0:
+                return False
+        return True
 
     def _look(self, link: Client) -> None:
         """Tell when the hub falls silent, and when it is back."""
@@ -263,6 +353,8 @@ class HubClient:
             return
         if isinstance(message, Refused):
             self._given_up = message.reason
+        elif isinstance(message, RingNews):
+            self.news = message
 
     def _stop_beating(self) -> None:
         self._stop.set()

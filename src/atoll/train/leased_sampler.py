@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, RunError
-from atoll.train.sampler import ShardedSampler
+from atoll.train.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
@@ -132,6 +133,14 @@ class LeasedSampler(Sampler[int]):
             self._note_used(run)
         return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
+    def count(self, samples: float) -> float:
+        """A backward has reached this many samples; all of them count."""
+        self.consumed += int(samples)
+        return samples
+
+    def committed(self) -> None:
+        """An iteration is whole: `used` is what says so of its samples."""
+
     # Checkpoints
 
     def place(self) -> dict[str, Any]:
@@ -194,20 +203,45 @@ class LeasedSampler(Sampler[int]):
         """
         self.check_state(state)
         self._seed, self._epoch = state["seed"], state["epoch"]
-        offset = [[self._epoch, 0, state["offset"]]] if state["offset"] else []
+        left = [_run(run) for run in state.get("left", [])]  # a ShardedSampler's: not used, before the offset
+        before = {epoch: self._length for epoch, _, _ in left} | {self._epoch: state["offset"]}
+        offset = [run for epoch, stop in before.items() for run in _without((epoch, 0, stop), left)]
         self._done, self._used = {}, {}
         for epoch, start, stop in _merge(sorted(map(_run, [*offset, *state.get("used", [])]))):
             self._done.setdefault(epoch, []).append((start, stop))
         self._queue.clear()
         self._held.clear()
         self._seen.clear()
-        self._pending.clear()
+        self._pending = sorted({epoch for epoch, _, _ in left if epoch != self._epoch})
         self._orders.clear()
         self.given = self._consumed = self._reported = 0
         self._begun = self._whole = False
         self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
         while self._length and _count(self._done.get(self._epoch, [])) == self._length:
             self._epoch += 1
+
+    def deal_state(self) -> dict[str, Any]:
+        """What a worker needs that enters the run, to lease of the same order: no worker's own samples."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "offset": 0,
+            "length": self._length,
+            "shuffle": self.shuffle,
+            "loads": self._loads,
+            "used": [[epoch, *part] for epoch, parts in self._done.items() for part in parts],
+        }
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is none of `deal_state`'s, or of other data."""
+        self.check_state({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        if type(state["loads"]) is not int or state["loads"] < 0:
+            raise CheckpointError(f"the sampler was loaded {state['loads']!r} times, which cannot be")
+
+    def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
+        """Lease as the worker does whose `deal_state` this is."""
+        self.load_state_dict({**state, "epoch": min([state["epoch"], *(run[0] for run in state["used"])])})
+        self._epoch, self._loads = state["epoch"], state["loads"]
 
     # Giving and leasing
 
@@ -349,13 +383,30 @@ class LeasedSampler(Sampler[int]):
         self._used[epoch] = [(a, b) for _, a, b in _merge(sorted([*known, *found]))]
 
 
-def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The epoch's permutation of all indices, int64, shape (length,): ShardedSampler's."""
-    if not shuffle:
-        return torch.arange(length)
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator)
+class LeasedBatches(Sampler[list[int]]):
+    """Batches of a LeasedSampler, for `DataLoader(batch_sampler=...)`, of the size that `size()` gives before
+    each."""
+
+    def __init__(self, sampler: LeasedSampler, size: Callable[[], int]) -> None:
+        self.sampler, self._size = sampler, size
+
+    @property
+    def epoch(self) -> int:
+        """The sampler's."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the sampler's."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(islice(indices, self._size())):
+            yield batch
+
+    def __len__(self) -> int:
+        """An estimate, as the sampler's."""
+        return -(-len(self.sampler) // self._size())
 
 
 def _merge(runs: Iterable[Run]) -> list[Run]:
@@ -367,6 +418,17 @@ def _merge(runs: Iterable[Run]) -> list[Run]:
         else:
             merged.append((epoch, start, stop))
     return merged
+
+
+def _without(run: Run, parts: Iterable[Run]) -> Iterator[Run]:
+    """What of a run is in none of the parts, which are in order."""
+    epoch, start, end = run
+    for _, first, stop in (part for part in parts if part[0] == epoch):
+        if start < first:
+            yield epoch, start, first
+        start = max(start, stop)
+    if start < end:
+        yield epoch, start, end
 
 
 def _run(numbers: Sequence[int]) -> Run:

@@ -39,6 +39,15 @@ class ChunkGradients:
         self.missing = len(self.fired)
         self.taken = 0
 
+    def move(self, flat: Tensor) -> None:
+        """Be reduced in other memory from now on. This worker's own gradients stay; they are to be taken
+        anew."""
+        before, self.published = self.published, Buffer(self.bound.chunk, self.bound.parameters, flat)
+        for parameter, view in zip(self.bound.parameters, before.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+        self.taken = 0
+
     def take(self, index: int, gradient: Tensor | None, scale: float) -> None:
         """Put this worker's gradient, scaled, where it is reduced: one pass, while the cache holds it."""
         view = self.published.views[index]
@@ -91,15 +100,16 @@ class Message:
 
     def __init__(self, bounds: Sequence[BoundChunk], room: int) -> None:
         first = bounds[0].flat
-        starts, end = [], 0
+        self._starts: list[int] = []
+        end = 0
         for bound in bounds:
-            starts.append(end)
+            self._starts.append(end)
             end += _aligned(bound.chunk.extent, first.element_size())
         self.memory = first.new_zeros(end + room)
         self.gradients = self.memory[:end]
         self.chunks = [
             ChunkGradients(bound, self.memory[start : start + bound.chunk.extent])
-            for bound, start in zip(bounds, starts, strict=True)
+            for bound, start in zip(bounds, self._starts, strict=True)
         ]
         self.dirty = False  # a gradient came after it had left
         self.sent = False
@@ -119,6 +129,14 @@ class Message:
         for chunk in self.chunks:
             chunk.begin()
         self.dirty = self.sent = False
+        self.work = None
+
+    def move(self) -> None:
+        """Take other memory: what was begun in the old one may still write into it."""
+        self.memory = torch.zeros_like(self.memory)
+        self.gradients = self.memory[: self.gradients.numel()]
+        for chunk, start in zip(self.chunks, self._starts, strict=True):
+            chunk.move(self.memory[start : start + chunk.bound.chunk.extent])
         self.work = None
 
     def again(self) -> None:
@@ -156,7 +174,7 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int) -> list[Message]:
     return [Message(group, room=parameters + len(groups) + HEAD) for group in groups]
 
 
-HEAD = 4  # values of an agreement besides those for each message and each parameter
+HEAD = 5  # values of an agreement besides those for each message and each parameter
 
 
 def _aligned(elements: int, size: int) -> int:

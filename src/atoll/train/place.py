@@ -21,17 +21,30 @@ _joins = itertools.count()
 class Place:
     """A worker's place in its group. `store` is where the group meets; None: alone, with no group at all.
 
-    `silent` gives the ranks that give no sign of life, and may take some seconds; None where nobody knows,
-    and where the store may go with a worker. `host` is the IP address by which the others reach this worker;
+    `host` is the IP address by which the others reach this worker;
     empty: c10d finds one itself.
+
+    `watch` raises where this group is known to be broken; None: a group that loses a member ends. Where
+    groups go on without members, `names` are the ranks that the members had at first, by which messages call
+    them.
     """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     store: Store | None = None
-    silent: Callable[[], list[int]] | None = None
     host: str = ""
+    watch: Callable[[], None] | None = None
+    names: tuple[int, ...] = ()
+
+    def name_of(self, rank: int) -> int:
+        """What a message calls the member of this rank."""
+        return self.names[rank] if self.names else rank
+
+    @property
+    def name(self) -> int:
+        """What messages call this worker; unlike its rank, it never changes."""
+        return self.name_of(self.rank)
 
     @staticmethod
     def from_environment(timeout: float, environment: Mapping[str, str] | None = None) -> Place:

@@ -28,9 +28,9 @@ from atoll.train.workers import Workers
 class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
-    `backward` is the session's. `counted(self, samples)` is called when backward reaches a batch,
-    `stepped(self)` after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities
-    left one out.
+    `backward` is the session's. `counted(self, samples)` is called when backward reaches a batch, and says
+    how many of them count; `whole(self)` when an iteration is; `stepped(self)` after each optimizer step, and
+    `skipped(reason)` when the policy on NaN and infinities left one out.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class Prepared:
         workers: Workers,
         strategy: Strategy,
         backward: BackwardEnd,
-        counted: Callable[[Prepared, float], None],
+        counted: Callable[[Prepared, float], float],
+        whole: Callable[[Prepared], None],
         stepped: Callable[[Prepared], None],
         skipped: Callable[[str], None],
     ) -> None:
         self.config, self._workers, self.optimizer = config, workers, optimizer
         self._backward, self._counted, self._stepped, self._skipped = backward, counted, stepped, skipped
+        self._whole = whole
         self.module: nn.Module = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
         self.samples = SampleCount()
         self.own_samples = 0.0  # since the last step
@@ -72,6 +74,7 @@ class Prepared:
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.norm = GradientNorm(self.parameters)
         self._strategy = strategy
+        self.trained = {name for chunk in trained for name in chunk.names}
         self.reducer, self.stepper = strategy.build(
             Training(
                 optimizer=optimizer,
@@ -97,6 +100,11 @@ class Prepared:
             accumulates=self.reducer.accumulates,
             reached=self._backward_reaches,
         )
+
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
+        return self._strategy.brings_parameters
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are."""
@@ -135,14 +143,14 @@ class Prepared:
 
     def _backward_reaches(self, samples: float | None) -> None:
         if samples is not None:
-            self.samples.count(samples)
-            self._counted(self, samples)
+            self.samples.count(self._counted(self, samples))
         if torch._C._current_graph_task_id() != -1:
             self._backward.arm()
 
     def _committed(self, own: Contribution, _group_samples: float) -> None:
         self.own_samples += own.samples
         self.samples.use()
+        self._whole(self)
 
     def _before_step(self) -> None:
         for name in self._frozen:

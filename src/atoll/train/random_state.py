@@ -37,6 +37,12 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_unhex(state[device.type]), device)
 
 
+def check_random_state(state: Any) -> None:
+    """Raise ValueError where `derive_random_state` could not take it."""
+    if not isinstance(state, dict) or not isinstance(state.get("torch"), str):
+        raise ValueError("no state of random-number generators")
+
+
 def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
     """Seed a worker that the checkpoint does not know, from worker 0's state and its rank."""
     seed = zlib.crc32(f"{state['torch']}/{rank}".encode())

@@ -116,6 +116,19 @@ class Reducer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state["steps"]
 
+    def member_state(self) -> dict[str, Any]:
+        """What a worker needs that enters between two iterations, to do the next as the others do."""
+        return self.state_dict()
+
+    def check_member_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError or KeyError where `load_member_state` could not take it."""
+        if type(state["steps"]) is not int or state["steps"] < 0:
+            raise ValueError(f"a reducer's steps are {state['steps']!r}")
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        """Take another member's `member_state`."""
+        self.load_state_dict(state)
+
     def own_nonfinite(self) -> list[str]:
         """The parameters for which this worker's own gradient holds NaN or infinity."""
         return [
@@ -193,12 +206,12 @@ class SendingReducer(Reducer):
         self.begin()
 
     def _hook(self, message: Message, chunk: ChunkGradients, index: int) -> Callable[[Tensor], None]:
-        view = chunk.published.views[index]
         name = chunk.bound.names[index]
 
         def on_gradient(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
+            view = chunk.published.views[index]
             if gradient is not view:
                 if gradient.dtype != view.dtype:
                     chunk.bound.check()

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.net.requests import ask
 from atoll.net.route import own_address
+from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.channel import BrokenRingError
 from atoll.train.hub_client import LIMIT, HubClient
 from atoll.train.place import Place
-from atoll.wire.messages import StoreAnswer, StoreCall, Welcome
+from atoll.wire.messages import Reformed, StoreAnswer, StoreCall, Welcome
 
 _LOOK_SECONDS = 0.01  # how often a new connection is looked at
 
@@ -171,7 +173,7 @@ class HubStore(Store):
             what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
             try:
                 again = msgspec.structs.replace(call, seconds=left)
-                return ask(link, again, StoreAnswer, left + patience, what)[0]
+                return ask(link, again, StoreAnswer, left + patience, what, number=call.number)[0]
             except PeerLostError:
                 if time.monotonic() > began + call.seconds + patience:
                     raise self._lost("breaks every connection") from None
@@ -211,43 +213,78 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 class HubRing:
-    """This worker's part in a ring that meets at a hub: its place, and its signs of life.
+    """This worker's part in the rings of a run, which meet at a hub: its place, and its signs of life.
 
-    The hub is needed for meeting, and not for training: a ring that stands goes on without it.
+    The hub is needed for meeting, and not for training: a ring that stands goes on without it. One that has
+    lost a member forms the next through it (`train/rounds.py`: Ring).
     """
 
     def __init__(self, hub: HubClient, address: str, keys: Keys | None, timeout: float) -> None:
-        """`hub` has joined; waits up to `timeout` seconds for all others. Raises DeadlineError with those
-        who are missing."""
+        """`hub` has joined; waits up to `timeout` seconds for all others, unless the ring was formed before.
+        Raises DeadlineError with those who are missing."""
         assert hub.welcome is not None
         self.hub, self.welcome, self._address = hub, hub.welcome, address
-        self._store = HubStore(address, keys, self.welcome, hub.gather(), timeout)
-        self.place = Place(
-            rank=self.welcome.worker,
-            world=self.welcome.workers,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            store=self._store if self.welcome.workers > 1 else None,
-            silent=self._silent,
-            host=own_address(address),
+        self._keys, self._timeout = keys, timeout
+        self._group = hub.gather()
+        self._store = self._store_of(self._group)
+        self.late = hub.late
+        self.finished = False  # the session came to its end
+        own, workers = self.welcome.worker, self.welcome.workers
+        if self.late:
+            self.place = Place(0, 1, _local_rank(), names=(own,))
+        elif workers == 1:
+            self.place = Place(own, 1, _local_rank())
+        else:
+            self.place = self._place(own, tuple(range(workers)))
+
+    def _store_of(self, group: int) -> HubStore:
+        return HubStore(self._address, self._keys, self.welcome, group, self._timeout)
+
+    def _place(self, rank: int, names: tuple[int, ...]) -> Place:
+        return Place(
+            rank=rank,
+            world=len(names),
+            local_rank=_local_rank(),
+            store=self._store,
+            host=own_address(self._address),
+            watch=partial(self._watch, self._group),
+            names=names,
         )
+
+    def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
+        """Form the next ring, with all living members of this one, of which none answers any more."""
+        self._store.close()
+        rank = self.place.rank
+        return self.hub.reform(self._group, rank, round, holds=holds, admits=admits, fresh=fresh)
+
+    def enter(self) -> Reformed:
+        """Take part in the ring that is under way, when its members let newcomers in."""
+        return self.hub.enter()
+
+    def place_in(self, ring: Reformed) -> Place:
+        """This worker's place in a ring that the hub has formed."""
+        self._group = ring.group
+        self._store = self._store_of(ring.group)
+        self.place = self._place(ring.workers.index(self.welcome.worker), tuple(ring.workers))
+        return self.place
+
+    def is_awaited(self) -> bool:
+        """Whether newcomers wait to enter, by the hub's latest word."""
+        news = self.hub.news
+        return news is not None and news.group == self._group and news.waiting > 0
+
+    def _watch(self, group: int) -> None:
+        """Raises BrokenRingError where the hub has said that this ring has lost a member."""
+        self.hub.check()
+        news = self.hub.news
+        if news is not None and news.group == group and news.broken:
+            raise BrokenRingError(f"worker {self.welcome.worker}: ring {group} lost a member, says the hub")
 
     def describe(self) -> str:
         """Why the place is the hub's to give, in a few words."""
-        before = "; torchrun's RANK and WORLD_SIZE do not count" if "WORLD_SIZE" in os.environ else ""
+        torchrun = "WORLD_SIZE" in os.environ and DIRECTORY_VARIABLE not in os.environ  # and not `atoll run`
+        before = "; torchrun's RANK and WORLD_SIZE do not count" if torchrun else ""
         return f"ATOLL_HUB is {self._address}{before}"
-
-    def _silent(self) -> list[int]:
-        """The ranks of which the hub has not heard for two heartbeats; none where it cannot be asked."""
-        heartbeat = self.welcome.heartbeat
-        until = time.monotonic() + 3 * heartbeat
-        with contextlib.suppress(AtollError):
-            while True:
-                silences = self.hub.silences()
-                silent = [rank for rank, span in enumerate(silences) if span > 2 * heartbeat or span < 0]
-                if silent or time.monotonic() > until:
-                    return silent
-                time.sleep(heartbeat / 4)
-        return []
 
     def stepped(self, iteration: int) -> None:
         """Note how far this worker is, for the hub to know."""
@@ -256,5 +293,9 @@ class HubRing:
     def close(self) -> None:
         """Leave the run in good order."""
         self._store.close()
-        self.hub.goodbye()
+        self.hub.goodbye(self.finished)
         self.hub.close()
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.core.errors import CheckpointError
-from atoll.tensors.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.prepared import Prepared
-from atoll.train.random_state import derive_random_state, random_state, set_random_state
-from atoll.train.sampler import ShardedSampler
+from atoll.train.random_state import (
+    check_random_state,
+    derive_random_state,
+    random_state,
+    set_random_state,
+)
+from atoll.train.sampler import DealtSampler
 from atoll.train.workers import Workers
+
+AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler"
 
 
 class Stateful(Protocol):
@@ -32,12 +39,15 @@ class TrainingState:
     """The parts of a session that go into its checkpoints, and come back from them.
 
     Parts are added as the script makes them. `save` and `load` are collectives: every worker calls them.
+    `capture` and `restore` are the same for one worker that enters a run under way: its state comes from
+    another one's memory. `rank` and `world` are this worker's place among the members.
     """
 
     def __init__(self, workers: Workers, device: torch.device) -> None:
         self._workers, self._device = workers, device
+        self.rank, self.world = workers.place.rank, workers.place.world
         self.prepared: list[Prepared] = []
-        self.samplers: list[ShardedSampler | LeasedSampler] = []
+        self.samplers: list[AnySampler] = []
         self.registered: dict[str, Stateful] = {}
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
@@ -57,48 +67,142 @@ class TrainingState:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
         on from it."""
-        failure, checkpoint = "", None
+        failure = ""
+        model: dict[str, Any] = {}
+        trees: dict[str, Any] = {}
         try:
             checkpoint = read_checkpoint(path)
-            self._check(checkpoint, str(path))
+            model, trees = checkpoint.model, checkpoint.trees
+            self._check(model, trees, str(path))
+            for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
+                sampler.check_state(saved)
         except CheckpointError as error:
             failure = str(error)
         self._raise_together(failure, "session.load (the other workers to read)")
-        assert checkpoint is not None
-        state = checkpoint.trees["state"]
+        self._put_back(model, trees)
+        state = trees["state"]
+        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+            prepared.reducer.load_state_dict(saved)
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_state_dict(saved)
+        self._load_random(state["random"])
+
+    def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """What is in `model` and `trees` of the models, optimizers, schedulers and registered objects."""
+        state = trees["state"]
         for index, prepared in enumerate(self.prepared):
-            prepared.module.load_state_dict(_of_model(checkpoint.model, index))
-            prepared.optimizer.load_state_dict(checkpoint.trees["optimizer"][index])
+            if prepared.steps_elsewhere and "held" in state:
+                _load_beside(prepared, _of_model(model, index), trees["optimizer"][index])
+            else:
+                prepared.module.load_state_dict(_of_model(model, index))
+                prepared.optimizer.load_state_dict(trees["optimizer"][index])
             for name, scheduler in _by_class(schedulers_of(prepared.optimizer)).items():
                 if name in state["schedulers"][index]:
                     scheduler.load_state_dict(state["schedulers"][index][name])
-            prepared.reducer.load_state_dict(state["reducers"][index])
-        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            sampler.load_state_dict(saved)
         for name, saved in state["registered"].items():
             self.registered[name].load_state_dict(saved)
         self.iteration = state["iteration"]
-        self._load_random(state["random"])
+
+    # From one worker's memory to another's
+
+    def capture(self) -> bytes:
+        """All that a worker needs that enters the run here, between two iterations: models with their
+        buffers, optimizers, schedulers, registered objects, the samplers' deals, what reducers know, the
+        iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
+
+        Where parameters live at the shards of a parameter server they are left out, with the optimizer's
+        state. Nobody else takes part. Raises CheckpointError for what a checkpoint cannot hold.
+        """
+        state = {
+            **self._own_state(),
+            "held": "all",
+            "reducers": [prepared.reducer.member_state() for prepared in self.prepared],
+            "samplers": [sampler.deal_state() for sampler in self.samplers],
+            "random": random_state(self._device),
+        }
+        optimizers: list[Any] = []
+        model: dict[str, Any] = {}
+        for index, prepared in enumerate(self.prepared):
+            if prepared.steps_elsewhere:
+                held, optimizer = _beside(prepared)
+                state["held"] = "beside"
+            else:
+                held, optimizer = prepared.module.state_dict(), prepared.optimizer.state_dict()
+            model |= {_prefix(index) + name: value for name, value in held.items()}
+            optimizers.append(optimizer)
+        return pack(model=model, trees={"optimizer": optimizers, "state": state})
+
+    def restore(self, raw: bytes | bytearray | memoryview, rank: int | None = None) -> None:
+        """Take over what another worker's `capture` gave; then this one goes on at that iteration.
+
+        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows.
+        The random-number generators are derived from the other's, and the rank. All is checked before
+        anything is changed: raises CheckpointError, which names what differs, and has changed nothing.
+        """
+        where = "the state of a living worker"
+        model, trees = unpack(raw, where)
+        try:
+            self._check(model, trees, where, "session.resume")
+            state = trees["state"]
+            for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+                sampler.check_deal_state(saved)
+            if type(state["iteration"]) is not int or state["iteration"] < 0:
+                raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
+            for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+                prepared.reducer.check_member_state(saved)
+            check_random_state(state["random"])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
+        self._put_back(model, trees)
+        for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
+            prepared.reducer.load_member_state(saved)
+        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
+            sampler.load_deal_state(saved, rank)
+        derive_random_state(state["random"], self._workers.place.rank)
+
+    def places(self) -> list[Any]:
+        """Where this worker is in each of its samplers' deals, as JSON can hold it."""
+        return [sampler.place() for sampler in self.samplers]
+
+    def all_places(self, *, entered: bool = False) -> list[Any]:
+        """Each member's `places`; None for one that has `entered`, after `restore`. A collective of the
+        members, who then call `deal_anew`."""
+        return self._workers.gather(None if entered else self.places(), "the members' places in their data")
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
+        """The members have changed: this worker is number `rank` of `world` now, and every member's `places`
+        are known, None for one that enters. Every member calls it, at the same point of the same iteration.
+
+        What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there).
+        """
+        for number, sampler in enumerate(self.samplers):
+            if isinstance(sampler, DealtSampler):
+                sampler.deal_anew([None if each is None else each[number] for each in places], rank, absent)
+        self.rank, self.world = rank, world
 
     def _collect(self) -> dict[str, Any]:
-        places = self._workers.gather(
-            [_place_of(sampler) for sampler in self.samplers], "session.save (the workers' samplers)"
-        )
+        places = self._workers.gather(self.places(), "session.save (the workers' samplers)")
         by_sampler = zip(*places, strict=True)
         return {
-            "iteration": self.iteration,
-            "workers": self._workers.place.world,
-            "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
+            **self._own_state(),
             "reducers": [prepared.reducer.state_dict() for prepared in self.prepared],
+            "samplers": [s.state_dict(list(p)) for s, p in zip(self.samplers, by_sampler, strict=True)],
+            "random": self._workers.gather(
+                random_state(self._device), "session.save (the workers' random state)"
+            ),
+        }
+
+    def _own_state(self) -> dict[str, Any]:
+        """What is the same on every worker."""
+        return {
+            "iteration": self.iteration,
+            "workers": self.world,
+            "optimizers": [type(prepared.optimizer).__name__ for prepared in self.prepared],
             "schedulers": [
                 {name: s.state_dict() for name, s in _by_class(schedulers_of(prepared.optimizer)).items()}
                 for prepared in self.prepared
             ],
-            "samplers": [_state_of(s, p) for s, p in zip(self.samplers, by_sampler, strict=True)],
             "registered": {name: stateful.state_dict() for name, stateful in self.registered.items()},
-            "random": self._workers.gather(
-                random_state(self._device), "session.save (the workers' random state)"
-            ),
         }
 
     def _models(self) -> dict[str, Any]:
@@ -108,16 +212,20 @@ class TrainingState:
             for name, value in prepared.module.state_dict().items()
         }
 
-    def _check(self, checkpoint: Checkpoint, where: str) -> None:
+    def _check(
+        self, model: Mapping[str, Any], trees: Mapping[str, Any], where: str, call: str = "session.load"
+    ) -> None:
         """Raise CheckpointError for the first thing that does not fit this session."""
-        state = checkpoint.trees["state"]
+        state = trees["state"]
         if len(state["reducers"]) != len(self.prepared):
             raise CheckpointError(
                 f"{where}: holds {len(state['reducers'])} models, and the session has prepared "
                 f"{len(self.prepared)}"
             )
         for index, prepared in enumerate(self.prepared):
-            _check_model(prepared.module, _of_model(checkpoint.model, index), where)
+            beside = prepared.steps_elsewhere and "held" in state
+            present = _beside(prepared)[0] if beside else prepared.module.state_dict()
+            _check_model(present, _of_model(model, index), where)
             saved_class = state["optimizers"][index]
             if saved_class != type(prepared.optimizer).__name__:
                 raise CheckpointError(
@@ -125,26 +233,23 @@ class TrainingState:
                     f"{type(prepared.optimizer).__name__}; make the same optimizer, or load "
                     "model.safetensors alone"
                 )
-            _check_optimizer(prepared.optimizer, checkpoint.trees["optimizer"][index], where)
-            present = _by_class(schedulers_of(prepared.optimizer))
+            _check_optimizer(prepared.optimizer, trees["optimizer"][index], where)
+            named = _by_class(schedulers_of(prepared.optimizer))
             for name in state["schedulers"][index]:
-                if name not in present:
+                if name not in named:
                     raise CheckpointError(
                         f"{where}: holds the state of a {name}, and no {name} drives the optimizer; "
-                        "make it before session.load"
+                        f"make it before {call}"
                     )
         if len(state["samplers"]) != len(self.samplers):
             raise CheckpointError(
                 f"{where}: holds the state of {len(state['samplers'])} samplers, and the session has made "
-                f"{len(self.samplers)}; make them before session.load"
+                f"{len(self.samplers)}; make them before {call}"
             )
-        for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            sampler.check_state(saved)
         for name in state["registered"]:
             if name not in self.registered:
                 raise CheckpointError(
-                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before "
-                    "session.load"
+                    f"{where}: holds the state of {name!r}; call session.register({name}=...) before {call}"
                 )
 
     def _load_random(self, states: list[dict[str, Any]]) -> None:
@@ -166,18 +271,6 @@ class TrainingState:
         for rank, message in zip(self._workers.ranks, everyone, strict=True):
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
-
-
-def _place_of(sampler: ShardedSampler | LeasedSampler) -> Any:
-    """What this worker has to say of where the sampler is."""
-    return sampler.place() if isinstance(sampler, LeasedSampler) else min(sampler.consumed, sampler.given)
-
-
-def _state_of(sampler: ShardedSampler | LeasedSampler, places: Sequence[Any]) -> dict[str, Any]:
-    """A sampler's state, of all workers' places."""
-    if isinstance(sampler, LeasedSampler):
-        return sampler.state_dict(list(places))
-    return sampler.state_dict(sum(places))
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -223,9 +316,34 @@ def _by_class(schedulers: list[Any]) -> dict[str, Any]:
     return named
 
 
-def _check_model(module: nn.Module, saved: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError for the first name or shape of `saved` that does not fit the module."""
-    current = module.state_dict()
+def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a model that is trained elsewhere, what is not there: its other parameters and its buffers, and the
+    optimizer's settings, in the form of its state_dict."""
+    held: dict[str, Any] = {
+        name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.trained
+    }
+    for path, part in prepared.module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                held[f"{path}.{name}" if path else name] = buffer
+    groups = []
+    for group in prepared.optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**plain, "params": list(range(len(group["params"])))})
+    return held, {"state": {}, "param_groups": groups}
+
+
+@torch.no_grad()
+def _load_beside(prepared: Prepared, held: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+    """The inverse of `_beside`."""
+    for name, value in _beside(prepared)[0].items():
+        value.copy_(held[name])
+    for group, saved in zip(prepared.optimizer.param_groups, optimizer["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _check_model(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError for the first name or shape of `saved` that does not fit the module's."""
     for name, value in current.items():
         if name not in saved:
             raise CheckpointError(f"{where}: holds no {name!r}, which the model has; it is of another model")
@@ -247,6 +365,18 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
         raise CheckpointError(
             f"{where}: its optimizer has param groups of {saved} parameters, and this one of {present}"
         )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, held in state["state"].items():
+        if not 0 <= index < len(parameters):
+            raise CheckpointError(f"{where}: its optimizer has a parameter {index}, and this one has not")
+        shape = tuple(parameters[index].shape)
+        for key, value in held.items():
+            wrong = isinstance(value, Tensor) and value.dim() == len(shape) and value.shape != shape
+            if wrong:
+                raise CheckpointError(
+                    f"{where}: {key!r} of the optimizer's parameter {index} is {tuple(value.shape)}, and "
+                    f"the parameter is {shape}"
+                )
 
 
 def _prefix(index: int) -> str:

@@ -4,52 +4,47 @@ As autograd hands over a gradient, it is scaled into its chunk's **published** b
 or several small ones) whose last gradient has come is reduced there, while backward goes on. When backward
 ends, the workers agree on the iteration; once all of it is whole, and only then, `p.grad` shows the published
 mean. A worker's own gradients, in the tensors that autograd made, are kept until the step, so that an
-iteration can be reduced again (a chunk whose gradient changed after it had left; later, a ring that lost a
-member). Source: design.md, "The way of a gradient".
+iteration can be reduced again (a chunk whose gradient changed after it had left; a ring that lost a member).
+Source: design.md, "The way of a gradient".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from atoll.core import points
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk
-from atoll.train.channel import Channel
+from atoll.train.channel import BrokenRingError
 from atoll.train.messages import HEAD, ChunkGradients, Message
 from atoll.train.reducer import Calls, SendingReducer
+from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 
 _STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
 
 
-@dataclass(frozen=True)
-class Ring:
-    """A group's channels: `data` carries chunks (on their device), `agreement` small vectors (on the CPU)."""
-
-    data: Channel
-    agreement: Channel
-
-    @property
-    def world(self) -> int:
-        return self.data.place.world
-
-    def close(self) -> None:
-        self.data.close()
-        if self.agreement is not self.data:
-            self.agreement.close()
-
-
 class RingReducer(SendingReducer):
     """Reduces one model's trainable chunks over a ring."""
 
-    def __init__(self, chunks: Sequence[BoundChunk], ring: Ring, *, message_bytes: int, calls: Calls) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        ring: Ring,
+        *,
+        message_bytes: int,
+        calls: Calls,
+        leads: bool = True,
+    ) -> None:
+        """`leads`: of the session's models it is the one between whose iterations newcomers enter."""
         super().__init__(chunks, calls, message_bytes)
-        self._ring = ring
+        self._ring, self._leads = ring, leads
         self._order_is_measured = False
+        self._generation = ring.generation  # of the ring that this iteration's messages leave in
+        self._admits = False  # newcomers enter before the next iteration's first message leaves
         self._reference = 1.0  # the last iteration's sum of weights
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
@@ -60,10 +55,18 @@ class RingReducer(SendingReducer):
 
     def _contribute(self) -> Contribution:
         begins = self._own is None
+        if begins and self._admits and not self._reduced:
+            self._admits = False
+            self._ring.admit()
         own = super()._contribute()
-        if begins and self._ring.world == 1 and own.weight > 0:
-            self._reference = own.weight  # a mean over one is what it was, to the bit
+        if begins:
+            self._generation = self._ring.generation
+            self._mean_of_one(own)
         return own
+
+    def _mean_of_one(self, own: Contribution) -> None:
+        if self._ring.world == 1 and own.weight > 0:
+            self._reference = own.weight  # a mean over one is what it was, to the bit
 
     def _send(self, message: Message, said: Sequence[float] = ()) -> None:
         """Begin to reduce a message, with what this worker says for the agreement if it rides along."""
@@ -73,8 +76,12 @@ class RingReducer(SendingReducer):
         if said:
             message.write_tail(said)
         flat = message.memory[: message.gradients.numel() + len(said)]
-        message.work = self._ring.data.sum(flat)
+        try:
+            message.work = self._ring.data.sum(flat)
+        except BrokenRingError:  # within backward nothing can be done about it; `reduce` finds no work
+            message.work = None
         self._count(flat.numel() * flat.element_size())
+        points.reach("ring.sent", self.steps)
 
     def _count(self, size: int) -> None:
         """A ring sends each byte on 2 (n - 1) / n times."""
@@ -84,11 +91,24 @@ class RingReducer(SendingReducer):
     def reduce(self) -> None:
         """Send what has not left, wait for all of it, agree, and publish."""
         own = self._contribute()
+        agreed, order = self._ring.round(f"iteration {self.steps}", lambda: self._reduce(own), self.steps)
+        self._admits = self._leads and agreed.newcomers
+        self._publish(agreed)
+        self._leave_in(order)
+        points.reach("ring.published", self.steps)
+        self._done(own, agreed.samples)
+
+    def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
+        """All messages, the agreement, and, once, the order in which messages leave from now on: what makes
+        an iteration whole. Called again in the next ring, it begins from this worker's own gradients."""
+        if self._generation != self._ring.generation:
+            self._begin_anew(own)
         said = self._said(own)
         for message in self._order[self._next :]:
             last = message is self._order[-1]
             message.sent = True
             self._send(message, said if last and self._agreement_rides else ())
+        points.reach("ring.all_sent", self.steps)
         self._wait(self._order)
         agreed = self._agree(own, self._order[-1].read_tail(len(said)) if self._agreement_rides else None)
         while agreed.dirty:
@@ -100,9 +120,21 @@ class RingReducer(SendingReducer):
                 self._send(message)
             self._wait(again)
             agreed = self._agree(own)
-        self._publish(agreed)
-        self._measure_order()
-        self._done(own, agreed.samples)
+        points.reach("ring.agreed", self.steps)
+        return agreed, self._measured_order()
+
+    def _begin_anew(self, own: Contribution) -> None:
+        """The ring in which messages had left is no more."""
+        for message in self._order:
+            message.move()
+            message.dirty = False
+        self._next = 0
+        self._generation = self._ring.generation
+        self._mean_of_one(own)
+
+    def after_step(self) -> None:
+        super().after_step()
+        points.reach("ring.stepped", self.steps - 1)
 
     def _publish(self, agreed: Agreement) -> None:
         """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
@@ -125,7 +157,8 @@ class RingReducer(SendingReducer):
 
     def _wait(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            assert message.work is not None
+            if message.work is None:
+                raise BrokenRingError(f"{message} could not be sent")
             self._ring.data.wait(message.work, f"{message} in iteration {self.steps}")
         if messages and messages[0].memory.device.type != "cpu":
             # NCCL's wait orders streams only; the agreement below speaks of finished chunks.
@@ -136,6 +169,7 @@ class RingReducer(SendingReducer):
         rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
         present = [here and own.weight > 0 for row in rows for here in row]
         head = [own.weight, own.samples, self.steps % _STEPS, any(any(row) for row in rows)]
+        head.append(self._leads and self._ring.is_awaited)
         assert len(head) == HEAD
         return [float(value) for value in (*head, *(message.dirty for message in self._order), *present)]
 
@@ -159,24 +193,43 @@ class RingReducer(SendingReducer):
             )
         return agreement
 
-    def _measure_order(self) -> None:
-        """Once worker 0 has seen chunks arrive: take its order of arrival as that in which they leave."""
+    def _measured_order(self) -> list[int]:
+        """Once worker 0 has seen chunks arrive: the ids of messages in its order of arrival, in which they
+        leave from then on. Else none."""
         if self._order_is_measured or not self._order:
-            return
+            return []
         ids = [message.id for message in self._order]
         never = [each for each in ids if each not in self._arrivals]
         order = torch.tensor([len(self._arrivals), *self._arrivals, *never], dtype=torch.int64)
         agreement = self._ring.agreement
         agreement.wait(agreement.broadcast(order), "worker 0's order of messages")
         arrived, *ids = order.tolist()
-        if arrived:
-            self._order_is_measured = True
-            by_id = {message.id: message for message in self._order}
-            self._order = [by_id[each] for each in ids]
+        return ids if arrived else []
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to scale its sums, to the bit, as this one would."""
         return {**super().state_dict(), "reference": self._reference}
+
+    def member_state(self) -> dict[str, Any]:
+        """And the order in which messages leave, where it is measured."""
+        order = [message.id for message in self._order] if self._order_is_measured else []
+        return {**super().member_state(), "order": order}
+
+    def check_member_state(self, state: Mapping[str, Any]) -> None:
+        super().check_member_state(state)
+        if state["order"] and sorted(state["order"]) != sorted(message.id for message in self._order):
+            raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        super().load_member_state(state)
+        self._leave_in(state["order"])
+
+    def _leave_in(self, order: Sequence[int]) -> None:
+        """Messages leave in this order of their ids from now on; empty: as before."""
+        if order:
+            self._order_is_measured = True
+            by_id = {message.id: message for message in self._order}
+            self._order = [by_id[each] for each in order]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -184,11 +237,13 @@ class RingReducer(SendingReducer):
 
 
 class Agreement:
-    """The workers' sums for one iteration: weight, samples, steps, how many have gradients, dirty messages,
-    and the presence of each gradient, chunk by chunk (of `slots` parameters each)."""
+    """The workers' sums for one iteration: weight, samples, steps, how many have gradients, how many know of
+    newcomers, dirty messages, and the presence of each gradient, chunk by chunk (of `slots` parameters
+    each)."""
 
     def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
-        self.weight, self.samples, self.steps, self.with_gradients = summed[:HEAD]
+        self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[:HEAD]
+        self.newcomers = newcomers > 0
         self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
         self.dirty = any(self.dirty_messages)
         self.present: list[list[bool]] = []

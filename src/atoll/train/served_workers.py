@@ -15,15 +15,19 @@ from atoll.train.shards import LOG, Shards
 from atoll.train.workers import Reduction, Workers
 from atoll.wire.messages import AnyMessage, Meet, Met
 
+MEETING = "meeting"  # what a Meet is sent again until
+
 
 class ServedWorkers(Workers):
-    """`Workers` over the shards' log: every live worker takes part in each call."""
+    """`Workers` over the shards' log: every live worker takes part in each call. While `late`, this one has
+    yet to enter a run under way, and is alone in each."""
 
     def __init__(self, place: Place, shards: Shards) -> None:
         super().__init__(place, None)
         self._shards, self._number = shards, 0
         self._met: dict[int, list[bytes]] = {}
-        self._ranks = list(range(place.world))
+        self.late = shards.late
+        self._ranks = [place.rank] if self.late else list(range(place.world))
         self._told: Callable[[int], None] = lambda _clock: None
         shards.on(Met, self._handle_met)
 
@@ -35,24 +39,39 @@ class ServedWorkers(Workers):
     def ranks(self) -> list[int]:
         return self._ranks
 
+    @property
+    def is_first(self) -> bool:
+        return super().is_first and not self.late
+
+    @property
+    def next_meeting(self) -> int:
+        """The number of this worker's next call."""
+        return self._number
+
+    def enter(self, meeting: int, ranks: list[int]) -> None:
+        """This worker takes part from the others' call of that number on."""
+        self.late, self._number, self._ranks = False, meeting, list(ranks)
+
     def on_met(self, told: Callable[[int], None]) -> None:
         self._told = told
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
         self.check_open()
+        if self.late:
+            return [payload]
         number, self._number = self._number, self._number + 1
         shards = self._shards
-        shards.send(
-            LOG, Meet(incarnation=shards.incarnation, number=number, what=what[:256]), memoryview(payload)
-        )
+        meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
+        shards.send(LOG, meet, memoryview(payload), until=MEETING)
         shards.wait(lambda: number in self._met, lambda: [LOG], f"every worker's part in {what}")
+        shards.answered(MEETING)
         return self._met.pop(number)
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
         held = list(tensors)
-        if not held:
+        if not held or self.late:
             return
         own = b"".join(_bytes_of(tensor) for tensor in held) if self.is_first else b""
         values = memoryview(bytearray(self.gather_bytes(own, what)[0]))

@@ -18,6 +18,7 @@ from atoll.core.config import (
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
 from atoll.net.keys import Keys, read_keys
+from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
@@ -85,8 +86,10 @@ class Service:
             timeout=config.timeout_seconds,
             limit=_LIMIT,
             site=self.site,
+            where=self.hub.where_shards_are,
         )
         self.samplers: list[LeasedSampler] = []
+        self.members = 0  # workers that live, as the shards last said; 0: not yet
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
 
     @property
@@ -115,6 +118,10 @@ class Service:
         self.hub.iteration = iteration
         self.hub.check()
 
+    def told_members(self, count: int) -> None:
+        """So many workers live."""
+        self.members = count
+
     def measured_staleness(self, value: float) -> None:
         self.staleness = value
 
@@ -131,8 +138,10 @@ class Service:
 
 
 def _tell_of_torchrun(workers: int) -> None:
-    """Say which of two places counts, where torchrun gave this worker one among several too."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0":
+    """Say which of two places counts, where torchrun gave this worker one among several too; under
+    `atoll run` nobody has asked for another one."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0"
+    if several and DIRECTORY_VARIABLE not in os.environ:
         print(
             f"atoll: {HUB_VARIABLE} is set, so the ring is of the hub's {workers} workers, and torchrun's "
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} does not count; unset {HUB_VARIABLE} for torchrun's own",

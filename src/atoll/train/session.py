@@ -36,21 +36,24 @@ from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
+from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
-from atoll.train.channel import Channel
-from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
 from atoll.train.rendezvous import HubRing
-from atoll.train.resume import Stateful, TrainingState
-from atoll.train.ring import Ring
-from atoll.train.sampler import ShardedSampler
+from atoll.train.resume import AnySampler, Stateful, TrainingState
+from atoll.train.rounds import Regrouped, Ring
+from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service, enter, print_warning
 from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
+
+MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
 
 
 @dataclass(frozen=True)
@@ -95,27 +98,31 @@ class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
     def __init__(self, config: Config, place: Place, member: Service | HubRing | None = None) -> None:
-        self.config, self._place, self._member = config, place, member
+        self.config, self._first_place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
         self.device = _device(place)
-        self._sampling: ShardedSampler | LeasedSampler | None = None  # the sampler that gave the latest index
+        self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = self._stepped_at = time.perf_counter()
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
+        self._ring = self._make_ring(timeout)
         if service is not None:
             self._workers: Workers = ServedWorkers(place, service.shards)
         else:
-            channel = Channel(place, "session", timeout, torch.device("cpu")) if place.store else None
-            self._workers = Workers(place, channel)
+            self._workers = Workers(place, self._ring)
         self._state = TrainingState(self._workers, self.device)
-        self._ring = self._make_ring(timeout)
+        if self._ring is not None:
+            self._ring.state, self._ring.told = self._state, self._regrouped
+        self._entrance: Entrance | None = self._ring  # where workers may come late
         self._strategy = self._make_strategy()
         self._stretch = self._make_stretch()
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._journal = self._open_journal()
+        if isinstance(self._entrance, ServedEntrance):
+            self._entrance.begin()
         self._lab_journal = self._open_lab_journal()
         self._emit(
             events.Started,
@@ -146,14 +153,19 @@ class Session:
     # Who and where
 
     @property
+    def _place(self) -> Place:
+        """This worker's place, as it is now: a ring that loses a member has new ones."""
+        return self._first_place if self._ring is None else self._ring.place
+
+    @property
     def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._place.rank
+        """This worker's number, from 0; it may change with the members."""
+        return self._state.rank
 
     @property
     def world(self) -> int:
-        """How many workers there are."""
-        return self._place.world
+        """How many workers there are; it changes with the members."""
+        return self._state.world
 
     @property
     def is_main(self) -> bool:
@@ -193,6 +205,7 @@ class Session:
             strategy=self._strategy,
             backward=self._backward,
             counted=self._count_samples,
+            whole=self._iteration_whole,
             stepped=self._stepped,
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
@@ -263,6 +276,44 @@ class Session:
         self._state.samplers.append(sampler)
         return sampler
 
+    def batches(
+        self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
+    ) -> BatchesSampler | LeasedBatches:
+        """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
+        are: for `DataLoader(dataset, batch_sampler=...)`.
+
+        Its own batches are of that size divided by the number of workers, the remainder to the first, and
+        follow it when workers are lost or come new. With the mean weighted by samples, any number of workers
+        trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
+        is not set.
+        """
+        whole = self.config.sync.global_batch
+        if whole == 0:
+            raise UserError(
+                "session.batches makes batches of sync.global_batch samples over all workers, and that is "
+                "not set; write --set sync.global_batch=256, say, or use session.sampler"
+            )
+        if self._service is not None and not self._strategy.collective:
+            leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
+            return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
+        sampler = BatchesSampler(
+            dataset,
+            batch=whole,
+            rank=self.rank,
+            world=self.world,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            on_index=self._sampler_gives,
+        )
+        self._state.samplers.append(sampler)
+        return sampler
+
+    def _service_members(self) -> int:
+        """How many workers make a step together, where each goes at its own pace."""
+        assert self._service is not None
+        return self._service.members or self.world
+
     def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
         """Where workers go at their own pace, each takes its data from the hub as it needs it."""
         assert self._service is not None
@@ -299,6 +350,8 @@ class Session:
             return
         weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
         self._logged.append((self._state.iteration, weight, kept))
+        if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
+            self._read_logged()
 
     def expect(self, steps: int) -> None:
         """Say how many steps the run will take in all, for the display's estimate of the time left."""
@@ -354,6 +407,33 @@ class Session:
             self._state.save(path)
         self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
+    def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
+        """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
+        that it puts back has been made (schedulers, samplers, what is registered), before the loop.
+
+        Where the run is under way, with the state of a living worker; else from the checkpoint in `folder`,
+        if there is one; else from nothing. Every worker calls it; one that comes late enters between two
+        iterations of the others. Raises CheckpointError as `load` does.
+        """
+        self._require_prepared("session.resume")
+        entrance = self._entrance
+        if entrance is not None and entrance.late:
+            with self._not_computing():
+                entered = entrance.enter()
+            if entered:
+                at = f"at iteration {self.iteration}"
+                self._emit(events.Decided, what="entered", choice=at, reason="a living worker gave its state")
+                return self.iteration
+        there = folder is not None and is_checkpoint_there(folder)
+        if folder is not None and any(self._workers.gather(there, "session.resume (who has a checkpoint)")):
+            self.load(folder)
+        elif entrance is not None and self.iteration:
+            self._warn(
+                f"nobody lives who could give its state: parameters and optimizer are those of iteration "
+                f"{self.iteration}, and schedulers, buffers and data begin anew"
+            )
+        return self.iteration
+
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint: call it after `prepare`, and after schedulers and samplers are made.
 
@@ -361,6 +441,11 @@ class Session:
         is missing, damaged or of another model; nothing of it has then been taken over.
         """
         self._require_prepared("session.load")
+        if self._entrance is not None and self._entrance.late:
+            raise UserError(
+                "session.load: this worker comes late, and the run is under way; call session.resume(folder) "
+                "in its place"
+            )
         with self._not_computing():
             self._state.load(path)
             self._strategy.loaded()
@@ -387,12 +472,16 @@ class Session:
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             self._leave()
             return
+        if isinstance(self._entrance, ServedEntrance):
+            self._entrance.ending()
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             self._workers.barrier(
                 f"the end of the session, which it reached after {self.iteration} iterations "
                 "(every worker must make equally many, and leave its `with` block)"
             )
+            if isinstance(self._member, HubRing):
+                self._member.finished = True
         finally:
             self._leave()
 
@@ -409,7 +498,6 @@ class Session:
             ends.callback(self._workers.close)
             if self._ring is not None:
                 ends.callback(self._ring.close)
-            self._ring = None
             for journal in (self._journal, self._lab_journal):
                 if journal is not None:
                     ends.callback(journal.close)
@@ -420,22 +508,49 @@ class Session:
 
     def _make_strategy(self) -> Strategy:
         if self._service is not None:
-            return Served(self._service, self._workers, self.config)
+            return self._make_served(self._service)
         return Alone() if self._ring is None else OverRing(self._ring)
+
+    def _make_served(self, service: Service) -> Served:
+        assert isinstance(self._workers, ServedWorkers)
+        entrance = ServedEntrance(
+            service.shards,
+            self._workers,
+            self._state,
+            entered=lambda: served.entered(),
+            told_members=service.told_members,
+            elastic=self.config.sync.consistency == "bsp" and not service.site,
+        )
+        served = Served(service, self._workers, self.config, entrance)
+        self._entrance = entrance
+        return served
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()
 
     def _make_ring(self, timeout: float) -> Ring | None:
-        if self._place.store is None:
-            return None
-        data = Channel(self._place, "ring", timeout, self.device)
-        if self.device.type == "cpu":
-            return Ring(data, data)
-        return Ring(data, Channel(self._place, "agreement", timeout, torch.device("cpu")))
+        place, member = self._first_place, self._member
+        if isinstance(member, HubRing):
+            return Ring(place, self.device, timeout, member) if place.store or member.late else None
+        return Ring(place, self.device, timeout) if place.store else None
+
+    def _regrouped(self, ring: Regrouped) -> None:
+        """The ring goes on with other members than before."""
+        gone = [f"worker {name} was lost" for name in ring.lost] + [
+            f"worker {name} left" for name in ring.left
+        ]
+        entered = [f"worker {name} entered" for name in ring.entered]
+        happened = ", ".join(gone + entered) or "a connection was lost"
+        how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
+        self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
+        if self.is_main:
+            self._warn(
+                f"{happened} during iteration {self.iteration}; the ring goes on with {ring.world} "
+                f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
+            )
 
     def _ring_kind(self) -> str:
-        if self._place.store is None:
+        if self._ring is None:
             return "none: one worker"
         return f"{'gloo' if self.device.type == 'cpu' else 'nccl'} over {self.world} workers"
 
@@ -468,11 +583,16 @@ class Session:
         if not self._state.prepared:
             raise UserError(f"{what} needs a model; call session.prepare(model, optimizer) first")
 
-    def _count_samples(self, prepared: Prepared, samples: float) -> None:
+    def _count_samples(self, prepared: Prepared, samples: float) -> float:
         if self._sampling is not None and prepared is self._state.prepared[0]:
-            self._sampling.consumed += int(samples)
+            return self._sampling.count(samples)
+        return samples
 
-    def _sampler_gives(self, sampler: ShardedSampler | LeasedSampler) -> None:
+    def _iteration_whole(self, prepared: Prepared) -> None:
+        if self._sampling is not None and prepared is self._state.prepared[0]:
+            self._sampling.committed()
+
+    def _sampler_gives(self, sampler: AnySampler) -> None:
         """A sampler is about to give an index: the samples that a forward counts next are its."""
         self._sampling = sampler
         if sampler.resumed:
@@ -535,7 +655,7 @@ class Session:
         if run is None:
             return None
         run.create()
-        journal = Journal(run.journal(self.rank))
+        journal = Journal(run.journal(self._place.name))
         self._bus.subscribe(journal)
         return journal
 
@@ -566,10 +686,8 @@ class Session:
 
     def _seconds_waited(self) -> float:
         """What this worker has waited for others in all, for whatever reason."""
-        service, ring = self._service, self._ring
+        service = self._service
         sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
-        if ring is not None:
-            sources += {id(channel): channel for channel in (ring.data, ring.agreement)}.values()
         return float(sum(source.seconds_waited for source in sources))
 
     def _not_computing(self) -> contextlib.AbstractContextManager[None]:
@@ -596,7 +714,7 @@ class Session:
         self._emit(events.Warned, message=line)
 
     def _emit(self, kind: Any, **fields: Any) -> None:
-        self._bus.emit(kind(time=time.time(), worker=self.rank, **fields))
+        self._bus.emit(kind(time=time.time(), worker=self._place.name, **fields))
 
 
 def _device(place: Place) -> torch.device:
@@ -612,6 +730,11 @@ def _device(place: Place) -> torch.device:
         )
     torch.accelerator.set_device_index(place.local_rank)
     return torch.device(accelerator.type, place.local_rank)
+
+
+def _part_of(whole: int, rank: int, members: int) -> int:
+    """One member's part of `whole` samples, the remainder to the first; at least one."""
+    return max(1, whole // members + (rank % members < whole % members))
 
 
 def _finite(value: float) -> float | None:

@@ -23,13 +23,15 @@ from atoll.train.exchange import (
     AsyncExchange,
     Connection,
     MeanExchange,
+    Members,
     bytes_of,
     values_of,
 )
 from atoll.train.reducer import Calls, Reducer
-from atoll.train.ring import Ring, RingReducer
+from atoll.train.ring import RingReducer
+from atoll.train.rounds import Ring
+from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
-from atoll.train.workers import Workers
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -102,6 +104,7 @@ class OverRing:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._leads = True  # the first model's reducer
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = RingReducer(
@@ -109,7 +112,9 @@ class OverRing:
             self._ring,
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             calls=training.calls,
+            leads=self._leads,
         )
+        self._leads = False
         stepper = ChunkOptimizer(
             training.optimizer,
             training.chunks,
@@ -131,8 +136,8 @@ class Served:
 
     brings_parameters = True
 
-    def __init__(self, service: Service, workers: Workers, config: Config) -> None:
-        self._service, self._workers = service, workers
+    def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
+        self._service, self._workers, self._members = service, workers, members
         self.collective = config.sync.consistency == "bsp"
         self._models: list[ServedModel] = []
 
@@ -142,7 +147,7 @@ class Served:
                 "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
                 "prepare that, with one optimizer"
             )
-        model = ServedModel(training, self._service, self._workers)
+        model = ServedModel(training, self._service, self._workers, self._members)
         self._models.append(model)
         model.set_up()
         stepper = RemoteOptimizer(
@@ -158,21 +163,33 @@ class Served:
         for model in self._models:
             model.set_up()
 
+    def entered(self) -> int:
+        """This worker takes part in the run that is under way: it gets the newest parameters; returns the
+        shards' iteration that it makes next."""
+        for model in self._models:
+            model.fetch_parameters()
+        return self._models[0].exchange.steps
+
     def refresh(self) -> None:
         if not self.collective:
             for model in self._models:
                 model.exchange.refresh()
 
 
+SET_UP, STATE = "set-up", "state"  # what messages are sent again until
+
+
 class ServedModel:
     """One model at the shards."""
 
-    def __init__(self, training: Training, service: Service, workers: Workers) -> None:
+    def __init__(
+        self, training: Training, service: Service, workers: ServedWorkers, members: Members
+    ) -> None:
         self._training, self._service, self._workers = training, service, workers
         shards = service.shards
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
-        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness)
+        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness, members)
         sync = training.config.sync
         # Inside a site it is always bsp; `sync.consistency` is between the sites.
         kind = MeanExchange if sync.consistency == "bsp" or service.site else AsyncExchange
@@ -182,10 +199,11 @@ class ServedModel:
         workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()
+        self._set_ups = 0
         self._fetched: dict[int, dict[str, Tensor]] = {}
         self._scalars: dict[int, list[dict[str, Any]]] = {}
         self._ended: set[int] = set()
-        shards.on(Ready, lambda shard, _message, _payload: self._ready.add(shard))
+        shards.on(Ready, self._handle_ready)
         shards.on(State, self._handle_state)
         shards.on(StateEnd, lambda shard, _message, _payload: self._ended.add(shard))
 
@@ -195,25 +213,42 @@ class ServedModel:
         """Let the first worker describe the model to the shards and bring its values; wait until they are
         ready for it. To a site's shard, each worker describes it."""
         shards, digest = self._service.shards, self._digest()
+        self._set_ups += 1
         if self._workers.is_first or self._service.site:
             for shard in range(len(shards)):
-                shards.send(shard, self._setup(shard, digest))
+                shards.send(shard, self._setup(shard, digest), until=SET_UP)
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
         self._ready.clear()
-        for shard in range(len(shards)):
-            shards.send(shard, Ready(digest=digest))
+        shards.send_all(Ready(digest=digest, number=self._number), until=SET_UP)
         shards.wait(
             lambda: len(self._ready) == len(shards),
             lambda: [shard for shard in range(len(shards)) if shard not in self._ready],
             "worker 0's description of the model",
         )
+        shards.answered(SET_UP)
+        if not self._workers.late:
+            self.fetch_parameters()
+
+    def fetch_parameters(self) -> None:
+        """Take the parameters with which this worker begins its next iteration."""
         self._training.optimizer.state.clear()
         self.exchange.parameters.forget_changes()
         self.exchange.parameters.pull(self.exchange.steps)
         self.exchange.parameters.publish()
         self.exchange.steps = self.exchange.parameters.clock
+
+    @property
+    def _number(self) -> int:
+        """Of this set-up, by which shards know it when it is sent again. At a site all workers describe the
+        same one, each with a count of its own, and the site's shard does not come back."""
+        return 0 if self._service.site else self._set_ups
+
+    def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Ready)
+        if message.number == self._number:
+            self._ready.add(shard)
 
     def _setup(self, shard: int, digest: str) -> Setup:
         training, sync = self._training, self._training.config.sync
@@ -229,6 +264,7 @@ class ServedModel:
             shards=len(self._service.shards),
             steps=self.exchange.steps,
             first=self._workers.ranks[0],
+            number=self._number,
         )
 
     def _digest(self) -> str:
@@ -249,13 +285,15 @@ class ServedModel:
             for slot in held
         ]
         values = bound.flat[: bound.chunk.extent].detach().cpu().clone()
-        shards.send(shard, SetChunk(chunk=bound.chunk.id, values=scalars), bytes_of(values))
+        message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
+        shards.send(shard, message, bytes_of(values), until=SET_UP)
         for key in elementwise:
             flat = torch.zeros(bound.chunk.extent, dtype=bound.flat.dtype)
             for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
                 if key in own:
                     carve(flat, slot.offset, parameter).copy_(own[key])
-            shards.send(shard, SetChunk(chunk=bound.chunk.id, key=key), bytes_of(flat))
+            message = SetChunk(chunk=bound.chunk.id, key=key, number=self._number)
+            shards.send(shard, message, bytes_of(flat), until=SET_UP)
 
     # Stepping
 
@@ -270,12 +308,13 @@ class ServedModel:
         self.exchange.before_use()  # the step that was made last is then in the state
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
-        shards.send_all(PullState(incarnation=shards.incarnation))
+        shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)
         shards.wait(
             lambda: len(self._ended) == len(shards),
             lambda: [shard for shard in range(len(shards)) if shard not in self._ended],
             "the optimizer's state",
         )
+        shards.answered(STATE)
         states = {
             parameter: self._state_of(bound, index)
             for bound in self._training.chunks

@@ -8,7 +8,7 @@ socket.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -19,9 +19,11 @@ from torch import Tensor
 from atoll.core.errors import UserError
 from atoll.train.channel import Channel
 from atoll.train.place import Place
+from atoll.train.rounds import Ring
 
 Reduction = Literal["mean", "sum", "min", "max"]
 Value = TypeVar("Value", float, Tensor)
+_Result = TypeVar("_Result")
 _OPS: dict[str, dist.ReduceOp.RedOpType] = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -31,22 +33,26 @@ _OPS: dict[str, dist.ReduceOp.RedOpType] = {
 
 
 class Workers:
-    """The workers of `place`, joined by `channel` (Gloo, CPU tensors); `channel` is None exactly when
-    alone."""
+    """The workers of `place`, or of `ring` where there is one; there is none exactly when alone."""
 
-    def __init__(self, place: Place, channel: Channel | None) -> None:
-        self.place, self._channel = place, channel
+    def __init__(self, place: Place, ring: Ring | None) -> None:
+        self._place, self._ring = place, ring
         self._closed = False
+
+    @property
+    def place(self) -> Place:
+        """This worker's place, as it is now."""
+        return self._place if self._ring is None else self._ring.place
 
     @property
     def alone(self) -> bool:
         """Whether there is no group at all, and so nobody to talk to."""
-        return self._channel is None
+        return self._ring is None
 
     @property
     def seconds_waited(self) -> float:
         """The time that all calls so far have waited."""
-        return 0.0 if self._channel is None else self._channel.seconds_waited
+        return 0.0 if self._ring is None else self._ring.seconds_waited
 
     @property
     def ranks(self) -> list[int]:
@@ -56,13 +62,14 @@ class Workers:
     @property
     def is_first(self) -> bool:
         """Whether this worker writes, and describes, for all."""
-        return self.place.rank == self.ranks[0]
+        return self.place.rank == self.ranks[0] and not (self._ring is not None and self._ring.outside)
 
     @property
     def channel(self) -> Channel | None:
-        """The channel to the other workers; None when alone. Raises UserError once closed."""
+        """The channel to the other workers (Gloo, CPU tensors); None when alone. Raises UserError once
+        closed."""
         self.check_open()
-        return self._channel
+        return None if self._ring is None else self._ring.session
 
     def on_met(self, told: Callable[[int], None]) -> None:
         """Let `told` know, after each collective, the iteration that this worker makes next, where that is
@@ -75,13 +82,16 @@ class Workers:
 
     def close(self) -> None:
         """Part from the other workers: calls from now on raise."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel, self._closed = None, True
+        self._closed = True
+
+    def _round(self, what: str, act: Callable[[], _Result]) -> _Result:
+        """Do what one call is, together with the other workers (`train/rounds.py`: Ring.round)."""
+        self.check_open()
+        return act() if self._ring is None else self._ring.round(what, act)
 
     def barrier(self, what: str = "the barrier") -> None:
         """Return when every worker has come."""
-        self._combine(torch.zeros(1), "sum", what)
+        self._round(what, lambda: self._combine(torch.zeros(1), "sum", what))
 
     def reduce(
         self, value: Value, op: Reduction = "mean", weight: float | None = None, what: str = "reduce"
@@ -101,11 +111,15 @@ class Workers:
             if isinstance(value, Tensor)
             else "a number"
         )
-        self._check_alike(f"{op} of {kind}", what)
         own = 1.0 if weight is None else float(weight)
-        if isinstance(value, Tensor):
-            return self._reduce_tensor(value, op, own, what)
-        return float(self._reduce_tensor(torch.tensor(float(value), dtype=torch.float64), op, own, what))
+        tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+        def act() -> Tensor:
+            self._check_alike(f"{op} of {kind}", what)
+            return self._reduce_tensor(tensor, op, own, what)
+
+        result = self._round(what, act)
+        return result if isinstance(value, Tensor) else float(result)
 
     def _check_alike(self, asked: str, what: str) -> None:
         """Raise UserError unless all workers ask for the same: they would wait for one another in vain."""
@@ -142,32 +156,45 @@ class Workers:
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each worker's bytes, in order of rank."""
-        if self.channel is None:
+        return self._round(what, lambda: self._gather_bytes(payload, what))
+
+    def _gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        channel = self.channel
+        if channel is None:
             return [payload]
-        sizes, work = self.channel.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
-        self.channel.wait(work, what)
+        sizes, work = channel.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
+        channel.wait(work, what)
         padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
-        parts, work = self.channel.all_gather(padded)
-        self.channel.wait(work, what)
+        parts, work = channel.all_gather(padded)
+        channel.wait(work, what)
         return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by worker 0's values; shapes and dtypes are the same everywhere."""
-        if self.channel is None:
+        held = list(tensors)
+        if self.channel is not None:
+            self._round(what, lambda: self._take_from_first(held, what))
+
+    def _take_from_first(self, tensors: Sequence[Tensor], what: str) -> None:
+        channel = self.channel
+        if channel is None:
             return
+        first = self.place.rank == 0
         for tensor in tensors:
-            host = tensor.detach().to("cpu").contiguous()
-            if host.numel() == 0:
+            if tensor.numel() == 0:
                 continue
-            self.channel.wait(self.channel.broadcast(_sendable(host)), what)
-            if host.data_ptr() != tensor.data_ptr() or host.device != tensor.device:
+            # A copy: a broadcast that is given up may go on writing into what it was given.
+            host = tensor.detach().to("cpu", copy=not first).contiguous()
+            channel.wait(channel.broadcast(_sendable(host)), what)
+            if not first:
                 tensor.copy_(host)
 
     def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
         """`tensor`, in place: the sum (for `mean` too), minimum or maximum over workers."""
-        if self.channel is not None:
-            self.channel.wait(self.channel.reduce(tensor, _OPS[op]), what)
+        channel = self.channel
+        if channel is not None:
+            channel.wait(channel.reduce(tensor, _OPS[op]), what)
         return tensor
 
 

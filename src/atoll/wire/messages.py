@@ -41,10 +41,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Hello(Message, frozen=True):
     """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
 
-    From a shard to the hub, `address` is where workers reach it, and `shard` its index. From a worker to the
-    hub, `incarnation` is 0, and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the
-    hub gave. From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a
-    site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
+    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
+    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
+    name that the sender has made up for itself: said twice, it is one who comes once; a shard's is its
+    directory's.
+    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
+    is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
     version: int
@@ -56,6 +59,7 @@ class Hello(Message, frozen=True):
     address: Name = ""
     pid: Count = 0
     site: Name = ""
+    token: Name = ""
 
 
 class Welcome(Message, frozen=True):
@@ -65,6 +69,10 @@ class Welcome(Message, frozen=True):
 
     With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
     shard how many sites there are, for those are its workers.
+
+    From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
+    started again when it dies.
+    From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
     run: Name
@@ -75,6 +83,9 @@ class Welcome(Message, frozen=True):
     heartbeat: Seconds = 0.0
     patience: Seconds = 0.0
     sites: list[Name] = []
+    shard: int = -1
+    comes_back: bool = False
+    late: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -96,9 +107,11 @@ class Heartbeat(Message, frozen=True):
 
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
-    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on."""
+    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
+    `finished`: its session came to its end together with the other members' of its ring."""
 
     incarnation: Count
+    finished: bool = False
 
 
 class Over(Message, frozen=True):
@@ -118,7 +131,8 @@ class Shards(Message, frozen=True):
 class Lease(Message, frozen=True):
     """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
 
-    `sampler` numbers the worker's samplers. Answered by Leased.
+    `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
+    1: one sent twice is answered twice and counted once; 0 counts for itself.
     """
 
     incarnation: Count
@@ -126,6 +140,7 @@ class Lease(Message, frozen=True):
     epoch: Count
     length: Count
     count: Annotated[int, Meta(ge=1, lt=2**53)]
+    number: Count = 0
 
 
 class Leased(Message, frozen=True):
@@ -140,6 +155,7 @@ class Leased(Message, frozen=True):
     start: Count
     stop: Count
     over: bool = False
+    number: Count = 0
 
 
 class Used(Message, frozen=True):
@@ -179,22 +195,67 @@ class Gather(Message, frozen=True):
 
 
 class Gathered(Message, frozen=True):
-    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come."""
+    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
+    `late`: that ring is under way without this worker, which may enter it (Enter).
+    `number` is the Gather's."""
 
     group: Count
     missing: Annotated[list[Count], Meta(max_length=4096)] = []
+    late: bool = False
+    number: Count = 0
 
 
-class WhoIsSilent(Message, frozen=True):
-    """A ring's worker has lost touch with another one. Answered by Silences."""
+class Reform(Message, frozen=True):
+    """A member of ring `group`, in which it has rank `rank`, wants the next one: it has lost touch with
+    another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member has
+    said so; `number` counts this worker's wishes, as Gather's.
+
+    `round` is the collective that it is in, and `holds` whether it holds all of that one's result. `fresh`:
+    it has entered, and has not got the training's state yet."""
 
     incarnation: Count
+    number: Count
+    group: Count
+    rank: Count
+    round: Count
+    holds: bool = False
+    admits: bool = False
+    fresh: bool = False
 
 
-class Silences(Message, frozen=True):
-    """For how long the hub has heard nothing of each rank, in seconds; -1: it is not there."""
+class Enter(Message, frozen=True):
+    """A late worker is ready to take part in the ring that is under way. Answered by Reformed, once the
+    members admit it."""
 
-    seconds: Annotated[list[float], Meta(max_length=4096)]
+    incarnation: Count
+    number: Count
+
+
+class Reformed(Message, frozen=True):
+    """The next ring: `workers` are the ranks that the hub knows its members by, in order of their ranks in
+    it; the last `newcomers` of them have no state yet, and take the first's.
+
+    `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
+    in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
+    With `group` 0 there is no next ring: `reason`. `number` is the wish's."""
+
+    group: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    round: Count = 0
+    lost: Annotated[list[Count], Meta(max_length=4096)] = []
+    left: Annotated[list[Count], Meta(max_length=4096)] = []
+    reason: Text = ""
+    number: Count = 0
+
+
+class RingNews(Message, frozen=True):
+    """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
+    is gone, or has said so of another), and how many newcomers are `waiting` to enter."""
+
+    group: Count
+    broken: bool = False
+    waiting: Count = 0
 
 
 class StoreCall(Message, frozen=True):
@@ -213,11 +274,13 @@ class StoreCall(Message, frozen=True):
 
 
 class StoreAnswer(Message, frozen=True):
-    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time."""
+    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time.
+    `number` is the call's: one that was sent twice has two answers."""
 
     value: Value = b""
     count: int = 0
     missing: Annotated[list[Key], Meta(max_length=4096)] = []
+    number: Count = 0
 
 
 # -- a shard ----------------------------------------------------------------------------------------------
@@ -229,7 +292,8 @@ class Setup(Message, frozen=True):
     `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
     class's full name.
     `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
-    it, and `first` is the worker that brings the values, of this site or another.
+    it, and `first` is the worker that brings the values, of this site or another. `number` counts this
+    worker's set-ups, from 1: what it sends again is of the same one (0: of its next).
     """
 
     digest: Name
@@ -243,6 +307,7 @@ class Setup(Message, frozen=True):
     shards: Count
     steps: Count = 0  # iterations made before, by the checkpoint that the values come from
     first: Count = 0
+    number: Count = 0
 
 
 class SetChunk(Message, frozen=True):
@@ -252,12 +317,15 @@ class SetChunk(Message, frozen=True):
     chunk: Count
     key: Name = ""
     values: list[dict[str, Any]] = []
+    number: Count = 0  # as the Setup's
 
 
 class Ready(Message, frozen=True):
-    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is."""
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number` as
+    the Setup's."""
 
     digest: Name
+    number: Count = 0
 
 
 class Push(Message, frozen=True):
@@ -289,9 +357,13 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The contribution is in the log."""
+    """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
+    who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
+    told the same."""
 
     iteration: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    entering: Annotated[list[Count], Meta(max_length=4096)] = []
 
 
 class Step(Message, frozen=True):
@@ -393,6 +465,34 @@ class Met(Message, frozen=True):
     clock: Count = 0
 
 
+class Arrive(Message, frozen=True):
+    """To the log, from a worker that it has welcomed as late: it takes part from now on, under BSP from an
+    iteration on that the others are told of in Committed."""
+
+    incarnation: Count
+
+
+class WantState(Message, frozen=True):
+    """A worker that comes late asks the log for what is not at the shards, as it is before `iteration`; the
+    log asks a living one, saying for whom: `worker`, and `life`, its incarnation. Answered by GiveState."""
+
+    iteration: Count
+    worker: Count = 0
+    life: Count = 0
+
+
+class GiveState(Message, frozen=True):
+    """Payload: a living worker's state, for `worker` of incarnation `life`, by way of the log. `members` are
+    those of the next iteration in order, and `meeting` is their next one's number. `refused`: why it cannot
+    be given. Without members and payload, from the log: nobody lives who could give it."""
+
+    worker: Count
+    life: Count
+    meeting: Count
+    members: Annotated[list[Count], Meta(max_length=4096)] = []
+    refused: Text = ""
+
+
 class WhoIsMissing(Message, frozen=True):
     """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
 
@@ -431,9 +531,10 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Gather, Gathered, WhoIsSilent, Silences, StoreCall, StoreAnswer,
+    Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
-    PullState, State, StateEnd, Meet, Met, WhoIsMissing, Missing, Follow, Staged, Entry,
+    PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
+    Follow, Staged, Entry,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,63 @@
+"""Named points of the code at which a test may strike: kill the process, stop it, or see that it got there.
+
+`reach` costs a comparison where nobody has installed a handler, and nobody but a test does
+(`atoll.testing.faults`). A point's name is `part.moment`; `POINTS` lists them all, so that a test can try
+each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Handler: TypeAlias = Callable[[str, int], None]  # the point's name, and the iteration (-1: of none)
+
+POINTS: dict[str, str] = {
+    # name: what has just happened, or is about to
+    "shard.hello": "a worker has come to the shard, and is not welcomed yet",
+    "faults.start": "`python -m atoll.testing.faults` is about to run the program",
+    # The hub's have no iteration: the number is of this process's writes into the journal, from 1.
+    "hub.record": "the hub is about to write what a turn of its loop has changed",
+    "hub.recorded": "it is written, and nobody was answered yet",
+    "hub.answered": "the answers are sent, and no fence to a log",
+    "hub.compacted": "a compact state is written beside the journal, and not in its place yet",
+    "shard.setup": "a chunk's first values, or a state of its optimizer, are at the shard",
+    "shard.met": "a meeting of the workers has ended at the log, and nobody knows yet",
+    "shard.staged": "all chunks of a contribution are at the shard; the log does not know yet",
+    "shard.journalled": "the same, and they are in its journal",
+    "shard.logged": "a line of the log is at the shard, and not applied yet",
+    "shard.combined": "a chunk's mean is made, and sent to nobody",
+    "shard.stepped": "a chunk is stepped, and sent to nobody",
+    "shard.answered": "a chunk is on its way to a worker",
+    "shard.snapshot": "a snapshot has got its name; what it replaces is still there",
+    "ring.sent": "a message of an iteration has left for the ring",
+    "ring.all_sent": "all messages of an iteration have left",
+    "ring.agreed": "this worker holds all messages of an iteration, and what the workers say about it",
+    "ring.held": "this worker holds a collective's result, and has not yet said so to the others",
+    "ring.confirmed": "all members hold a collective's result",
+    "ring.published": "the iteration's mean is in p.grad",
+    "ring.stepped": "the iteration's step is made",
+    "ring.broken": "this worker is about to tell the hub that the ring broke, or admits newcomers",
+    "ring.formed": "this worker's channels of a ring that goes on stand",
+    "enter.arrived": "a worker that comes late has told the log that it takes part",
+    "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
+    "enter.giving": "a living worker is about to give it the rest",
+    "enter.given": "it has given that",
+    "enter.restored": "the newcomer goes on from there",
+    "members.meet": "members have changed; this one is about to meet the others",
+    "members.dealt": "what is left of their data is dealt anew",
+}
+
+_handler: Handler | None = None
+
+
+def install(handler: Handler | None) -> None:
+    """Call `handler` at every point from now on; None: nobody."""
+    global _handler
+    _handler = handler
+
+
+def reach(name: str, iteration: int = -1) -> None:
+    """The code is at this point, in this iteration; a handler may not let it return."""
+    if _handler is not None:
+        _handler(name, iteration)

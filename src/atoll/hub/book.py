@@ -1,0 +1,245 @@
+"""What the hub knows of its run, as a function of its records: the pure machines of `store`, put together.
+
+Live and after a restart the same methods take the same records in the same order, so that a hub that was
+killed knows what it knew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from atoll.hub.records import (
+    AnyRecord,
+    Asked,
+    Began,
+    BookState,
+    Came,
+    Died,
+    InRing,
+    Knows,
+    Left,
+    Over,
+    Told,
+)
+from atoll.store.leases import Key, Leases
+from atoll.store.members import Admission, Membership
+from atoll.wire.messages import AnyMessage, Leased, Used
+
+GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
+
+
+class RingsOf(Protocol):
+    """What the book needs of the hub's rings (`hub/rings.py`)."""
+
+    def replay(self, now: float, message: AnyMessage) -> None:
+        """Take a worker's word again, and answer nobody."""
+
+    def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
+        """A worker is no more."""
+
+    def state(self) -> bytes:
+        """All that is known of rings."""
+
+    def restore(self, now: float, state: bytes) -> None:
+        """Know that again."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Who left or died: a worker of this rank, a shard of this index, or a site's shard."""
+
+    worker: int | None = None
+    shard: int | None = None
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What came of a log's word: how many samples are free again (None: it was not asked for it), and the
+    epochs that are over with it, each with the samples that every rank had leased."""
+
+    returned: int | None = None
+    epochs: list[tuple[tuple[int, int], dict[int, int]]] = field(default_factory=list)
+
+
+class Book:
+    """Members, leases, sites, and the fences that a log has yet to answer, by the log's name."""
+
+    def __init__(
+        self,
+        workers: int,
+        patience: float,
+        shards: int = 1,
+        sites: Mapping[str, int] | None = None,
+        heartbeat: float = 1.0,
+    ) -> None:
+        self.members = Membership(workers, patience, shards, sites, heartbeat)
+        self.leases = Leases()
+        self.rings: RingsOf | None = None
+        self.fences: dict[str, set[Key]] = {GLOBAL: set(), **{site: set() for site in self.members.sites}}
+        self.begun = self.over = False
+        self._site_of: dict[Key, str] = {}  # of every worker that has ever come
+        self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
+
+    def apply(self, record: AnyRecord) -> None:
+        """Take a record that was written before."""
+        if isinstance(record, Came):
+            self.come(record)
+        elif isinstance(record, Left):
+            self.leave(record)
+        elif isinstance(record, Died):
+            self.die(record)
+        elif isinstance(record, Asked):
+            self.lease(record)
+        elif isinstance(record, Told):
+            self.told(record)
+        elif isinstance(record, InRing):
+            assert self.rings is not None
+            self.rings.replay(record.at, record.message)
+        elif isinstance(record, Over):
+            self.over = True
+        elif isinstance(record, Knows):
+            self.restore(record.at, record.state)
+        else:
+            assert isinstance(record, Began)
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def come(self, record: Came) -> Admission:
+        """Somebody says Hello; a refusal changes nothing."""
+        admission = self.members.handle_hello(
+            record.at,
+            record.role,
+            record.wish,
+            record.shard,
+            record.address,
+            record.site,
+            record.token,
+            record.before,
+        )
+        if not admission.refused:
+            if record.role == "worker" and self.members.sites:
+                self._site_of[admission.worker, admission.incarnation] = record.site
+            self.begun = self.begun or len(self.members.live()) >= self.members.workers
+        return admission
+
+    def leave(self, record: Left | Died) -> Gone | None:
+        """Somebody leaves; None where nobody of this incarnation is there."""
+        site = self.members.handle_site_goodbye(record.incarnation)
+        if site:
+            self._fence_site(site, record.incarnation)
+            return Gone(site=site)
+        shard = self.members.handle_shard_goodbye(record.incarnation)
+        if shard is not None:
+            return Gone(shard=shard)
+        rank = self.members.handle_goodbye(record.incarnation)
+        if rank is None:
+            return None
+        self._fence(rank, record)
+        return Gone(worker=rank)
+
+    def die(self, record: Died) -> Gone | None:
+        """Somebody is dead. A site's log goes with its shard, and with it whom it was to fence."""
+        gone = self.leave(record)
+        if gone is not None and gone.site:
+            self.fences.pop(gone.site, None)
+        return gone
+
+    def site_of(self, incarnation: int) -> str:
+        """The site of a worker that has ever come; empty for anyone else."""
+        return next((site for (_, known), site in self._site_of.items() if known == incarnation), "")
+
+    def _fence(self, rank: int, record: Left | Died) -> None:
+        """The log that knows a worker is to take nothing from it."""
+        incarnation, said_goodbye = record.incarnation, isinstance(record, Left)
+        if self.rings is not None:
+            finished = isinstance(record, Left) and record.finished
+            self.rings.left(incarnation, said_goodbye=said_goodbye, finished=finished)
+        if self.members.sites:
+            fences = self.fences.get(self._site_of.get((rank, incarnation), GLOBAL))
+        else:
+            fences = self.fences[GLOBAL] if self.members.shards else None
+        if fences is not None:
+            fences.add((rank, incarnation))
+
+    def _fence_site(self, site: str, incarnation: int) -> None:
+        """To the global log a site is one worker."""
+        self.fences[GLOBAL].add((list(self.members.sites).index(site), incarnation))
+
+    # -- samples ------------------------------------------------------------------------------------------
+
+    def lease(self, record: Asked) -> tuple[Leased, bool]:
+        """A worker asks for samples; the answer, and whether it is the epoch's first. Raises UserError, and
+        changes nothing, for what `Leases.handle_lease` refuses."""
+        before = self.leases.changes
+        leased = self.leases.handle_lease(record.rank, record.lease.incarnation, record.lease)
+        if leased.start >= leased.stop or self.leases.changes == before:
+            return leased, False
+        key = (leased.sampler, leased.epoch)
+        first = key not in self._dealt
+        self._dealt.setdefault(key, Counter())[record.rank] += leased.stop - leased.start
+        return leased, first
+
+    def told(self, record: Told) -> Word:
+        """A log says what was used: asked for, after a fence, or as news."""
+        fenced, fences = record.fenced, self.fences.get(record.log)
+        key = (fenced.worker, fenced.incarnation)
+        asked = not fenced.news and fences is not None and key in fences
+        if asked and fences is not None:
+            fences.discard(key)
+        if record.log != GLOBAL:  # the global log has yet to count it
+            if not asked:
+                return Word()
+            return Word(self.leases.handle_fenced(*key, fenced.used, final=False))
+        if not self.members.sites:
+            workers = [key]
+        elif fenced.worker < len(self.members.sites):
+            site = list(self.members.sites)[fenced.worker]
+            workers = [known for known, where in self._site_of.items() if where == site]
+        else:
+            return Word()  # of nobody whom this hub has sent there
+        returned = 0
+        for worker, incarnation in workers:
+            if asked:
+                returned += self.leases.handle_fenced(worker, incarnation, fenced.used)
+            else:
+                self.leases.handle_used(worker, incarnation, fenced.used)
+        return Word(returned if asked else None, self._over(fenced.used))
+
+    def _over(self, used: Sequence[Used]) -> list[tuple[tuple[int, int], dict[int, int]]]:
+        """The epochs of these whose every sample is used by now."""
+        found = []
+        for key in sorted({(part.sampler, part.epoch) for part in used} & self._dealt.keys()):
+            progress = self.leases.progress(*key)
+            if not progress.free and not progress.leased:
+                found.append((key, dict(sorted(self._dealt.pop(key).items()))))
+        return found
+
+    # -- as plain data ------------------------------------------------------------------------------------
+
+    def state(self) -> BookState:
+        """All of it, for `restore`."""
+        return BookState(
+            self.members.state(),
+            self.leases.state(),
+            dict(self._site_of),
+            {log: sorted(fences) for log, fences in self.fences.items()},
+            {key: dict(dealt) for key, dealt in self._dealt.items()},
+            self.begun,
+            self.over,
+            self.rings.state() if self.rings is not None else b"",
+        )
+
+    def restore(self, now: float, state: BookState) -> None:
+        """Be as `state` says."""
+        self.members.restore(now, state.members)
+        self.leases.restore(state.leases)
+        self._site_of = dict(state.site_of)
+        self.fences = {log: set(map(tuple, fences)) for log, fences in state.fences.items()}  # type: ignore[arg-type]
+        self._dealt = {key: Counter(dealt) for key, dealt in state.dealt.items()}
+        self.begun, self.over = state.begun, state.over
+        if self.rings is not None:
+            self.rings.restore(now, state.rings)

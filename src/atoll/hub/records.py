@@ -1,0 +1,126 @@
+"""What the hub writes down: each input that changes what it knows, and now and then all that it knows.
+
+A record is MessagePack; on disk it stands behind its length and its checksum (`hub/journal.py`). `at` is the
+hub's own clock, in seconds, which goes on over its restarts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+import msgspec
+
+from atoll.core.errors import AtollError
+from atoll.store.leases import Key, LeasesState
+from atoll.store.members import MembershipState
+from atoll.wire.messages import AnyMessage, Fenced, Lease
+
+
+class DamagedError(AtollError):
+    """Bytes that should be a record are none."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", tag=True):
+    """What every record has."""
+
+    at: float
+
+
+class Began(Record, frozen=True):
+    """The first of a journal: which run it is of, where its hub was told to listen, and where it does."""
+
+    run: str
+    listen: str
+    address: str
+    workers: int
+    shards: int
+    sites: list[tuple[str, int]]
+
+
+class Came(Record, frozen=True):
+    """A worker, a shard or a site's shard was admitted: what its Hello said."""
+
+    role: str
+    wish: int
+    shard: int
+    address: str
+    site: str
+    token: str
+    before: int = 0  # a shard's forerunner's incarnation
+
+
+class Left(Record, frozen=True):
+    """One of them said goodbye; `finished`: at the end of its session."""
+
+    incarnation: int
+    finished: bool = False
+
+
+class Died(Record, frozen=True):
+    """One of them was silent for too long, or another came in its place."""
+
+    incarnation: int
+
+
+class Asked(Record, frozen=True):
+    """A worker asked for samples, and something came of it."""
+
+    rank: int
+    lease: Lease
+
+
+class Told(Record, frozen=True):
+    """A log's word on what has been used: the global one's ("") or that of a site."""
+
+    log: str
+    fenced: Fenced
+
+
+class InRing(Record, frozen=True):
+    """A worker's word about rings, or a call that changes a ring's keys."""
+
+    message: AnyMessage
+
+
+class Over(Record, frozen=True):
+    """The run is over: shards are told to end."""
+
+
+@dataclass
+class BookState:
+    """All that the hub knows, as plain data; see `hub.book.Book`."""
+
+    members: MembershipState
+    leases: LeasesState
+    site_of: dict[Key, str]
+    fences: dict[str, list[Key]]
+    dealt: dict[tuple[int, int], dict[int, int]]
+    begun: bool
+    over: bool
+    rings: bytes
+
+
+class Knows(Record, frozen=True):
+    """All that the records before had led to; they are not needed any more."""
+
+    state: BookState
+
+
+AnyRecord = Union[Began, Came, Left, Died, Asked, Told, InRing, Over, Knows]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode_record(record: AnyRecord) -> bytes:
+    """The record's bytes."""
+    return _encoder.encode(record)
+
+
+def decode_record(raw: bytes) -> AnyRecord:
+    """The record in `raw`; raises DamagedError where it is none."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"no record of a hub: {str(error)[:200]}") from None

@@ -1,0 +1,61 @@
+"""Shard 0 as a mailbox: a worker that comes late gets from a living one what is not at the shards.
+
+The newcomer asks, the lowest living worker is asked, and what it gives is passed on, not kept. If it dies
+before, the next one is asked; a newcomer that asks again (its connection was lost) is served again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.server.peers import Peers
+from atoll.wire import messages
+
+Life = tuple[int, int]  # a worker, and its incarnation
+
+
+@dataclass
+class _Want:
+    iteration: int
+    asked: Life | None = None  # who is to give
+
+
+class Entrance:
+    """What newcomers want, and who was asked for it."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._wants: dict[Life, _Want] = {}
+
+    def want(self, worker: int, incarnation: int, iteration: int) -> None:
+        """A newcomer asks for the state before `iteration`; `look` sees to it."""
+        self._wants[worker, incarnation] = _Want(iteration)
+
+    def give(self, give: messages.GiveState, payload: memoryview | None) -> bool:
+        """Pass on what a living worker gives; False where nobody wants it. Given twice: the first counts."""
+        if self._wants.pop((give.worker, give.life), None) is None:
+            return False
+        self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
+        return True
+
+    def look(self, live: Mapping[int, int], meeting: int) -> None:
+        """Ask somebody who lives for what nobody living was asked for; tell newcomers where nobody is left.
+        `meeting` is the next one's number."""
+        for life, want in list(self._wants.items()):
+            if live.get(life[0]) != life[1]:
+                del self._wants[life]  # it has died itself
+            elif want.asked is None or live.get(want.asked[0]) != want.asked[1]:
+                self._ask(life, want, live, meeting)
+
+    def _ask(self, life: Life, want: _Want, live: Mapping[int, int], meeting: int) -> None:
+        worker, incarnation = life
+        givers = [each for each in sorted(live.items()) if each not in self._wants]
+        if givers:
+            want.asked = givers[0]
+            asked = messages.WantState(iteration=want.iteration, worker=worker, life=incarnation)
+            self._peers.send(self._peers.worker(*givers[0]), asked)
+            return
+        del self._wants[life]
+        nobody = messages.GiveState(worker=worker, life=incarnation, meeting=meeting)
+        self._peers.send(self._peers.worker(worker, incarnation), nobody)

@@ -1,0 +1,120 @@
+"""How a shard that is started again goes on: from its latest snapshot, and the records that came after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from atoll.core.errors import CheckpointError
+from atoll.server.journal import Folder, Payload, read_segments
+from atoll.server.logkeeper import KeeperState
+from atoll.server.model import ModelState
+from atoll.server.snapshot import Heading, whole_snapshots
+from atoll.store.records import Begun, Part, Record, Told
+
+Parts: TypeAlias = list[tuple[Part, Payload]]
+
+# What a Part's payload is of; its key is a handle, or a chunk of the mean.
+CONTRIBUTION, MEAN, MEETING, LAST_MEETING = "contribution", "mean", "meeting", "last meeting"
+
+
+class ShardImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that a shard remembers between two messages, but for what its snapshot has, and payloads."""
+
+    generation: int
+    next_entry: int
+    setter: tuple[int, int]
+    bases: dict[tuple[int, int], int]
+    readies: dict[tuple[int, int], int]
+    model: ModelState
+    log: KeeperState | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ShardImage)
+
+
+def encode_image(image: ShardImage) -> bytes:
+    return _encoder.encode(image)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in a shard's folder: the latest snapshot with the image that goes with it, or neither, and
+    the records since then. `next_segment` is where the journal goes on."""
+
+    snapshot: Path | None
+    image: ShardImage | None
+    parts: dict[str, dict[int, memoryview]]
+    told: Iterator[tuple[Told, memoryview | None]]
+    next_segment: int
+
+
+def first_segment(folder: Folder) -> int:
+    """The number of a journal that begins anew: above those that old snapshots go with."""
+    return max([-1, *(heading.journal for _, heading in whole_snapshots(folder.path))]) + 1
+
+
+def find(folder: Folder) -> Found | None:
+    """What a shard left in this folder; None where there is nothing.
+
+    Raises CheckpointError where what is left does not suffice.
+    """
+    segments = folder.segments()
+    snapshots = whole_snapshots(folder.path)
+    if not segments:
+        return None
+    chosen = [each for each in snapshots if each[1].journal in segments]
+    snapshot, heading = chosen[-1] if chosen else (None, None)
+    start = heading.journal if heading is not None else min(segments)
+    numbers = [*segments, *(heading.journal for _, heading in snapshots)]
+    records = read_segments(folder, start)
+    first = next(records, None)
+    if first is None and heading is None and len(segments) == 1:
+        return None  # a shard that died as it began
+    image, parts = _begin(folder, first, heading, records)
+    return Found(snapshot, image, parts, _told(records), max(numbers) + 1)
+
+
+def _begin(
+    folder: Folder,
+    first: tuple[Record, Payload] | None,
+    heading: Heading | None,
+    records: Iterator[tuple[Record, Payload]],
+) -> tuple[ShardImage | None, dict[str, dict[int, memoryview]]]:
+    """The image at the beginning, and its payloads by kind and key."""
+    parts: dict[str, dict[int, memoryview]] = {
+        kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING)
+    }
+    begun = first[0] if first is not None else None
+    if not isinstance(begun, Begun) or not (begun.fresh or heading is not None):
+        raise CheckpointError(
+            f"{folder.path}: holds a part of a shard's journal, and no snapshot that goes with it; the shard "
+            "cannot go on from it"
+        )
+    if heading is None:
+        return None, parts
+    if not begun.state:
+        raise CheckpointError(
+            f"{folder.segment(heading.journal)}: lacks the state that its snapshot goes with"
+        )
+    for _ in range(begun.parts):
+        part, payload = next(records, (None, None))
+        if not isinstance(part, Part) or payload is None or part.kind not in parts:
+            raise CheckpointError(f"{folder.segment(heading.journal)}: lacks a part of its state")
+        parts[part.kind][part.key] = payload
+    try:
+        return _decoder.decode(begun.state), parts
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder.segment(heading.journal)}: not a shard's state: {error}") from None
+
+
+def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[Told, memoryview | None]]:
+    """The messages among the records; states are what the messages before them lead to."""
+    for record, payload in records:
+        if isinstance(record, Told):
+            yield record, payload

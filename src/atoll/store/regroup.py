@@ -1,0 +1,229 @@
+"""How a ring that lost a member goes on, and how newcomers enter it: who is in the next ring, and which
+collective it makes next.
+
+Every collective of a ring is a numbered **round**: its members make it, and then confirm to one another that
+they hold its result. So a member that has passed a round's confirmation knows that all held it, and of the
+members of one ring none is more than one round before another. When a ring breaks, each living member tells
+the round that it is in, and whether it holds that one's result. From that follows what the next ring does:
+
+- where all hold the round's result, or some are past it, all take it: it counts, with the dead member's part,
+  for the dead member itself may have gone on with it;
+- else none has gone on with it, and all make it again, from what they keep, without the dead member's part.
+
+A member that dies meanwhile is another break, of the ring before or of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from atoll.core.errors import UserError
+from atoll.wire.messages import Enter, Reform, Reformed
+
+_NO_STATE = "those who held the training's state are gone"
+
+Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
+Answer: TypeAlias = tuple[Peer, Reformed]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    peer: Peer
+    message: Reform | Enter
+
+
+@dataclass
+class RegroupState:
+    """What `Regroup` knows of the ring that stands, as plain data. Who waits for an answer asks again."""
+
+    group: int
+    workers: dict[int, int]  # incarnation -> rank in the run, of the members in order of rank
+    broken: bool
+    over: bool
+    lost: list[int]
+    left: list[int]
+    answered: dict[int, tuple[int, Reformed]]
+
+
+class Regroup:
+    """The ring of a run, from break to break.
+
+    `form(incarnations, after)` makes a ring of these members, in order of rank, and gives its number, which
+    is above `after`. A ring of fewer than `at_least` members does not go on. Members are named by
+    incarnation, and told of by their ranks in the run.
+    """
+
+    def __init__(self, form: Callable[[Sequence[int], int], int], at_least: int = 1) -> None:
+        self.group = 0  # the current ring's number; 0: there was none
+        self.members: list[int] = []  # incarnations, in order of rank; the dead too, until the next ring
+        self.broken = False
+        self.over = False  # a member has come to the end of its session: nobody enters any more
+        self._form, self._at_least = form, at_least
+        self._workers: dict[int, int] = {}  # incarnation -> its rank in the run
+        self._reports: dict[int, _Asked] = {}  # by incarnation
+        self._entering: dict[int, _Asked] = {}  # in the order in which they came
+        self._lost: list[int] = []  # ranks in the run, since the ring was formed
+        self._left: list[int] = []
+        self._answered: dict[int, tuple[int, Reformed]] = {}  # incarnation -> its wish, and the answer to it
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a ring stands that a late worker may enter."""
+        return bool(self.members) and not self.over
+
+    @property
+    def waiting(self) -> int:
+        """How many newcomers wait to enter."""
+        return len(self._entering)
+
+    @property
+    def awaited(self) -> list[int]:
+        """The living members that have not yet said that they want the next ring, where others have."""
+        return [member for member in self.members if member not in self._reports] if self._reports else []
+
+    def handle_formed(self, group: int, workers: Mapping[int, int]) -> None:
+        """A ring was formed from nothing: `workers` are incarnation -> rank in the run, in order of rank."""
+        self.group, self.members, self._workers = group, list(workers), dict(workers)
+        self.broken = self.over = False
+        self._reports.clear()
+        self._lost, self._left = [], []
+
+    def handle_reform(self, peer: Peer, reform: Reform, live: Mapping[int, int]) -> list[Answer]:
+        """A member wants the next ring; `live` are the run's living workers, incarnation -> rank in the run.
+        Raises UserError from one that is in no ring, or in an earlier one.
+
+        A hub that was started again knows no ring: it takes it to be of all that live, but for newcomers.
+        """
+        told = self._told_before(peer, reform)
+        if told is not None:
+            return told
+        if not self.group:
+            self.handle_formed(
+                reform.group, {member: rank for member, rank in live.items() if member not in self._entering}
+            )
+        if reform.incarnation not in self.members:
+            if reform.group < self.group:
+                raise UserError(f"ring {reform.group} has gone on, as ring {self.group}, without this member")
+            raise UserError(f"incarnation {reform.incarnation} is no member of ring {reform.group}")
+        if reform.group != self.group:
+            raise UserError(f"ring {reform.group} is no more: the run's is ring {self.group}")
+        self._reports[reform.incarnation] = _Asked(peer, reform)
+        self.broken = self.broken or not reform.admits
+        return self._go_on()
+
+    def handle_enter(self, peer: Peer, worker: int, enter: Enter) -> list[Answer]:
+        """A late worker is ready. Raises UserError where there is no ring to enter."""
+        told = self._told_before(peer, enter)
+        if told is not None:
+            return told
+        if not self.under_way:
+            raise UserError("there is no ring that could be entered: it has ended")
+        self._workers[enter.incarnation] = worker
+        self._entering[enter.incarnation] = _Asked(peer, enter)
+        return []
+
+    def state(self) -> RegroupState:
+        """All that a restart must not lose."""
+        workers = {member: self._workers[member] for member in self.members}
+        return RegroupState(
+            self.group,
+            workers,
+            self.broken,
+            self.over,
+            list(self._lost),
+            list(self._left),
+            dict(self._answered),
+        )
+
+    def restore(self, state: RegroupState) -> None:
+        """Be as `state` says."""
+        self.handle_formed(state.group, state.workers)
+        self.broken, self.over = state.broken, state.over
+        self._lost, self._left = list(state.lost), list(state.left)
+        self._answered = dict(state.answered)
+
+    def _told_before(self, peer: Peer, message: Reform | Enter) -> list[Answer] | None:
+        """The answer once more, to one that asks once more."""
+        number, answer = self._answered.get(message.incarnation, (0, None))
+        if answer is None or message.number > number:
+            return None
+        return [(peer, answer)] if message.number == number else []
+
+    def handle_left(
+        self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False
+    ) -> list[Answer]:
+        """A worker died, or said goodbye; `finished`: at the end of its session."""
+        self._entering.pop(incarnation, None)
+        self._answered.pop(incarnation, None)
+        if incarnation not in self.members:
+            return []
+        self.members.remove(incarnation)
+        self._reports.pop(incarnation, None)
+        (self._left if said_goodbye else self._lost).append(self._workers[incarnation])
+        self.over = self.over or finished
+        self.broken = True
+        if not self.members:
+            return self._end(_NO_STATE) if self._entering else []
+        return self._go_on() if self._reports else []
+
+    def _go_on(self) -> list[Answer]:
+        """Form the next ring where every living member wants it."""
+        if not self.members or self.awaited:
+            return []
+        reports = [asked.message for asked in self._reports.values()]
+        if all(report.fresh for report in reports if isinstance(report, Reform)):
+            return self._end(_NO_STATE)
+        if len(reports) < self._at_least:
+            return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
+        admitted = list(self._entering) if all(_admits(report) for report in reports) else []
+        # Their order stays: so the first of those that live is the first of the next ring.
+        asked = sorted(self._reports.values(), key=_rank)
+        asked += [self._entering.pop(member) for member in admitted]
+        members = [each.message.incarnation for each in asked]
+        answer = Reformed(
+            group=self._form(members, self.group),
+            workers=[self._workers[member] for member in members],
+            newcomers=len(admitted) + sum(report.fresh for report in reports if isinstance(report, Reform)),
+            round=next_round(reports),
+            lost=sorted(self._lost),
+            left=sorted(self._left),
+        )
+        self.group, self.members = answer.group, members
+        self.broken = False
+        self._lost, self._left = [], []
+        self._reports.clear()
+        return self._answer(asked, answer)
+
+    def _end(self, reason: str) -> list[Answer]:
+        asked = [*self._reports.values(), *self._entering.values()]
+        answer = Reformed(group=0, reason=reason, lost=sorted(self._lost), left=sorted(self._left))
+        self.members, self.over = [], True
+        self._reports.clear()
+        self._entering.clear()
+        return self._answer(asked, answer)
+
+    def _answer(self, asked: Sequence[_Asked], answer: Reformed) -> list[Answer]:
+        for each in asked:
+            self._answered[each.message.incarnation] = (each.message.number, answer)
+        return [(each.peer, answer) for each in asked]
+
+
+def _rank(asked: _Asked) -> tuple[bool, int]:
+    """Who has no state comes last."""
+    assert isinstance(asked.message, Reform)
+    return asked.message.fresh, asked.message.rank
+
+
+def _admits(report: Reform | Enter) -> bool:
+    return isinstance(report, Reform) and report.admits
+
+
+def next_round(reports: Sequence[Reform | Enter]) -> int:
+    """The round that the next ring makes, from all living members' reports: see the module's description."""
+    states = [(each.round, each.holds) for each in reports if isinstance(each, Reform) and not each.fresh]
+    first, last = min(states)[0], max(states)[0]
+    if first < last:  # they are past the first's confirmation: all hold that round
+        return last
+    return first + 1 if all(holds for _, holds in states) else first

@@ -1,0 +1,40 @@
+"""For how long a silence is borne, measured: by how regularly a member was heard so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+WINDOW = 64  # gaps that are remembered
+BEATS = 2.0  # medians: one heartbeat may be lost, or be late by its whole period
+DEVIATIONS = 10.0  # median absolute deviations beside them: 6.7 standard deviations, were the gaps normal
+
+
+class Patience:
+    """The silence, in seconds, after which a member counts as dead: 2 medians of the gaps between its signs
+    of life plus 10 times their median absolute deviation, within [floor, ceiling].
+
+    Median and median absolute deviation stay where they are while fewer than half of the gaps are extreme
+    (F. R. Hampel, "The influence curve and its role in robust estimation", 1974). A mean with a variance, as
+    in phi accrual (N. Hayashibara et al., 2004) or TCP's timeout (V. Jacobson, 1988), does not: one pause
+    that was survived must not make all later deaths be noticed late. Whoever's rhythm itself becomes slower
+    is borne for longer from half a window on. A ceiling below the floor counts alone: it is what a person
+    has set.
+    """
+
+    def __init__(self, floor: float, ceiling: float) -> None:
+        """`floor` and `ceiling` in seconds, more than 0; raises ValueError for others."""
+        if not (floor > 0 and ceiling > 0):
+            raise ValueError(f"floor {floor:g} s and ceiling {ceiling:g} s must be more than 0")
+        self.floor, self.ceiling = min(floor, ceiling), ceiling
+        self._gaps: deque[float] = deque(maxlen=WINDOW)
+        self.seconds = ceiling  # before anything is known of the member
+
+    def note(self, gap: float) -> None:
+        """The member was heard, `gap` seconds after the last time; raises ValueError if negative."""
+        if not gap >= 0:
+            raise ValueError(f"a gap of {gap:g} s")
+        self._gaps.append(min(gap, self.ceiling))  # infinity too has a median
+        middle = median(self._gaps)
+        deviation = median(abs(each - middle) for each in self._gaps)
+        self.seconds = min(max(BEATS * middle + DEVIATIONS * deviation, self.floor), self.ceiling)

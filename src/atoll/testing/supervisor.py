@@ -1,0 +1,249 @@
+"""Starts the processes of a run, strikes them, starts again those that were killed, and sees what they leave.
+
+    with Supervisor(folder) as parts:
+        parts.add("hub", [sys.executable, "-m", "atoll.cli.app", "hub", ...])
+        parts.add("worker 0", [sys.executable, "train.py"], {"ATOLL_HUB": address})
+        parts.kill("worker 0")                       # and it is started again
+        parts.stop("hub", seconds=2.0)               # SIGSTOP, and SIGCONT when the time is over
+        parts.wait_for(lambda: finished(), "the end of the run", deadline=600)
+    assert not parts.failures                        # who ended by itself with another status than 0
+    assert not leaks(parts.usage)
+
+A process that ends by itself is not started again: the run's own parts must not. One thread does it all, in
+`tick`, which `wait_for` calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+import psutil
+
+from atoll.core.errors import DeadlineError
+
+LOOK_SECONDS = 0.02
+USAGE_SECONDS = 2.0  # between looks at what processes hold
+END_SECONDS = 10.0  # for processes that were killed to be gone
+WARM_SECONDS = 10.0  # of a process's life that do not count when leaks are looked for
+_BYTES_SPARED, _BYTES_SHARE = 32 * 2**20, 0.2
+_HANDLES_SPARED = 4
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that was done to a part; `time` is monotonic. `seconds` is how long it stood still; 0: it was
+    killed."""
+
+    time: float
+    part: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part that ended by itself, with a status that is not 0, and the last line that it said."""
+
+    part: str
+    status: int
+    said: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds at a time (monotonic): `age` is in seconds, `resident` in bytes."""
+
+    part: str
+    pid: int
+    time: float
+    age: float
+    descriptors: int
+    threads: int
+    resident: int
+
+
+@dataclass
+class _Part:
+    command: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes]
+    started: float
+    wakes: float = 0.0  # when it goes on, monotonic; 0: it is not stopped
+
+
+@dataclass
+class Supervisor:
+    """Parts by name; `folder` gets what each says, in NAME.log, all of its lives one after another."""
+
+    folder: Path
+    strikes: list[Strike] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)  # who ended by itself, with status 0
+    restarts: int = 0
+    usage: list[Usage] = field(default_factory=list)
+    _parts: dict[str, _Part] = field(default_factory=dict)
+    _next_look: float = 0.0
+
+    def __enter__(self) -> Supervisor:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start a part; `environment` is added to this process's."""
+        complete = {**os.environ, **(environment or {})}
+        process = self._start(name, list(command), complete)
+        self._parts[name] = _Part(list(command), complete, process, time.monotonic())
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._log(name).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name.replace(' ', '-')}.log"
+
+    def running(self, name: str) -> bool:
+        """Whether the part has a process that is neither stopped nor ended."""
+        part = self._parts[name]
+        return name not in self.finished and not part.wakes and part.process.poll() is None
+
+    def pid(self, name: str) -> int:
+        return self._parts[name].process.pid
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; the next `tick` starts the part again."""
+        self.strikes.append(Strike(time.monotonic(), name, 0.0))
+        self._parts[name].process.kill()
+
+    def stop(self, name: str, seconds: float) -> None:
+        """SIGSTOP; a `tick` lets it go on after `seconds`."""
+        now, part = time.monotonic(), self._parts[name]
+        self.strikes.append(Strike(now, name, seconds))
+        part.process.send_signal(signal.SIGSTOP)
+        part.wakes = now + seconds
+
+    def tick(self) -> None:
+        """See to everyone: wake whose time is over, start again who was killed, note who has ended."""
+        now = time.monotonic()
+        for name, part in self._parts.items():
+            if part.wakes and now >= part.wakes:
+                part.wakes = 0.0
+                part.process.send_signal(signal.SIGCONT)
+            status = part.process.poll()
+            if status is None or name in self.finished:
+                continue
+            if status == -signal.SIGKILL:
+                self.restarts += 1
+                part.wakes = 0.0
+                part.process, part.started = self._start(name, part.command, part.environment), now
+                continue
+            self.finished.add(name)
+            if status:
+                self.failures.append(Failure(name, status, self._last_line(name)))
+        if now >= self._next_look:
+            self._next_look = now + USAGE_SECONDS
+            self._look(now)
+
+    def _last_line(self, name: str) -> str:
+        lines = self._log(name).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def _look(self, now: float) -> None:
+        for name, part in self._parts.items():
+            try:
+                process = psutil.Process(part.process.pid)
+                self.usage.append(
+                    Usage(
+                        name,
+                        part.process.pid,
+                        now,
+                        now - part.started,
+                        process.num_fds(),
+                        process.num_threads(),
+                        process.memory_info().rss,
+                    )
+                )
+            except psutil.Error:  # it has just ended
+                continue
+
+    def wait_for(self, condition: Callable[[], object], what: str, deadline: float) -> None:
+        """Tick until the condition holds; raises DeadlineError after `deadline` seconds."""
+        until = time.monotonic() + deadline
+        while not condition():
+            if time.monotonic() > until:
+                raise DeadlineError(f"waited {deadline:g} s for {what}; see {self.folder}")
+            self.tick()
+            time.sleep(LOOK_SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        """Tick for so long."""
+        until = time.monotonic() + seconds
+        self.wait_for(lambda: time.monotonic() >= until, "the time to pass", seconds + END_SECONDS)
+
+    def close(self) -> None:
+        """End every part, and whatever it has started, by force. Raises DeadlineError if one is left."""
+        groups = [part.process.pid for part in self._parts.values()]
+        for group in groups:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for name, part in self._parts.items():
+            try:
+                part.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise DeadlineError(f"{name} did not end within {END_SECONDS:g} s of SIGKILL") from None
+        self._parts.clear()
+
+    def left(self) -> list[int]:
+        """Processes in the sessions of parts that have ended: what they left behind."""
+        ended = {part.process.pid for part in self._parts.values() if part.process.poll() is not None}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in ended and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except (psutil.Error, ProcessLookupError):
+                continue
+        return found
+
+
+def leaks(usage: Sequence[Usage]) -> list[str]:
+    """What grew, one line each, in each role ("worker", "hub"): the middle of its last quarter of looks
+    against that of its first, the first ten seconds of a life left out."""
+    roles: dict[str, list[Usage]] = defaultdict(list)
+    for look in usage:
+        if look.age >= WARM_SECONDS:
+            roles[look.part.split(" ")[0]].append(look)
+    found = []
+    for role, looks in sorted(roles.items()):
+        quarter = max(1, len(looks) // 4)
+        for name, spared, share in (
+            ("descriptors", _HANDLES_SPARED, 0.0),
+            ("threads", _HANDLES_SPARED, 0.0),
+            ("resident", _BYTES_SPARED, _BYTES_SHARE),
+        ):
+            first = median(getattr(look, name) for look in looks[:quarter])
+            last = median(getattr(look, name) for look in looks[-quarter:])
+            if last > first * (1 + share) + spared:
+                found.append(f"{role}: {name} grew from {first:,.0f} to {last:,.0f} over {len(looks)} looks")
+    return found

@@ -1,0 +1,169 @@
+"""How what is left of an epoch is dealt to workers, and dealt anew when they change; pure.
+
+Workers in lockstep make **ticks**: one index each (ShardedSampler), or one batch each (BatchesSampler). In a
+tick each member without anything in hand takes its part of the next run of the **pool**; one that has been
+given something before the deal, and has not committed it, has that first. So all members make equally many
+ticks, and while nothing is in hand, a tick of all is a contiguous run of the pool, whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Run: TypeAlias = tuple[int, int, int]  # an epoch, and its positions from the second to the third (exclusive)
+Item: TypeAlias = tuple[int, int]  # an epoch, and a position in its order
+Tick: TypeAlias = list[Item]  # what one member trains on in one tick; empty: a fill
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member of a deal is: `rank` there; ticks `given` to its loader, `used` by its backwards,
+    `committed` by whole iterations, and by all of them but the `last`; `ended`: its loader asks for nothing
+    more in this epoch."""
+
+    rank: int
+    given: int
+    used: int
+    committed: int
+    before_last: int
+    ended: bool
+
+
+class Deal:
+    """The pool `runs` among `len(held)` members, each with the ticks that it has in hand.
+
+    `batch` is how many samples a tick of all members takes; 0: one for each member. `ticks` is how many each
+    member makes: as many as the pool takes, rounded up (what is missing is filled up), or down with
+    `drop_last`, but at least as many as any member has in hand, and with `ended` no more than that. What the
+    pool then has too much is `over`.
+    """
+
+    def __init__(
+        self,
+        runs: Iterable[Run],
+        held: Sequence[Sequence[Tick]],
+        batch: int = 0,
+        drop_last: bool = False,
+        ended: bool = False,
+    ) -> None:
+        self.runs: list[Run] = [run for run in runs if run[1] < run[2]]
+        self.held = [list(ticks) for ticks in held]
+        self.batch, self.drop_last, self.ended = batch, drop_last, ended
+        self.world = len(self.held)
+        self.size = sum(stop - start for _, start, stop in self.runs)
+        self._in_hand = max(map(len, self.held))
+        # While some have ticks in hand: where the pool's part of a tick begins, how long it is, who shares it
+        self._early: list[tuple[int, int, list[int]]] = []
+        self._taken = 0
+        for tick in range(self._in_hand):
+            free = [rank for rank, ticks in enumerate(self.held) if tick >= len(ticks)]
+            there = sum(len(ticks[tick]) for ticks in self.held if tick < len(ticks))
+            need = (max(0, batch - there) if free else 0) if batch else len(free)
+            self._early.append((self._taken, need, free))
+            self._taken += need
+        self._per_tick = batch or self.world
+        left = max(0, self.size - self._taken)
+        more = left // self._per_tick if drop_last else -(-left // self._per_tick)
+        self.ticks = self._in_hand + (0 if ended else more)
+
+    def slots(self, rank: int, tick: int) -> range:
+        """The pool's slots that a member takes in a tick; those from `size` on are none, to be filled up."""
+        if tick < self._in_hand:
+            begin, need, free = self._early[tick]
+            return range(begin + free.index(rank), begin + need, len(free)) if rank in free else range(0)
+        begin = self._taken + (tick - self._in_hand) * self._per_tick
+        return range(begin + rank, begin + self._per_tick, self.world)
+
+    def all_slots(self, rank: int, ticks: int) -> Tensor:
+        """All slots of the pool that a member takes in its first `ticks`; int64, flat."""
+        early = [s for t in range(min(ticks, self._in_hand)) for s in self.slots(rank, t)]
+        late = max(0, min(ticks, self.ticks) - self._in_hand)
+        begins = self._taken + self._per_tick * torch.arange(late)
+        within = torch.arange(min(rank, self._per_tick), self._per_tick, self.world)
+        slots = torch.cat([torch.tensor(early, dtype=torch.int64), (begins[:, None] + within).flatten()])
+        return slots[slots < self.size]
+
+    def tick(self, rank: int, tick: int) -> Tick:
+        """What a member trains on in a tick; empty for a fill."""
+        held = self.held[rank]
+        if tick < len(held):
+            return held[tick]
+        return [self.item(slot) for slot in self.slots(rank, tick) if slot < self.size]
+
+    def item(self, slot: int) -> Item:
+        """The epoch and position that a slot of the pool stands for."""
+        for epoch, start, stop in self.runs:
+            if slot < stop - start:
+                return epoch, start + slot
+            slot -= stop - start
+        raise IndexError(slot)
+
+    @property
+    def over(self) -> list[Run]:
+        """What no tick takes, though it is to be dealt: for the epoch that comes next."""
+        return after(self.runs, self._taken) if self.ended else []
+
+    def left(self, places: Sequence[Place], given: bool = True, absent: Collection[int] = ()) -> list[Run]:
+        """What is still to be dealt when the members at `places` are those who live: all but what they were
+        given (not `given`: but what they have used), and what the lost had used in whole iterations.
+
+        Members are in lockstep, so that the lost have used as much as those who live; the ranks `absent` have
+        had no part in the last iteration.
+        """
+        keep = torch.ones(self.size, dtype=torch.bool)
+        back: list[Item] = []
+        committed = min((place.committed for place in places), default=0)
+        before_last = min((place.before_last for place in places), default=0)
+        by_rank = {place.rank: place for place in places}
+        for rank, held in enumerate(self.held):
+            place = by_rank.get(rank)
+            if place is None:
+                gone = before_last if rank in absent else committed
+            else:
+                gone = place.given if given else place.used
+            keep[self.all_slots(rank, gone)] = False
+            back += [item for tick in held[gone:] for item in tick]
+        kept = list(_kept(self.runs, keep))
+        return merged([*kept, *((epoch, position, position + 1) for epoch, position in back)])
+
+    def in_hand(self, place: Place) -> list[Tick]:
+        """What a member has been given, and no whole iteration has used: it trains on it in any case."""
+        return [self.tick(place.rank, tick) for tick in range(place.committed, place.given)]
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """The runs in order, each position once."""
+    joined: list[Run] = []
+    for epoch, start, stop in sorted(runs):
+        if joined and joined[-1][0] == epoch and start <= joined[-1][2]:
+            joined[-1] = (epoch, joined[-1][1], max(stop, joined[-1][2]))
+        else:
+            joined.append((epoch, start, stop))
+    return joined
+
+
+def after(runs: Iterable[Run], taken: int) -> list[Run]:
+    """The runs without their first `taken` positions."""
+    left = []
+    for epoch, start, stop in runs:
+        skipped = min(taken, stop - start)
+        taken -= skipped
+        if start + skipped < stop:
+            left.append((epoch, start + skipped, stop))
+    return left
+
+
+def _kept(runs: Iterable[Run], keep: Tensor) -> Iterator[Run]:
+    """The runs' positions whose slot is kept, as runs."""
+    begin = 0
+    for epoch, start, stop in runs:
+        part = keep[begin : begin + stop - start].to(torch.int8)
+        begin += stop - start
+        edges = torch.diff(part, prepend=part.new_zeros(1), append=part.new_zeros(1)).nonzero().flatten()
+        for first, last in edges.reshape(-1, 2).tolist():
+            yield epoch, start + first, start + last

@@ -1,0 +1,346 @@
+"""A group's channels, and its collectives as numbered rounds: what lets a ring go on without a lost member.
+
+Every collective of a ring that met at a hub is a round, which ends with a confirmation: a small sum that
+nobody passes before all hold the round's result. When the ring breaks, each member tells the hub its round,
+and whether it holds its result; the hub forms the next ring, and says which round it makes next
+(store/regroup.py): so a member either takes what it holds, or makes the round again, from what it has kept,
+in memory that the old ring does not know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from atoll.core import points
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.train.channel import BrokenRingError, Channel
+from atoll.train.place import Place
+from atoll.wire.messages import Reformed
+
+_Result = TypeVar("_Result")
+_CPU = torch.device("cpu")
+
+
+class Member(Protocol):
+    """What forms rings anew (`train/rendezvous.py`: HubRing)."""
+
+    @property
+    def late(self) -> bool:
+        """Whether the run's ring was formed without this worker."""
+
+    def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
+        """Wait for all living members to want the next ring; raises RunError where there is none."""
+
+    def enter(self) -> Reformed:
+        """Wait to be let into the ring that is under way."""
+
+    def place_in(self, ring: Reformed) -> Place:
+        """This worker's place in it."""
+
+    def is_awaited(self) -> bool:
+        """Whether newcomers wait to enter."""
+
+
+class State(Protocol):
+    """What a newcomer takes from a living member, and what changes with the members."""
+
+    def capture(self) -> bytes: ...
+
+    def restore(self, raw: bytes) -> None: ...
+
+    def all_places(self, *, entered: bool = False) -> list[Any]:
+        """Where each member is in its data; a collective."""
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """How a ring went on: `lost`, `left` and `entered` are workers by name, `seconds` how long it took."""
+
+    group: int
+    world: int
+    lost: list[int]
+    left: list[int]
+    entered: list[int]
+    seconds: float
+    what: str  # what the ring was doing
+    again: bool  # whether that is made again
+
+
+@dataclass(frozen=True)
+class _Channels:
+    data: Channel
+    agreement: Channel
+    session: Channel
+
+    @property
+    def all(self) -> list[Channel]:
+        return list({id(each): each for each in (self.data, self.agreement, self.session)}.values())
+
+
+class Ring:
+    """A group's channels: `data` carries chunks (on their device), `agreement` small vectors, `session` what
+    workers tell one another outside iterations (both on the CPU).
+
+    With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
+    higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`.
+    Raises DeadlineError when the other workers do not come within `timeout` seconds.
+    """
+
+    def __init__(
+        self, place: Place, device: torch.device, timeout: float, member: Member | None = None
+    ) -> None:
+        self.place, self.generation = place, 0
+        self.state: State | None = None
+        self.told: Callable[[Regrouped], None] = lambda _regrouped: None
+        self.outside = member is not None and member.late
+        self._device, self._timeout, self._member = device, timeout, member
+        self._fresh = self.outside  # it has no state yet
+        self._number = 0  # of the round that is made now, or next
+        self._holds = False  # all of its result
+        self._inside = False  # a round, of which what is called now is a part
+        self._members_are_new = False  # and have not met
+        self._met: list[Any] | None = None  # the places, where the result that it holds is a meeting's
+        self._waited_before = 0.0  # on channels that are no more
+        self._channels: _Channels | None = None
+        if self.outside:
+            return
+        try:
+            self._open()
+        except BrokenRingError as broken:
+            if member is None:
+                raise
+            self._form_next(broken, "the other workers to connect")
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        return self.place.world
+
+    @property
+    def data(self) -> Channel:
+        return self._all.data
+
+    @property
+    def agreement(self) -> Channel:
+        return self._all.agreement
+
+    @property
+    def session(self) -> Channel | None:
+        """None where nobody can be talked to."""
+        return None if self._channels is None else self._channels.session
+
+    @property
+    def seconds_waited(self) -> float:
+        """In all, on all channels."""
+        now = [] if self._channels is None else self._channels.all
+        return self._waited_before + sum(channel.seconds_waited for channel in now)
+
+    @property
+    def _all(self) -> _Channels:
+        if self._channels is None:
+            raise UserError(
+                "this worker came when the run was under way; call session.resume() before the loop, after "
+                "all that it puts back has been made"
+            )
+        return self._channels
+
+    def close(self) -> None:
+        """End the channels; what they were doing is given up."""
+        channels, self._channels = self._channels, None
+        for channel in channels.all if channels is not None else ():
+            channel.close()
+
+    # -- rounds -------------------------------------------------------------------------------------------
+
+    def round(self, what: str, act: Callable[[], _Result], iteration: int = -1) -> _Result:
+        """Make a collective, `act`, and return its result; what it calls is part of it. On a ring that goes
+        on, `act` is called again where the ring broke before all held the result: so it may change nothing
+        that it reads, and gives collectives new memory each time. `iteration`, where it is of one."""
+        if self._member is None or self.outside or self._inside:
+            return act()
+        while True:
+            self._inside = True
+            try:
+                self._meet_new_members()
+                result = act()
+                self._holds = True
+                points.reach("ring.held", iteration)
+                self._confirm(what)
+            except BrokenRingError as broken:
+                if not self._form_next(broken, what):
+                    continue
+            else:
+                self._passed(self._number + 1)
+            finally:
+                self._inside = False
+            points.reach("ring.confirmed", iteration)
+            return result
+
+    def sum(self, values: Sequence[float], what: str) -> list[float]:
+        """The sums of the workers' `values`."""
+
+        def act() -> list[float]:
+            summed = torch.tensor(values)
+            self.agreement.wait(self.agreement.sum(summed), what)
+            result: list[float] = summed.tolist()
+            return result
+
+        return self.round(what, act)
+
+    def _confirm(self, what: str) -> None:
+        agreement = self._all.agreement
+        agreement.wait(agreement.sum(torch.zeros(1)), f"the others to hold {what}")
+
+    def _passed(self, number: int) -> None:
+        self._number, self._holds, self._met = number, False, None
+
+    # -- the next ring ------------------------------------------------------------------------------------
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether newcomers wait, as far as this worker knows."""
+        return self._member is not None and not self.outside and self._member.is_awaited()
+
+    def admit(self) -> None:
+        """Let in the newcomers that wait: every member calls it between the same two rounds.
+
+        Where the ring broke as the first of these ended, they are not let in this time: those who were here
+        already were given the next ring without them, and wait for the others to meet.
+        """
+        if not self._members_are_new:
+            self._form_next(None, "newcomers to enter")
+        self._meet_new_members()
+
+    @property
+    def late(self) -> bool:
+        """Whether this worker came late, and has not entered."""
+        return self.outside
+
+    def enter(self) -> bool:
+        """Take part in the ring that is under way, and take over the training's state from a member. True."""
+        assert self._member is not None
+        began = time.monotonic()
+        ring = self._member.enter()
+        try:
+            self._stand(ring, began, "entering", again=False)
+        except BrokenRingError as broken:
+            self._form_next(broken, "entering")
+        self._meet_new_members()
+        return True
+
+    def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:
+        """Form rings until one stands; whether the round's result is to be taken as it is held."""
+        assert self._member is not None
+        began, number = time.monotonic(), self._number
+        while True:
+            if broken is not None:
+                self._abandon()
+            points.reach("ring.broken")
+            ring = self._member.reform(
+                self._number,
+                holds=self._holds,
+                admits=broken is None,
+                fresh=self._fresh,
+            )
+            self._abandon()  # who admits newcomers waits with that until all are past the round before
+            try:
+                self._stand(ring, began, what, again=broken is not None and ring.round == number)
+                return self._number > number
+            except BrokenRingError as another:
+                broken = another
+                tried = time.monotonic() - began
+                if tried > self._timeout:
+                    raise DeadlineError(
+                        f"worker {self.place.name} tried for {tried:.1f} s to form the next ring, for {what} "
+                        f"(deadline sync.timeout, {self._timeout:g} s): {another}"
+                    ) from another
+
+    def _stand(self, ring: Reformed, began: float, what: str, *, again: bool) -> None:
+        """Take part in `ring`, as the hub has decided."""
+        assert self._member is not None
+        if ring.round > self._number and not (self._holds or self._fresh):
+            raise RunError(
+                f"worker {self.place.name}: ring {ring.group} goes on at round {ring.round}, and this worker "
+                f"does not hold round {self._number}"
+            )
+        if ring.round > self._number and self._met is not None and not self._fresh:
+            self._deal_anew(self._met)  # as the others have, in the ring that was
+        self._passed(ring.round)
+        self.place, self.outside = self._member.place_in(ring), False
+        self._open()
+        points.reach("ring.formed")
+        self._members_are_new = True
+        if ring.newcomers and self.state is not None:
+            self._hand_over(self.state, ring.newcomers)
+        entered = ring.workers[len(ring.workers) - ring.newcomers :]
+        seconds = time.monotonic() - began
+        self.told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
+
+    def _meet_new_members(self) -> None:
+        """All members are at the beginning of the same round: the time to deal data anew. The meeting is a
+        round of its own: else some might deal by it and others not, where the ring breaks at its end."""
+        while self._members_are_new and self.state is not None:
+            inside, self._inside = self._inside, True  # what the state tells the others is no other round
+            try:
+                self._met = self.state.all_places(entered=self._fresh)
+                self._holds = True
+                self._confirm("the members' places in their data")
+            except BrokenRingError as broken:
+                self._form_next(broken, "the members to meet")
+            else:
+                self._deal_anew(self._met)
+                self._passed(self._number + 1)
+                self._members_are_new = self._fresh = False
+            finally:
+                self._inside = inside
+
+    def _deal_anew(self, places: Sequence[Any]) -> None:
+        assert self.state is not None
+        self.state.deal_anew(places, self.rank, self.world)
+
+    def _hand_over(self, state: State, newcomers: int) -> None:
+        """The first member gives its state to those who have none."""
+        fresh = self.rank >= self.world - newcomers
+        raw = state.capture() if self.rank == 0 else b""
+        what = "the first member's state, for those who enter"
+        size = torch.tensor([len(raw)], dtype=torch.int64)
+        channel = self._all.session
+        channel.wait(channel.broadcast(size), what)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        else:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        channel.wait(channel.broadcast(payload), what)
+        if fresh:
+            state.restore(payload.numpy().tobytes())
+
+    def _open(self) -> None:
+        place, timeout = self.place, self._timeout
+        opened: list[Channel] = []
+        try:
+            for purpose, device in (("session", _CPU), ("ring", self._device), ("agreement", _CPU)):
+                if purpose != "agreement" or self._device.type != "cpu":
+                    opened.append(Channel(place, purpose, timeout, device))
+        except BrokenRingError:
+            for channel in opened:
+                channel.abandon()
+            raise
+        session, data = opened[:2]
+        self._channels = _Channels(data, opened[2] if len(opened) > 2 else data, session)
+        self.generation += 1
+
+    def _abandon(self) -> None:
+        self._waited_before = self.seconds_waited
+        channels, self._channels = self._channels, None
+        for channel in channels.all if channels is not None else ():
+            channel.abandon()

@@ -1,0 +1,159 @@
+"""A peer that stands still: whoever waits for it says who, on which chunk, in which iteration, for how long.
+
+One test for each kind of wait that no other test provokes; those of a ring are in test_ring.py and
+test_hub_ring.py, of leases in test_hub.py, of sites in test_levels.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import HUB_VARIABLE, Chunks, Config, Run, Sync
+from atoll.core.errors import AtollError, DeadlineError
+from atoll.net.endpoint import Server
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.testing.supervisor import Supervisor
+from atoll.train.place import Place
+from atoll.train.session import Session
+from atoll.train.shards import Shards
+
+DEADLINE = 60.0
+ATOLL = [sys.executable, "-m", "atoll.cli.app"]
+
+
+def config(consistency: str) -> Config:
+    return Config(
+        run=Run(strategy="server"),
+        chunks=Chunks(size="2KiB"),
+        sync=Sync(timeout=f"{DEADLINE:g}s", consistency=consistency),  # type: ignore[arg-type]
+    )
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 33), nn.Linear(33, 33), nn.Linear(33, 7))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+# -- shards ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_worker(folder: Path, consistency: str) -> Iterator[tuple[Session, Supervisor]]:
+    """A session in this process; hub and two shards are others."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    with Supervisor(folder / "logs") as parts:
+        quiet = {"OMP_NUM_THREADS": "1"}
+        parts.add("hub", [*ATOLL, "hub", "--workers", "1", "--shards", "2", "--listen", hub], quiet)
+        for index in range(2):
+            parts.add(f"shard {index}", [*ATOLL, "server", "--hub", hub, "--shard", str(index)], quiet)
+        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub}):
+            session = atoll.join(config(consistency))
+        yield session, parts
+
+
+def stuck(call: Callable[[], object]) -> str:
+    with pytest.raises(DeadlineError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
+    tmp_path: Path, consistency: str
+) -> None:
+    with one_worker(tmp_path, consistency) as (session, parts):
+        model, optimizer = make()
+        session.prepare(model, optimizer)
+
+        def step() -> None:
+            model(torch.ones(2, 5)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        optimizer.zero_grad()
+        service = session._service
+        assert service is not None
+        service.shards.timeout = 1.0
+        os.kill(parts.pid("shard 1"), signal.SIGSTOP)
+        said = stuck(step)
+        os.kill(parts.pid("shard 1"), signal.SIGCONT)
+    mine = re.escape(service.shards.addresses[1])
+    chunks = r"chunks? \d+(, \d+)*( and \d+( more)?)?"
+    # The log may or may not be able to say whom it waits for.
+    of = rf"{chunks} of the parameters after iteration 1"
+    what = rf"the mean of {chunks} in iteration 1" if consistency == "bsp" else of
+    who = rf"(shard 0 at \S+ and )?shard 1 at {mine}(, which waits for .*,)?"
+    line = rf"worker 0 waited 1\.\d s for {who} on {what} "
+    assert re.fullmatch(line + r"\(deadline sync\.timeout, 1 s; set it higher .*\)", said), said
+
+
+def test_a_shard_that_does_not_even_greet() -> None:
+    with Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0") as server:
+        said = stuck(
+            lambda: Shards(
+                [server.address], None, run="test", worker=3, incarnation=1, timeout=0.5, limit=2**20
+            )
+        )
+    assert re.match(
+        rf"worker 3 waited \d\.\d s for shard 0 at {server.address} on their welcome "
+        r"\(deadline sync\.timeout, 0\.5 s",
+        said,
+    )
+
+
+# -- other workers -----------------------------------------------------------------------------------------
+
+
+def stays_away(place: Place, address: str, where: str) -> str:
+    """Worker 1 does not come to the meeting, or worker 0 does not bring the model, before the other has given
+    up."""
+    assert place.store is not None
+    late = 1 if where == "barrier" else 0
+    model, optimizer = make()
+    try:
+        with served_worker(address, place.rank), atoll.join(config("bsp")) as session:
+            service = session._service
+            assert service is not None
+            if where == "barrier":
+                session.prepare(model, optimizer)
+            if place.rank == late:
+                place.store.wait(["given up"])
+            else:
+                service.shards.timeout = 1.0
+            if where == "barrier":
+                session.barrier()
+            else:
+                session.prepare(model, optimizer)
+    except AtollError as error:
+        place.store.set("given up", "1")
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("barrier", "every worker's part in the barrier"), ("prepare", "every worker's part in .*")],
+)
+def test_a_worker_that_does_not_come_to_a_meeting_is_named(pool: WorkerPool, where: str, what: str) -> None:
+    with ServedRun(2) as served:
+        said = pool.run(stays_away, served.address, where, world=2)
+    late, waits = (1, 0) if where == "barrier" else (0, 1)
+    who = rf"shard 0 at \S+, which waits for worker {late}, to come to ['\"].*['\"],"
+    line = rf"worker {waits} waited \d\.\d s for {who} on {what} \(deadline sync\.timeout, 1 s"
+    assert re.match(line, said[waits]), said[waits]

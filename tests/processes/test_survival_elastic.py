@@ -1,0 +1,56 @@
+"""An elastic ring under `atoll run`: its hub and its workers are killed, and those that remain go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from killed_runs import HUB, STEADY, hub_decisions, kill, start, worker_pid
+from run_command import DEADLINE, Command, wait_for
+
+
+@pytest.mark.soak
+def test_an_elastic_ring_trains_through_its_hubs_death(command: Command) -> None:
+    process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    kill(command, *HUB)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "the hub was killed by SIGKILL, and is started again (1 of 3)" in err
+    assert command.summary()["steps"] == 200
+    assert command.summary()["strategy"] == "ring"
+    left = [each for each in hub_decisions(command) if each["what"] == "worker left"]
+    assert len(left) <= 2  # the launcher may end the hub before it has heard both
+    assert not [each for each in hub_decisions(command) if each["what"] == "worker died"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("hub", [False, True])
+def test_an_elastic_ring_goes_on_without_a_worker_that_was_killed(command: Command, hub: bool) -> None:
+    """And with its hub killed at the same time: it is started again, and forms the next ring."""
+    process = start(command, STEADY.replace("STEPS", "200"), run="elastic = true\n[hub]\npatience = '5s'")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    if hub:
+        kill(command, *HUB)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "worker 1 was killed by SIGKILL; the others go on without it" in err
+    assert ("the hub was killed by SIGKILL, and is started again (1 of 3)" in err) == hub
+    assert command.summary()["steps"] == 200
+    rings = [each["choice"] for each in hub_decisions(command) if each["what"] == "ring"]
+    assert rings == ["ring 1 of 2 workers", "ring 2 of 1 workers"]
+
+
+def test_a_worker_that_was_killed_is_started_again_and_enters(command: Command) -> None:
+    script = STEADY.replace("STEPS", "400").replace("    while", "    session.resume()\n    while")
+    process = start(command, script, run="elastic = true\nrestarts = 1\n[hub]\npatience = '5s'")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    os.kill(worker_pid(command, 1), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "worker 1 was killed by SIGKILL, and is started again (1 of 1)" in err
+    rings = [each["choice"] for each in hub_decisions(command) if each["what"] == "ring"]
+    assert rings == ["ring 1 of 2 workers", "ring 2 of 1 workers", "ring 3 of 2 workers"]
+    assert command.summary()["steps"] == 400

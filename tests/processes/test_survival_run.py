@@ -1,0 +1,139 @@
+"""`atoll run` whose hub, shards and workers are killed, and started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+
+import pytest
+from killed_runs import HUB, STEADY, hub_decisions, kill, services, start
+from run_command import DEADLINE, Command, wait_for
+
+SAMPLES, EPOCHS, BATCH = 90, 2, 3
+
+LEASING = f"""
+import json, time
+import torch
+import atoll
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn({SAMPLES}, 4), torch.arange({SAMPLES}))
+with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) as notes:
+    session.prepare(model, optimizer)
+    sampler = session.sampler(data, seed=5)
+    loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
+    for epoch in range({EPOCHS}):
+        sampler.set_epoch(epoch)
+        for x, indices in loader:
+            time.sleep(0.1)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            print(json.dumps(indices.tolist()), file=notes)
+"""
+
+
+def notes(command: Command) -> list[list[int]]:
+    return [json.loads(line) for path in command.directory.glob("notes-*") for line in path.open()]
+
+
+@pytest.mark.parametrize("sites", [0, pytest.param(2, marks=pytest.mark.soak)])
+def test_the_hub_is_started_again_and_each_sample_counts_once(command: Command, sites: int) -> None:
+    """In the middle of leases, under asp."""
+    process = start(command, LEASING, f"sites = {sites}", "[sync]", "consistency = 'asp'")
+    for many in (6, 20):
+        wait_for(lambda many=many: len(notes(command)) >= many, "some batches")
+        kill(command, *HUB)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    for count in (1, 2):
+        assert err.count(f"the hub was killed by SIGKILL, and is started again ({count} of 3)") == 1
+    counts = Counter(index for batch in notes(command) for index in batch)
+    assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    told = hub_decisions(command)
+    assert sum(each["choice"].startswith("goes on with 2 workers") for each in told) == 2
+    assert not [each for each in told if each["what"] in ("worker died", "shard died", "site died")]
+    warned = [each for each in command.summary()["events"] if each["event"] == "warned"]
+    assert [each["message"] for each in warned if "started again" in each["message"]]
+
+
+def test_a_hub_that_is_killed_again_and_again_ends_the_run_with_one_line(command: Command) -> None:
+    process = start(command, STEADY.replace("STEPS", "10**6"))
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    killed: set[int] = set()
+    until = time.monotonic() + DEADLINE
+    while process.poll() is None and time.monotonic() < until:
+        for hub in services(command, *HUB):
+            if hub.pid not in killed:
+                killed.add(hub.pid)
+                hub.kill()
+        time.sleep(0.02)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert len(killed) == 4
+    last = err.splitlines()[-1]
+    assert last.startswith("atoll: the hub was killed by SIGKILL for the 4th time, and the run cannot go on")
+    assert "run/logs/hub.log" in last
+    assert "Traceback" not in err
+    assert command.alive() == []
+
+
+DIES_FIRST = """
+import os, pathlib, signal
+place = pathlib.Path("died-" + os.environ["RANK"])
+if os.environ["RANK"] == "1" and not place.exists():
+    place.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_is_killed_before_the_run_begins_is_started_again(command: Command) -> None:
+    script = DIES_FIRST + STEADY.replace("STEPS", "5")
+    process = start(command, script, "restarts = 1")
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "worker 1 was killed by SIGKILL, and is started again (1 of 1)" in err
+    assert command.summary()["steps"] == 5
+
+
+def test_a_script_s_own_error_is_not_started_again(command: Command) -> None:
+    raises = "import os\nif os.environ['RANK'] == '1': raise SystemExit(7)\n"
+    process = start(command, raises + STEADY.replace("STEPS", "10**6"), "restarts = 5")
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 7, err
+    assert "started again" not in err
+
+
+@pytest.mark.soak
+def test_a_shard_is_started_again(command: Command) -> None:
+    """In its own directory, with the same arguments, and the hub takes it in its place."""
+    process = start(command, STEADY.replace("STEPS", "10**6"), "shards = 2")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    kill(command, "atoll.launch.service", "--shard", "1")
+    wait_for(
+        lambda: (
+            sum(each["choice"] == "shard 1" for each in hub_decisions(command)) > 1
+            or process.poll() is not None
+        ),
+        "the shard's return",
+    )
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert "shard 1 was killed by SIGKILL, and is started again (1 of 3)" in err
+    assert command.alive() == []
+
+
+def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
+    process = start(command, LEASING, "shards = 2", "[sync]", "consistency = 'asp'")
+    wait_for(lambda: len(notes(command)) >= 6, "some batches")
+    kill(command, "atoll.launch.service", "--shard", "0")  # which keeps the log
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "shard 0 was killed by SIGKILL, and is started again (1 of 3)" in err
+    counts = Counter(index for batch in notes(command) for index in batch)
+    assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))

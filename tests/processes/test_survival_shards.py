@@ -1,0 +1,42 @@
+"""Shards that are killed at each point of an iteration, and started again: bsp ends as it would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mortal_shards import Kill, assert_equal, kills_at, points_of_shards, run_with
+
+from atoll.testing.pool import WorkerPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(deadline=120.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def unharmed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    one, other = run_with(pool, tmp_path_factory.mktemp("unharmed"), [])
+    assert_equal(one, other)
+    return one
+
+
+@pytest.mark.parametrize("point", points_of_shards("shard.stepped"))
+def test_bsp_is_bit_equal_whatever_point_a_shard_is_killed_at(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, point: str
+) -> None:
+    for result in run_with(pool, tmp_path, kills_at(point), snapshot_seconds=0.1):
+        assert_equal(result, unharmed)
+
+
+@pytest.mark.soak
+def test_one_shard_that_is_killed_again_and_again_under_lazy_parameters(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path
+) -> None:
+    kills = [Kill(0, "shard.answered", iteration, nth=iteration) for iteration in range(1, 5)]
+    for result in run_with(pool, tmp_path, kills, shards=1, lazy=True, snapshot_seconds=0.1):
+        assert_equal(result, unharmed)

@@ -1,0 +1,276 @@
+"""A hundred faults in ten minutes of a served run: all contributions are accounted for, and nothing leaks.
+
+The model counts. It has a parameter for each sample, whose gradient in a batch is 1 for the batch's samples,
+and Adam without memory (betas 0) takes exactly 1 off in each step in which a gradient is there. So at the end
+a parameter is minus the number of steps in which its sample counted, whatever was weighed how. Under asp a
+step has contributions of several workers, who may be in two epochs: so a sample has parameters in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from atoll.testing.supervisor import Supervisor, leaks
+
+WORKERS, SHARDS = 3, 2
+SAMPLES, BATCH = 600, 4
+TURNS = 3  # parameters of a sample: nobody is so many epochs ahead of another
+FAULTS, SECONDS = 100, 600.0
+STOPS = (1.0, 3.0)  # seconds: all of it is borne
+EPOCHS_AHEAD = 3  # how long before its end the run is told of it: no worker is so far ahead of another
+START_SECONDS, BACK_SECONDS, END_SECONDS = 120.0, 60.0, 180.0
+DISK_BYTES = 64 * 2**20  # of all journals and snapshots, for a model of a few kilobytes
+ATOLL = [sys.executable, "-m", "atoll.cli.app"]
+
+SCRIPT = f"""
+import itertools, json, os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import atoll
+from atoll.core.config import Config, Run, Sync
+
+folder, consistency, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros({TURNS}, {SAMPLES}))
+
+    def forward(self, indices, epoch):
+        return self.counts[epoch % {TURNS}, indices]
+
+def last_epoch():
+    told = folder / "last-epoch"
+    return int(told.read_text()) if told.exists() else sys.maxsize
+
+model = Counting()
+optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
+data = torch.arange({SAMPLES})
+config = Config(run=Run(strategy="server"), sync=Sync(consistency=consistency, timeout="120s"))
+notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def note(what, iteration, epoch, indices):
+    line = json.dumps([what, os.getpid(), iteration, epoch, indices.tolist()])
+    os.write(notes, line.encode() + b"\\n")
+
+with atoll.join(config) as session:
+    session.prepare(model, optimizer)
+    sampler = session.sampler(data, seed=7)
+    session.resume()
+    loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
+    for epoch in itertools.count(sampler.epoch):
+        if epoch >= last_epoch():
+            break
+        for indices in loader:
+            iteration = session.iteration
+            optimizer.zero_grad()
+            note("tried", iteration, epoch, indices)
+            model(indices, epoch).sum().backward()
+            optimizer.step()
+            note("done", iteration, epoch, indices)
+            time.sleep(0.01)
+    session.save(folder / "end")
+"""
+
+
+# -- the accounts ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Notes:
+    """What the workers wrote: how often each sample was tried, and how often `step()` returned with it."""
+
+    tried: Counter[int] = field(default_factory=Counter)
+    done: Counter[int] = field(default_factory=Counter)
+    epoch: int = 0  # the latest
+    pids: set[int] = field(default_factory=set)
+
+
+def read_notes(folder: Path) -> Notes:
+    notes = Notes()
+    for path in folder.glob("notes-*"):
+        for line in path.read_bytes().split(b"\n"):
+            if not line.endswith(b"]"):
+                continue  # a killed worker's last
+            what, pid, _, epoch, indices = json.loads(line)
+            (notes.tried if what == "tried" else notes.done).update(indices)
+            notes.epoch = max(notes.epoch, epoch)
+            notes.pids.add(pid)
+    return notes
+
+
+def account(counts: Sequence[float], notes: Notes, epochs: int, every: bool, fills: int = 0) -> list[str]:
+    """What is wrong with the final parameters, one line each.
+
+    A contribution whose `step()` returned must be in them, and nothing that was never tried. No sample may
+    count twice in an epoch, but for `fills` in all; with `every` each must count once in each of the
+    `epochs`.
+    """
+    wrong = []
+    surplus = sum(max(0, round(-value) - epochs) for value in counts)
+    if surplus > fills > 0:
+        wrong.append(f"{surplus} samples counted twice in an epoch, and at most {fills} fill up epochs")
+    for sample, value in enumerate(counts):
+        counted = round(-value)
+        if abs(counted + value) > 1e-3:
+            wrong.append(f"sample {sample}: {value} is no whole number of steps")
+        if counted < notes.done[sample]:
+            wrong.append(f"sample {sample}: counted {counted} times, acknowledged {notes.done[sample]} times")
+        if counted > notes.tried[sample]:
+            wrong.append(f"sample {sample}: counted {counted} times, tried {notes.tried[sample]} times")
+        if counted > epochs and not fills:
+            wrong.append(f"sample {sample}: counted {counted} times in {epochs} epochs")
+        if every and counted < epochs:
+            wrong.append(f"sample {sample}: counted {counted} times of {epochs} epochs")
+    return wrong
+
+
+def notes_of(tried: dict[int, int], done: dict[int, int]) -> Notes:
+    return Notes(Counter(tried), Counter(done))
+
+
+@pytest.mark.parametrize(
+    ("counts", "tried", "done", "every", "said"),
+    [
+        ([-2.0, -2.0], {0: 3, 1: 2}, {0: 2, 1: 1}, True, None),
+        ([-2.0, -1.0], {0: 2, 1: 2}, {0: 2, 1: 1}, False, None),
+        ([-2.0, -1.0], {0: 2, 1: 2}, {0: 2, 1: 1}, True, "sample 1: counted 1 times of 2 epochs"),
+        ([-1.0, -2.0], {0: 2, 1: 2}, {0: 2, 1: 2}, False, "sample 0: counted 1 times, acknowledged 2 times"),
+        ([-3.0, -2.0], {0: 3, 1: 2}, {0: 2, 1: 2}, True, "sample 0: counted 3 times in 2 epochs"),
+        ([-2.0, -2.0], {0: 1, 1: 2}, {0: 1, 1: 2}, True, "sample 0: counted 2 times, tried 1 times"),
+        ([-1.5, -2.0], {0: 2, 1: 2}, {}, False, "sample 0: -1.5 is no whole number of steps"),
+    ],
+)
+def test_the_accounts_find_what_is_lost_doubled_or_invented(
+    counts: list[float], tried: dict[int, int], done: dict[int, int], every: bool, said: str | None
+) -> None:
+    assert account(counts, notes_of(tried, done), 2, every) == ([said] if said else [])
+
+
+# -- the run -----------------------------------------------------------------------------------------------
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def start(parts: Supervisor, folder: Path, consistency: str, script: str) -> None:
+    """Hub, shards and workers, each at an address that its successor has again."""
+    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + SHARDS))
+    quiet = {"OMP_NUM_THREADS": "1"}
+    serving = ["hub", "--workers", str(WORKERS), "--shards", str(SHARDS), "--run", "soak"]
+    serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
+    parts.add("hub", [*ATOLL, *serving], quiet)
+    for index, address in enumerate(shards):
+        shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
+        shard += ["--directory", str(folder / f"shard-{index}"), "--snapshot-seconds", "10"]
+        parts.add(f"shard {index}", [*ATOLL, *shard], quiet)
+    path = folder / "train.py"
+    path.write_text(script)
+    for rank in range(WORKERS):
+        worker = [sys.executable, str(path), str(folder), consistency, str(rank)]
+        parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub})
+
+
+class Progress:
+    """Whether training goes on: by the bytes of the workers' notes, which only grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, worker: int) -> int:
+        path = self._folder / f"notes-{worker}"
+        return path.stat().st_size if path.exists() else 0
+
+    def everyone_goes_on(self) -> Callable[[], bool]:
+        """Whether every worker has written something since this was called."""
+        before = [self.of(worker) for worker in range(WORKERS)]
+        return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
+
+
+def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float:
+    """One fault, and the wait until every worker goes on; gives the seconds that this took."""
+    names = [f"worker {rank}" for rank in range(WORKERS)]
+    name = drawn.choice([*names, *(f"shard {index}" for index in range(SHARDS)), "hub"])
+    began = time.monotonic()
+    if drawn.random() < 0.5:
+        parts.kill(name)
+        parts.wait_for(lambda: parts.running(name), f"{name} to be started again", BACK_SECONDS)
+    else:
+        parts.stop(name, drawn.uniform(*STOPS))
+        parts.wait_for(lambda: parts.running(name), f"{name} to go on", BACK_SECONDS)
+    everyone_goes_on = progress.everyone_goes_on()
+
+    def is_over() -> bool:
+        assert not parts.failures, parts.failures  # at once, and not when the time is over
+        return everyone_goes_on()
+
+    parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
+    return time.monotonic() - began
+
+
+def run(folder: Path, consistency: str, faults: int, seconds: float, script: str = SCRIPT) -> Supervisor:
+    """The whole run, and all that is checked; gives the supervisor, for what it has seen."""
+    drawn, progress = random.Random(f"{consistency} {faults}"), Progress(folder)
+    with Supervisor(folder / "logs") as parts:
+        start(parts, folder, consistency, script)
+        parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
+        begin, slowest = time.monotonic(), 0.0
+        for number in range(faults):
+            due = begin + number * seconds / max(1, faults)
+            parts.pause(max(0.0, due - time.monotonic()))
+            slowest = max(slowest, strike(parts, progress, drawn))
+        parts.pause(max(0.0, begin + seconds - time.monotonic()))
+        last = read_notes(folder).epoch + EPOCHS_AHEAD
+        (folder / "last-epoch.partial").write_text(str(last))
+        (folder / "last-epoch.partial").rename(folder / "last-epoch")
+        parts.wait_for(
+            lambda: len(parts.finished) == 1 + SHARDS + WORKERS, "the end of all parts", END_SECONDS
+        )
+        assert not parts.failures, parts.failures
+        assert not parts.left()
+    assert len(parts.strikes) == faults
+    assert parts.restarts == sum(not strike.seconds for strike in parts.strikes)
+    assert not leaks(parts.usage), leaks(parts.usage)
+    notes = read_notes(folder)
+    (values,) = load_file(folder / "end" / "model.safetensors").values()
+    # Under bsp workers make equally many batches: each deal of an epoch that does not go round is filled up.
+    lives = len(notes.pids)  # a worker that is killed leaves, and enters again
+    fills = 0 if consistency == "asp" else (WORKERS - 1) * (1 + 2 * lives) * BATCH
+    wrong = account(values.sum(0).tolist(), notes, last, every=consistency == "asp", fills=fills)
+    assert not wrong, "\n".join(wrong[:20])
+    held = sum(path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
+    assert held < DISK_BYTES, f"{held} bytes in {folder}"
+    print(f"{consistency}: {faults} faults, the slowest was over after {slowest:.1f} s; {last} epochs")
+    return parts
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_without_faults(tmp_path: Path, consistency: str) -> None:
+    """The harness itself: what the one below finds is then of its faults."""
+    run(tmp_path, consistency, 0, 10.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS + START_SECONDS + END_SECONDS + 300)
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_hundred_faults(tmp_path: Path, consistency: str) -> None:
+    run(tmp_path, consistency, FAULTS, SECONDS)

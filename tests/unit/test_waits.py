@@ -1,0 +1,394 @@
+"""Every wait has a deadline: all of src/atoll is parsed for calls that may block, and for loops that wait in
+slices and look at no clock.
+
+The parser suspects by name. What it finds is either in `NO_WAITS` (calls that have a wait's name and block
+for nobody), or in `REVIEWED`: waits that need no deadline of their own, each with the reason. Neither table
+may have an entry that finds nothing. That a wait's error says who was waited for, on what and how long, the
+tests of each part show.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "atoll"
+
+# Methods that wait, and which positional argument (from 0) or keyword is their deadline. None: none is.
+TIMED: dict[str, tuple[int | None, set[str]]] = {
+    "wait": (0, {"timeout"}),
+    "wait_for": (1, {"timeout"}),
+    "result": (0, {"timeout"}),
+    "exception": (0, {"timeout"}),
+    "communicate": (1, {"timeout"}),
+    "acquire": (1, {"timeout", "blocking"}),
+    "poll": (0, {"timeout"}),
+    "select": (0, {"timeout"}),
+    "synchronize": (None, set()),
+    "barrier": (None, {"timeout"}),
+    "monitored_barrier": (1, {"timeout"}),
+    "accept": (None, set()),
+    "recv": (None, set()),
+    "recv_bytes": (None, set()),
+    "recv_into": (None, set()),
+    "recv_json": (None, set()),
+    "recv_multipart": (None, set()),
+    "recv_string": (None, set()),
+    "recvfrom": (None, set()),
+    "recvmsg": (None, set()),
+    "send_multipart": (None, set()),
+    "sendall": (None, set()),
+    "connect": (None, set()),
+    "readline": (None, set()),
+    "term": (None, set()),
+    "serve_forever": (None, set()),
+    "shutdown": (None, set()),
+    "receive": (0, {"timeout"}),  # of an Endpoint
+}
+# Functions that wait, by their full name.
+FUNCTIONS: dict[str, tuple[int | None, set[str]]] = {
+    "select.select": (3, set()),
+    "subprocess.run": (None, {"timeout"}),
+    "subprocess.call": (None, {"timeout"}),
+    "subprocess.check_call": (None, {"timeout"}),
+    "subprocess.check_output": (None, {"timeout"}),
+    "os.system": (None, set()),
+    "os.read": (None, set()),
+    "os.wait": (None, set()),
+    "os.waitpid": (None, set()),
+    "os.waitid": (None, set()),
+    "signal.pause": (None, set()),
+    "signal.sigwait": (None, set()),
+    "input": (None, set()),
+    "wait": (1, {"timeout"}),  # of multiprocessing.connection, and of concurrent.futures
+    "poll": (1, {"timeout"}),  # of Endpoints
+    "ThreadPoolExecutor": (None, set()),  # whose end waits for its threads
+}
+NOT_NOW = re.compile(r"\b(NOBLOCK|DONTWAIT|LOCK_NB|WNOHANG|LOCK_UN)\b")  # flags of calls that do not wait
+A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
+
+# (what is called, on what): the last part of each, and why that is no wait.
+NO_WAITS: dict[tuple[str, str], str] = {
+    **{
+        ("poll", name): "subprocess.Popen.poll: looks, and returns"
+        for name in ("process", "_process", "worker", "launcher", "each", "_services")
+    },
+    **{
+        ("poll", name): "takes in what there is, of files or without waiting for a socket"
+        for name in ("recorder", "self", "_rings", "_log", "_upstream", "_snapshots", "_rendezvous")
+    },
+    ("poll", "select"): "makes a poll object",
+    ("connect", "_log"): "a ZeroMQ socket connects in the background",
+    ("connect", "_links"): "a ZeroMQ socket connects in the background",
+    ("connect", "probe"): "of a datagram socket: it only chooses the route",
+    ("read", "file"): "a regular file",
+    ("read", "Spec"): "a regular file",
+    ("read", "report"): "a regular file",
+    ("read", "traffic"): "a regular file",
+    ("read", "journal"): "a regular file, as far as it is written",
+    ("read", "reader"): "a regular file, as far as it is written",
+    ("read", "_tail"): "a regular file, as far as it is written",
+    ("read", "stream"): "a pipe that the selector has found ready",
+    ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
+    ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
+    ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
+    ("accept", "_hooks"): "what to do with NaN; no socket",
+    ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
+}
+
+_POLLED = "the file is read when poll or select has found it ready, or does not block"
+_OWN_DEVICE = "this process's own device, of whose work each collective has come already (Channel.wait)"
+_PROBE = "the socket has a deadline: create_connection's, or settimeout's"
+_HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
+
+# file: function: the call, and why it has no deadline of its own.
+REVIEWED: dict[str, str] = {
+    "lab/emulation.py: Emulation.carries: os.read(self._ready, 1)": _POLLED,
+    "lab/emulation.py: _Sampler._sample: self._over.wait(_BEGIN_SECONDS), again and again": (
+        "a thread that looks whether the emulator has begun, until `finish`"
+    ),
+    "lab/inside.py: Inside._take: os.read(handle, 64)": _POLLED,
+    "lab/inside.py: _end_with_runner: poll.poll()": "a thread whose task is to wait for the runner's end",
+    "lab/output.py: Output._serve: self._selector.select(_DRAIN_SECONDS if self._ending else None), "
+    "again and again": "the thread that passes output on, until `close`",
+    "lab/output.py: Output._take_added: os.read(self._wake, _READ)": _POLLED,
+    "lab/output.py: _Stream.read: os.read(self.pipe, _READ)": _POLLED,
+    "lab/output.py: write_all: select.select([], [target], [])": (
+        "whoever reads the lab's output sets its pace, as of any pipe"
+    ),
+    "lab/runner.py: _Start._read: os.read(self._result, 65536)": _POLLED,
+    "net/context.py: _keep_doors: requests.send_multipart(_answer(requests.recv_multipart()))": (
+        "a thread whose task is to answer libzmq, within this process; it ends with the context"
+    ),
+    "net/context.py: _keep_doors: requests.recv_multipart()": "the same",
+    "net/context.py: _finish: _context.term()": "all sockets are closed, with a linger of at most 1 s",
+    "net/endpoint.py: Client._open: link.connect(self.address)": "ZeroMQ connects in the background",
+    "net/endpoint.py: _greeting_of: link.connect(address.removeprefix('ipc://'))": _PROBE,
+    "net/endpoint.py: _greeting_of: link.recv(10)": _PROBE,
+    "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
+    "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
+    "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
+    "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
+    "server/journal.py: Journal._work: self._items.get()": (
+        "the thread that writes a journal waits for the shard's next record; `close` ends it"
+    ),
+    "server/snapshot.py: _Taking._write: self._copies.get()": (
+        "the thread that writes a snapshot waits for the shard's next copy; `abandon` ends it"
+    ),
+    "testing/pool.py: WorkerPool._receive: connection.recv()": "`wait` has found an answer there, or the end",
+    "testing/pool.py: _serve: connection.recv()": "a worker of the pool without a job, until the pool ends",
+    "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",
+    "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
+    "train/channel.py: Channel.wait: work.wait()": (
+        "Gloo's works end at the group's deadline, with an error; NCCL's has been polled until its end"
+    ),
+    "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
+    "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
+    "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
+    "train/ring.py: RingReducer._wait: "
+    "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
+    "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call that may block, or a loop that waits without looking at a clock."""
+
+    file: str
+    function: str
+    text: str
+    line: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}: {self.function}: {self.text}"
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.found: list[Wait] = []
+        self.passed: set[tuple[str, str]] = set()  # of NO_WAITS
+        self._scope: list[str] = []
+        self._loops: list[ast.While] = []
+        self._locks: list[str] = []
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._inside(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._inside(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        raise AssertionError(f"{self.file}:{node.lineno}: nothing here is asynchronous")
+
+    def _inside(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+        self._scope.append(node.name)
+        loops, self._loops = self._loops, []
+        locks, self._locks = self._locks, []
+        self.generic_visit(node)
+        self._loops, self._locks = loops, locks
+        self._scope.pop()
+
+    def visit_While(self, node: ast.While) -> None:
+        self._loops.append(node)
+        self.generic_visit(node)
+        self._loops.pop()
+
+    def visit_With(self, node: ast.With) -> None:
+        names = [ast.unparse(item.context_expr) for item in node.items]
+        locks = [name for name in names if re.search(r"lock$|condition$", name)]
+        for item in node.items:
+            self.visit(item)
+        self._locks += locks
+        for statement in node.body:
+            self.visit(statement)
+        del self._locks[len(self._locks) - len(locks) :]
+
+    def visit_Call(self, node: ast.Call) -> None:
+        text = ast.unparse(node)
+        how = self._waits(node)
+        if how:
+            self._note(node, text)
+        elif how is False:  # with a deadline; it may be a slice of a longer wait
+            if self._locks:
+                self._note(node, f"{text}, holding {self._locks[-1]}")
+            if self._loops and not A_CLOCK.search(ast.unparse(self._loops[-1])):
+                self._note(node, f"{text}, again and again")
+        self.generic_visit(node)
+
+    def _note(self, node: ast.Call, text: str) -> None:
+        self.found.append(Wait(self.file, ".".join(self._scope) or "the module", text, node.lineno))
+
+    def _waits(self, node: ast.Call) -> bool | None:
+        """True: for ever; False: for a time; None: it is no wait."""
+        name, receiver = _called(node)
+        if (name, receiver) in NO_WAITS:
+            self.passed.add((name, receiver))
+            return None
+        full = f"{receiver}.{name}" if receiver else name
+        if full == "time.sleep" or full == "sleep":
+            return False
+        if full in ("fcntl.flock", "fcntl.lockf"):
+            return not NOT_NOW.search(ast.unparse(node))
+        if full == "connection.wait":  # multiprocessing's
+            full = "wait"
+        if full in FUNCTIONS:
+            return _without_deadline(node, *FUNCTIONS[full])
+        if name in ("get", "join", "put", "read", "send"):
+            return _of_many_kinds(self.file, node, name, receiver)
+        return _without_deadline(node, *TIMED[name]) if receiver and name in TIMED else None
+
+
+def _called(node: ast.Call) -> tuple[str, str]:
+    """The last names of what is called, and of what it is called on: `self._client.send`: send, _client."""
+    if isinstance(node.func, ast.Name):
+        return node.func.id, ""
+    if not isinstance(node.func, ast.Attribute):
+        return "", ""
+    value: ast.expr = node.func.value
+    if isinstance(value, ast.Constant):
+        return node.func.attr, repr(value.value)
+    while isinstance(value, (ast.Subscript, ast.Call)):
+        value = value.value if isinstance(value, ast.Subscript) else value.func
+    return node.func.attr, ast.unparse(value).rsplit(".", 1)[-1]
+
+
+def _of_many_kinds(file: str, node: ast.Call, name: str, receiver: str) -> bool | None:
+    """Names that dictionaries, texts and paths have too: whether this one waits, by its arguments."""
+    if not receiver:  # a function of ours
+        return None
+    given = len(node.args) + len(node.keywords)
+    timed = any(keyword.arg == "timeout" for keyword in node.keywords)
+    if name == "get":  # a queue's takes no key; a store's waits for one
+        return not timed if not node.args else (True if "store" in receiver.lower() else None)
+    if name == "join":  # a thread's takes seconds; a text's, what it joins
+        if receiver.startswith(("'", '"', "b'")) or receiver in ("path", "parse"):
+            return None
+        return not given
+    if name == "put":
+        return not timed
+    if name == "read":  # of a pipe
+        return True
+    return None if not file.startswith("net/") else not NOT_NOW.search(ast.unparse(node))  # send
+
+
+def _without_deadline(node: ast.Call, place: int | None, keywords: set[str]) -> bool | None:
+    """Whether the call waits for ever: True; for a time: False; not at all: None."""
+    if NOT_NOW.search(ast.unparse(node)):
+        return None
+    given = [keyword.value for keyword in node.keywords if keyword.arg in keywords]
+    if place is not None and len(node.args) > place:
+        given.append(node.args[place])
+    if not given:
+        return True
+    text = ast.unparse(given[0])
+    if text in ("0", "0.0", "False"):
+        return None
+    return text in ("None", "math.inf", "inf", "-1", "float('inf')")
+
+
+def waits(source: str, file: str) -> tuple[list[Wait], set[tuple[str, str]]]:
+    """The suspects of a module, and which entries of NO_WAITS it has."""
+    finder = _Finder(file)
+    finder.visit(ast.parse(source))
+    return finder.found, finder.passed
+
+
+def everywhere() -> Iterator[tuple[list[Wait], set[tuple[str, str]]]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield waits(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
+
+
+def test_each_wait_has_a_deadline() -> None:
+    found = [wait for each, _ in everywhere() for wait in each if wait.key not in REVIEWED]
+    assert not found, "\n".join(f"{wait.line}: {wait.key}" for wait in found)
+
+
+def test_the_tables_are_of_this_code() -> None:
+    everything = list(everywhere())
+    keys = {wait.key for found, _ in everything for wait in found}
+    passed = {each for _, passed in everything for each in passed}
+    assert not set(REVIEWED) - keys
+    assert not set(NO_WAITS) - passed
+    assert all(REVIEWED.values())
+    assert all(NO_WAITS.values())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(q): q.get()",
+        "def f(q): q.get(block=True)",
+        "def f(q): q.put(1)",
+        "def f(thread): thread.join()",
+        "def f(self): self._stop.wait()",
+        "def f(self): self._stop.wait(None)",
+        "def f(self): self._stop.wait(timeout=math.inf)",
+        "def f(condition): condition.wait_for(lambda: True)",
+        "def f(future): future.result()",
+        "def f(lock): lock.acquire()",
+        "def f(process): process.communicate(b'')",
+        "def f(process): process.wait()",
+        "def f(command): subprocess.run(command)",
+        "def f(socket): socket.poll()",
+        "def f(socket): socket.poll(-1)",
+        "def f(socket): socket.recv()",
+        "def f(socket): socket.recv(zmq.SNDMORE)",
+        "def f(endpoint): endpoint.receive(math.inf)",
+        "def f(ends): multiprocessing.connection.wait(ends)",
+        "def f(ends): wait(ends)",
+        "def f(listener): listener.accept()",
+        "def f(file): fcntl.flock(file, fcntl.LOCK_EX)",
+        "def f(pid): os.waitpid(pid, 0)",
+        "def f(pipe): select.select([pipe], [], [])",
+        "def f(group): group.monitored_barrier()",
+        "def f(self): self._store.get('key')",
+        "def f(stream): stream.synchronize()",
+        "def f(pipe): pipe.readline()",
+        "def f():\n    while not done():\n        time.sleep(0.1)",
+        "def f(endpoint):\n    while True:\n        endpoint.receive(0.1)",
+        "def f(self, event):\n    with self._lock:\n        event.wait(5)",
+        "with ThreadPoolExecutor(2) as threads: pass",
+    ],
+)
+def test_the_finder_finds_a_planted_wait(source: str) -> None:
+    assert len(waits(source, "train/planted.py")[0]) == 1
+
+
+def test_the_finder_finds_zeromq_sends_in_net() -> None:
+    assert waits("def f(link): link.send(b'')", "net/planted.py")[0]
+    assert not waits("def f(link): link.send(b'', zmq.NOBLOCK)", "net/planted.py")[0]
+    assert not waits("def f(link): link.send(b'')", "train/planted.py")[0]  # Client.send never waits
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(d): d.get('key')",
+        "def f(q): q.get(timeout=3)",
+        "def f(parts): ', '.join(parts)",
+        "def f(parts): os.path.join(*parts)",
+        "def f(thread): thread.join(5.0)",
+        "def f(self): self._stop.wait(5.0)",
+        "def f(process): process.wait(timeout=5)",
+        "def f(command): subprocess.run(command, timeout=5)",
+        "def f(socket): socket.poll(0)",
+        "def f(socket): socket.recv(zmq.NOBLOCK)",
+        "def f(file): fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "def f(pid): os.waitpid(pid, os.WNOHANG)",
+        "def f(lock): lock.acquire(blocking=False)",
+        "def f(endpoint): endpoint.receive(0)",
+        "def f(until):\n    while time.monotonic() < until:\n        time.sleep(0.1)",
+        "def f():\n    for _ in range(3):\n        time.sleep(0.1)",
+        "def f(self):\n    with self._lock:\n        self.x = 1",
+    ],
+)
+def test_the_finder_lets_pass_what_has_a_deadline(source: str) -> None:
+    assert not waits(source, "train/planted.py")[0]
