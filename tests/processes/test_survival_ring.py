@@ -4,6 +4,7 @@ PyTorch computes from exactly the contributions that counted."""
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from atoll.core.config import Chunks, Config, Sync
 from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
 from atoll.testing.served import ServedRun, served_worker
+from atoll.train.channel import BrokenRingError
 from atoll.train.ring import RingReducer
 from atoll.train.session import Session
 from atoll.train.sockets import shut
@@ -128,6 +130,7 @@ def work(
     strike(who, faults, folder)
     config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout=timeout))
     with (folder / f"{who}.err").open("w") as sys.stderr:
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         try:
             with served_worker(address, who), atoll.join(config) as session:
                 result = script(session, who, folder)
@@ -160,7 +163,10 @@ class Case:
     def result(self, who: int) -> dict[str, Any]:
         """What a worker's script gave, once its process has ended."""
         self.processes[who].join(DEADLINE)
-        assert not self.processes[who].is_alive(), f"worker {who} still runs: {self.said(who)}"
+        if self.processes[who].is_alive():
+            os.kill(self.processes[who].pid or 0, signal.SIGUSR1)  # it says where each thread is
+            self.processes[who].join(1.0)
+            raise AssertionError(f"worker {who} still runs: {self.said(who)}")
         file = self.folder / f"{who}.json"
         assert file.exists(), f"worker {who} died: {self.processes[who].exitcode}, {self.said(who)}"
         result: dict[str, Any] = json.loads(file.read_text())
@@ -204,6 +210,15 @@ def case(
                 process.kill()
                 process.join(DEADLINE)
     assert not served.failures
+
+
+def let_in(made: Case) -> None:
+    """Start one more worker when the others have stopped: one that came earlier would be let in earlier, and
+    nobody be left to wait for."""
+    began = list(made.processes)
+    for who in began:
+        wait_for((made.folder / f"{who}.stops").exists, f"worker {who} to stop", DEADLINE)
+    made.start(len(began))
 
 
 def members_of(weight: float) -> list[int]:
@@ -259,12 +274,10 @@ def one_dies(folder: Path, who: int, point: str) -> None:
     assert [members_of(weight) for weight in counted[STRIKE + 1 :]] == [survivors] * (STEPS - STRIKE - 1)
 
 
-def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) -> None:
-    assert len(IN_AN_ITERATION) == 7
-    cases = [(who, point) for point in IN_AN_ITERATION for who in range(3)]
+def each_dies(folder: Path, cases: list[tuple[int, str]]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         ends = {
-            threads.submit(one_dies, tmp_path / f"{who}-{point}", who, point): (who, point)
+            threads.submit(one_dies, folder / f"{who}-{point}", who, point): (who, point)
             for who, point in cases
         }
         failures = {}
@@ -274,6 +287,17 @@ def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) ->
             except BaseException as error:
                 failures[which] = error
     assert not failures, failures
+
+
+def test_one_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) -> None:
+    """Each point once, and each worker at two of them at least."""
+    assert len(IN_AN_ITERATION) == 7
+    each_dies(tmp_path, [(number % 3, point) for number, point in enumerate(IN_AN_ITERATION)])
+
+
+@pytest.mark.soak
+def test_each_of_three_is_killed_at_each_point_of_an_iteration(tmp_path: Path) -> None:
+    each_dies(tmp_path, [(who, point) for point in IN_AN_ITERATION for who in range(3)])
 
 
 # -- other ways to be lost, and other moments ---------------------------------------------------------------
@@ -398,6 +422,67 @@ def test_connections_that_break_between_the_living_are_made_again(tmp_path: Path
     assert results[0]["counted"] == [7.0] * STEPS
 
 
+# -- the last word of a round is lost -----------------------------------------------------------------------
+
+
+def lose_word(session: Session, of: str, have_it: Callable[[], bool]) -> None:
+    """This worker confirms to the others that it holds a round's result, all of them hear so and go on; and
+    its connections break before it hears that from them. Once."""
+    ring = session._ring
+    assert ring is not None
+    confirm = ring._confirm
+    lost = []
+
+    def loses(what: str) -> None:
+        confirm(what)
+        if of in what and not lost:
+            lost.append(what)
+            wait_for(have_it, "the others to go on", DEADLINE / 2)
+            shut(ring.data._ports, ring.data._peers)
+            raise BrokenRingError("the others' last word is lost")
+
+    ring._confirm = loses  # type: ignore[method-assign]
+
+
+def goes_on_without_a_word(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """Worker 1 misses the end of the iteration in which all agree to let in a newcomer."""
+    at = 2
+    if who == 1:
+        others = [folder / f"{each}.past" for each in (0, 2)]
+        lose_word(session, f"iteration {at}", lambda: all(file.exists() for file in others))
+    model, optimizer = make()
+    session.prepare(model, optimizer)
+    first = session.resume()
+    counted: list[float] = []
+    ring = session._ring
+    assert ring is not None
+    for step in range(first, STEPS):
+        if step in (at, at + 2) and session.world < 4:  # in the second, at the latest, they hear of it again
+            (folder / f"{who}.stops").touch()
+            wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE / 2)
+        optimizer.zero_grad()
+        session.weight(2.0**who)
+        loss_of(model, who, step).backward()
+        if step == at:
+            (folder / f"{who}.past").touch()
+        counted.append(weight_of(session))
+        optimizer.step()
+    return {"counted": counted, "parameters": [p.detach().tolist() for p in model.parameters()]}
+
+
+def test_a_ring_breaks_when_some_are_about_to_let_in_a_newcomer(tmp_path: Path) -> None:
+    """Who waits at the hub for the others to let it in, and who is told of another ring first, do alike."""
+    with case(tmp_path / "run", goes_on_without_a_word) as made:
+        let_in(made)
+        results = [made.result(who) for who in range(4)]
+        rings = ["ring 1 of 3 workers", "ring 2 of 3 workers", "ring 3 of 4 workers"]
+        assert made.told("ring") == rings
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["parameters"] == results[0]["parameters"]
+    assert results[0]["counted"] in ([7.0] * 4 + [15.0] * 2, [7.0] * 5 + [15.0])
+
+
 # -- data ---------------------------------------------------------------------------------------------------
 
 SAMPLES = 60
@@ -429,7 +514,11 @@ def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
     with case(tmp_path / "run", deals, Fault(who, point)) as made:
         survivors = [each for each in range(3) if each != who]
         results = [made.result(each) for each in survivors]
-        given = [(made.folder / f"{each}.samples").read_text().splitlines() for each in range(3)]
+        assert_each_sample_counted(made, results)
+
+
+def assert_each_sample_counted(made: Case, results: list[dict[str, Any]]) -> None:
+    given = [(made.folder / f"{each}.samples").read_text().splitlines() for each in range(3)]
     for result in results:
         assert result.get("counted", result) == results[0]["counted"]
     used = [
@@ -442,52 +531,83 @@ def test_each_sample_of_an_epoch_counts_once_although_a_worker_dies(
     assert len(used) <= SAMPLES + 2 * 2  # what is missing in the last batches is filled up
 
 
+def deals_while_a_word_is_lost(session: Session, who: int, folder: Path) -> dict[str, Any]:
+    """As `deals`; worker 1 misses the end of the members' meeting in which data is dealt anew."""
+    if who == 1:
+        lose_word(session, "places", (folder / "0.dealt").exists)
+    if who == 0:
+        deal = session._state.deal_anew
+
+        def dealt(*arguments: Any) -> None:
+            deal(*arguments)
+            (folder / "0.dealt").touch()
+
+        session._state.deal_anew = dealt  # type: ignore[method-assign]
+    return deals(session, who, folder)
+
+
+def test_a_ring_breaks_when_some_have_dealt_the_data_anew(tmp_path: Path) -> None:
+    with case(tmp_path / "run", deals_while_a_word_is_lost, Fault(2, "ring.agreed")) as made:
+        results = [made.result(who) for who in (0, 1)]
+        assert len(made.told("ring")) == 3
+        assert_each_sample_counted(made, results)
+
+
 # -- newcomers ----------------------------------------------------------------------------------------------
 
 
-def takes_in(session: Session, who: int, folder: Path) -> dict[str, Any]:
-    """Two begin, and in iteration 2 wait until a third one wants to enter; so one does in iteration 3."""
-    model, optimizer = make()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    session.prepare(model, optimizer)
-    first = session.resume()
-    counted: list[float] = []
-    ring = session._ring
-    assert ring is not None
-    for step in range(first, STEPS):
-        if step == 2:
-            wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE)
-        optimizer.zero_grad()
-        session.weight(2.0**who)
-        loss_of(model, who, step).backward()
-        counted.append(weight_of(session))
-        optimizer.step()
-        scheduler.step()
-    parameters = [p.detach().tolist() for p in model.parameters()]
-    return {"first": first, "counted": counted, "parameters": parameters, "lr": scheduler.get_last_lr()}
+@dataclass(frozen=True)
+class TakesIn:
+    """Two begin, and stop in iteration `at` until a third one, which is started then (`let_in`), wants to
+    enter: so it does in the next one."""
+
+    at: int = 2
+
+    def __call__(self, session: Session, who: int, folder: Path) -> dict[str, Any]:
+        model, optimizer = make()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        session.prepare(model, optimizer)
+        first = session.resume()
+        counted: list[float] = []
+        ring = session._ring
+        assert ring is not None
+        for step in range(first, STEPS):
+            if step == self.at:
+                (folder / f"{who}.stops").touch()
+                wait_for(lambda: ring.is_awaited, "a newcomer", DEADLINE / 2)
+            optimizer.zero_grad()
+            session.weight(2.0**who)
+            loss_of(model, who, step).backward()
+            counted.append(weight_of(session))
+            optimizer.step()
+            scheduler.step()
+        parameters = [p.detach().tolist() for p in model.parameters()]
+        return {"first": first, "counted": counted, "parameters": parameters, "lr": scheduler.get_last_lr()}
 
 
-def test_a_late_worker_enters_between_two_iterations_with_a_living_ones_state(tmp_path: Path) -> None:
-    with case(tmp_path / "run", takes_in, workers=2) as made:
-        wait_for(lambda: made.told("ring"), "the ring", DEADLINE)
-        made.start(2)
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_late_worker_enters_between_two_iterations_with_a_living_ones_state(
+    tmp_path: Path, at: int
+) -> None:
+    with case(tmp_path / "run", TakesIn(at), workers=2) as made:
+        let_in(made)
         results = [made.result(who) for who in range(3)]
         assert made.told("ring") == ["ring 1 of 2 workers", "ring 2 of 3 workers"]
-    assert [result.get("first", result) for result in results] == [0, 0, 3]
+    before, after = at + 1, STEPS - at - 1
+    assert [result.get("first", result) for result in results] == [0, 0, before]
     for result in results:
         assert (result["world"], result["lr"]) == (3, results[0]["lr"])
         assert result["parameters"] == results[0]["parameters"]
-        assert result["counted"][-3:] == [7.0] * 3
-    assert results[0]["counted"] == [3.0] * 3 + [7.0] * 3
+        assert result["counted"][-after:] == [7.0] * after
+    assert results[0]["counted"] == [3.0] * before + [7.0] * after
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
 def test_one_dies_while_a_late_worker_enters(tmp_path: Path, who: int) -> None:
     """The first, which gives its state; another; and the one that enters. Those who are left go on."""
     fault = Fault(who, "ring.formed", iteration=-1)
-    with case(tmp_path / "run", takes_in, fault, workers=2, patience=4.0) as made:
-        wait_for(lambda: made.told("ring"), "the ring", DEADLINE)
-        made.start(2)
+    with case(tmp_path / "run", TakesIn(), fault, workers=2, patience=4.0) as made:
+        let_in(made)
         made.killed(who)
         survivors = [each for each in range(3) if each != who]
         results = [made.result(each) for each in survivors]

@@ -135,7 +135,7 @@ class TrainingState:
     def restore(self, raw: bytes | bytearray | memoryview, rank: int | None = None) -> None:
         """Take over what another worker's `capture` gave; then this one goes on at that iteration.
 
-        `rank` is this worker's in the samplers' deals where it is in them already; else `regrouped` follows.
+        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows.
         The random-number generators are derived from the other's, and the rank. All is checked before
         anything is changed: raises CheckpointError, which names what differs, and has changed nothing.
         """
@@ -164,20 +164,17 @@ class TrainingState:
         """Where this worker is in each of its samplers' deals, as JSON can hold it."""
         return [sampler.place() for sampler in self.samplers]
 
-    def regrouped(
-        self, rank: int, world: int, *, entered: bool = False, absent: Collection[int] = ()
-    ) -> None:
-        """The members have changed: this worker is number `rank` of `world` now. Every member calls it, at
-        the same point of the same iteration; one that has `entered` after `restore`.
-
-        What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there). A collective of
-        the new members.
-        """
-        places = self._workers.gather(None if entered else self.places(), "the members' places in their data")
-        self.deal_anew(places, rank, world, absent)
+    def all_places(self, *, entered: bool = False) -> list[Any]:
+        """Each member's `places`; None for one that has `entered`, after `restore`. A collective of the
+        members, who then call `deal_anew`."""
+        return self._workers.gather(None if entered else self.places(), "the members' places in their data")
 
     def deal_anew(self, places: Sequence[Any], rank: int, world: int, absent: Collection[int] = ()) -> None:
-        """As `regrouped`, where every member's `places` are known: None for one that enters."""
+        """The members have changed: this worker is number `rank` of `world` now, and every member's `places`
+        are known, None for one that enters. Every member calls it, at the same point of the same iteration.
+
+        What is left of an epoch is dealt anew (`DealtSampler.deal_anew`, `absent` as there).
+        """
         for number, sampler in enumerate(self.samplers):
             if isinstance(sampler, DealtSampler):
                 sampler.deal_anew([None if each is None else each[number] for each in places], rank, absent)

@@ -10,9 +10,9 @@ in memory that the old ring does not know.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -53,9 +53,10 @@ class State(Protocol):
 
     def restore(self, raw: bytes) -> None: ...
 
-    def regrouped(
-        self, rank: int, world: int, *, entered: bool = False, absent: Collection[int] = ()
-    ) -> None: ...
+    def all_places(self, *, entered: bool = False) -> list[Any]:
+        """Where each member is in its data; a collective."""
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Ring:
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
         self._inside = False  # a round, of which what is called now is a part
-        self._members_are_new = False  # and `state` has not been told
+        self._members_are_new = False  # and have not met
+        self._met: list[Any] | None = None  # the places, where the result that it holds is a meeting's
         self._waited_before = 0.0  # on channels that are no more
         self._channels: _Channels | None = None
         if self.outside:
@@ -169,8 +171,7 @@ class Ring:
         while True:
             self._inside = True
             try:
-                if self._members_are_new:
-                    self._meet_new_members()
+                self._meet_new_members()
                 result = act()
                 self._holds = True
                 points.reach("ring.held", iteration)
@@ -201,7 +202,7 @@ class Ring:
         agreement.wait(agreement.sum(torch.zeros(1)), f"the others to hold {what}")
 
     def _passed(self, number: int) -> None:
-        self._number, self._holds = number, False
+        self._number, self._holds, self._met = number, False, None
 
     # -- the next ring ------------------------------------------------------------------------------------
 
@@ -211,8 +212,14 @@ class Ring:
         return self._member is not None and not self.outside and self._member.is_awaited()
 
     def admit(self) -> None:
-        """Let in the newcomers that wait: every member calls it between the same two rounds."""
-        self._form_next(None, "newcomers to enter")
+        """Let in the newcomers that wait: every member calls it between the same two rounds.
+
+        Where the ring broke as the first of these ended, they are not let in this time: those who were here
+        already were given the next ring without them, and wait for the others to meet.
+        """
+        if not self._members_are_new:
+            self._form_next(None, "newcomers to enter")
+        self._meet_new_members()
 
     @property
     def late(self) -> bool:
@@ -225,9 +232,10 @@ class Ring:
         began = time.monotonic()
         ring = self._member.enter()
         try:
-            self._stand(ring, ring.round, began, "entering", again=False)
+            self._stand(ring, began, "entering", again=False)
         except BrokenRingError as broken:
             self._form_next(broken, "entering")
+        self._meet_new_members()
         return True
 
     def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:
@@ -246,7 +254,7 @@ class Ring:
             )
             self._abandon()  # who admits newcomers waits with that until all are past the round before
             try:
-                self._stand(ring, number, began, what, again=broken is not None and ring.round == number)
+                self._stand(ring, began, what, again=broken is not None and ring.round == number)
                 return self._number > number
             except BrokenRingError as another:
                 broken = another
@@ -257,15 +265,16 @@ class Ring:
                         f"(deadline sync.timeout, {self._timeout:g} s): {another}"
                     ) from another
 
-    def _stand(self, ring: Reformed, number: int, began: float, what: str, *, again: bool) -> None:
-        """Take part in `ring`, as the hub has decided, for a worker that is in round `number`."""
+    def _stand(self, ring: Reformed, began: float, what: str, *, again: bool) -> None:
+        """Take part in `ring`, as the hub has decided."""
         assert self._member is not None
         if ring.round > self._number and not (self._holds or self._fresh):
             raise RunError(
                 f"worker {self.place.name}: ring {ring.group} goes on at round {ring.round}, and this worker "
                 f"does not hold round {self._number}"
             )
-        taken = ring.round > number and not self._fresh
+        if ring.round > self._number and self._met is not None and not self._fresh:
+            self._deal_anew(self._met)  # as the others have, in the ring that was
         self._passed(ring.round)
         self.place, self.outside = self._member.place_in(ring), False
         self._open()
@@ -273,21 +282,31 @@ class Ring:
         self._members_are_new = True
         if ring.newcomers and self.state is not None:
             self._hand_over(self.state, ring.newcomers)
-        if not taken:  # else the others wait for this worker at the next round
-            self._meet_new_members()
         entered = ring.workers[len(ring.workers) - ring.newcomers :]
         seconds = time.monotonic() - began
         self.told(Regrouped(ring.group, self.world, ring.lost, ring.left, entered, seconds, what, again))
 
     def _meet_new_members(self) -> None:
-        """All members are at the beginning of the same round: the time to deal data anew, say."""
-        inside, self._inside = self._inside, True  # what the state tells the others is no round of its own
-        try:
-            if self.state is not None:
-                self.state.regrouped(self.rank, self.world, entered=self._fresh)
-        finally:
-            self._inside = inside
-        self._members_are_new = self._fresh = False
+        """All members are at the beginning of the same round: the time to deal data anew. The meeting is a
+        round of its own: else some might deal by it and others not, where the ring breaks at its end."""
+        while self._members_are_new and self.state is not None:
+            inside, self._inside = self._inside, True  # what the state tells the others is no other round
+            try:
+                self._met = self.state.all_places(entered=self._fresh)
+                self._holds = True
+                self._confirm("the members' places in their data")
+            except BrokenRingError as broken:
+                self._form_next(broken, "the members to meet")
+            else:
+                self._deal_anew(self._met)
+                self._passed(self._number + 1)
+                self._members_are_new = self._fresh = False
+            finally:
+                self._inside = inside
+
+    def _deal_anew(self, places: Sequence[Any]) -> None:
+        assert self.state is not None
+        self.state.deal_anew(places, self.rank, self.world)
 
     def _hand_over(self, state: State, newcomers: int) -> None:
         """The first member gives its state to those who have none."""
