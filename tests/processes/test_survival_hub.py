@@ -445,7 +445,7 @@ def test_a_shard_comes_back_at_another_address(folder: Path, ends: Callable[[Sha
 
 
 def test_a_second_shard_beside_one_that_lives_is_refused(folder: Path) -> None:
-    with hub_of(folder) as service:
+    with hub_of(folder, patience=60.0, heartbeat=1.5) as service:  # a thread may stand still for a second
         first = Shard(service.address, "tcp://127.0.0.1:1001")
         with pytest.raises(RefusedError, match="shard 0 is there already"):
             Shard(service.address, "tcp://127.0.0.1:1002")
