@@ -25,8 +25,8 @@ with atoll.join() as session:
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     print(f"ended with {{total!r}} of {{session.world}} after {{session.iteration}}", flush=True)
 """
-# Two seconds: what is sent meanwhile is sent again by TCP after up to three, and a silence of 3.5 s is borne.
-CUT = TWO + '[[link.outage]]\nat = "7s"\nfor = "2s"\n[hub]\nsite = "paris"\nshards = {shards}\n'
+# One second: what is sent meanwhile is sent again by TCP after up to two, and a silence of 3.5 s is borne.
+CUT = TWO + '[[link.outage]]\nat = "7s"\nfor = "1s"\n[hub]\nsite = "paris"\nshards = {shards}\n'
 
 
 @pytest.mark.parametrize("shards", [0, 1], ids=["ring", "bsp"])

@@ -34,6 +34,7 @@ _VALUES = "values"
 _OPEN = "open."
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
+_LOOKS = 10  # at a folder whose snapshots are replaced meanwhile
 _JOURNAL_SECONDS = 60.0  # for what the snapshot goes with to be in the journal
 
 
@@ -274,11 +275,14 @@ class _Taking:
 
 def latest(folder: Path) -> Path | None:
     """The newest whole snapshot in a shard's folder; the shard may be at work, and take another's place."""
-    found = []
-    for path in _wholes(folder):
-        with contextlib.suppress(FileNotFoundError):
-            found.append((path.stat().st_mtime, path.name, path))
-    return max(found)[2] if found else None
+    for _ in range(_LOOKS):
+        wholes, found = _wholes(folder), []
+        for path in wholes:
+            with contextlib.suppress(FileNotFoundError):
+                found.append((path.stat().st_mtime, path.name, path))
+        if found or not wholes:  # else those that were there have been replaced by one that was not listed
+            return max(found)[2] if found else None
+    return None
 
 
 def whole_snapshots(folder: Path) -> list[tuple[Path, Heading]]:
