@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lab_command import TWO, Labs
 
-STEPS = 160
+STEPS = 400  # 24 s and more, from some seconds after the start: the link is cut meanwhile
 TRAIN = f"""
 import time, torch, atoll
 from torch import nn
@@ -17,7 +17,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with atoll.join() as session:
     session.prepare(model, optimizer)
     for _ in range({STEPS}):
-        time.sleep(0.06)  # else it is over before the link is cut
+        time.sleep(0.06)
         optimizer.zero_grad()
         model(torch.randn(8, 32)).square().mean().backward()
         optimizer.step()
@@ -26,9 +26,10 @@ with atoll.join() as session:
     print(f"ended with {{total!r}} of {{session.world}} after {{session.iteration}}", flush=True)
 """
 # One second: what is sent meanwhile is sent again by TCP after up to two, and a silence of 3.5 s is borne.
-CUT = TWO + '[[link.outage]]\nat = "7s"\nfor = "1s"\n[hub]\nsite = "paris"\nshards = {shards}\n'
+CUT = TWO + '[[link.outage]]\nat = "15s"\nfor = "1s"\n[hub]\nsite = "paris"\nshards = {shards}\n'
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("shards", [0, 1], ids=["ring", "bsp"])
 def test_a_partition_that_heals(labs: Labs, shards: int) -> None:
     python, script = labs.python(TRAIN)
