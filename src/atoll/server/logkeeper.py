@@ -117,6 +117,11 @@ class LogKeeper:
                 )
                 self._peers.send(self._peers.hub, news)
 
+    def greet_shard(self, shard: int) -> None:
+        """A shard is there, perhaps anew: it says from which line on it follows. A line that was written
+        before that would come ahead of those that it lacks."""
+        self._follows.pop(shard, None)
+
     def set_up(self, setup: Setup, holders: Collection[int]) -> None:
         """Begin the log anew; `holders` are the shards that hold trainable chunks."""
         if self._log is not None:

@@ -51,6 +51,7 @@ IN_BOX = 64  # messages taken while chunks are stepped, and kept for later
 _LAST_WORDS = 0.3  # seconds for these to leave
 _REFUSED_STRANGERS = 1000  # beyond, those who did not say Hello get no answer
 _ASK_WHERE = 0.5  # seconds between questions where shard 0 is, while it is not to be reached
+_ASK_LINES = 0.5  # seconds between questions for a line of the log that did not come
 _SMALL_JOURNAL = 2**28  # bytes of a segment that are no reason for a snapshot
 _LARGE_JOURNAL = 8  # times what the shard holds: a snapshot is due
 
@@ -117,6 +118,7 @@ class Shard:
         self._generation = 0  # how many Setups were put into effect
         self._next_entry = 0  # of this generation
         self._entries: deque[tuple[int, Entry]] = deque()  # sequence; not applied yet
+        self._asked_line = (-1, 0.0)  # the latest that did not come and was asked for, and when; monotonic
         self._bases: dict[tuple[int, int], int] = {}  # the generation that a worker's set-up 0 would be
         self._readies: dict[tuple[int, int], int] = {}  # the generation that a worker's latest Ready is for
         self._waiting: dict[tuple[int, int], tuple[int, messages.Ready]] = {}  # by generation
@@ -350,6 +352,8 @@ class Shard:
                 reason = self._model.state.refusal(hello.worker, hello.incarnation)
         elif self._log is None:
             reason = f"shard {self.index} keeps no log; shard 0 does"
+        elif hello.role == "shard":
+            self._log.greet_shard(hello.shard)
         if reason:
             self._peers.forget(peer)
             return reason
@@ -652,17 +656,29 @@ class Shard:
 
     # -- the log's lines ----------------------------------------------------------------------------------
 
+    @property
+    def _next_line(self) -> int:
+        """The sequence number of the line that is to come next."""
+        return sequence_of(self._generation, self._next_entry + len(self._entries))
+
     def _queue(self, sequence: int, entry: Entry) -> None:
-        """A line for this shard, in order; of an earlier Setup's log, it is nothing to this one."""
-        expected = sequence_of(self._generation, self._next_entry + len(self._entries))
-        if sequence == expected:
-            self._entries.append((sequence, entry))
-        elif sequence > expected and sequence < sequence_of(self._generation + 1, 0):
-            raise StoreError(f"a line of the log is missing: {sequence} came, {expected} is the next")
+        """A line of the log, which come in order."""
+        if sequence != self._next_line:
+            raise StoreError(f"a line of the log is missing: {sequence} came, {self._next_line} is the next")
+        self._entries.append((sequence, entry))
 
     def _handle_entry(self, message: messages.Entry, header: bytes) -> None:
-        self._note(_LOG, header)
-        self._queue(message.sequence, decode_entry_untrusted(message.entry))
+        """A line from shard 0. What is here already, or of an earlier Setup's log, is nothing to this shard;
+        where lines before it did not come, they are asked for, and it comes again after them."""
+        if message.sequence == self._next_line:
+            entry = decode_entry_untrusted(message.entry)
+            self._note(_LOG, header)
+            self._queue(message.sequence, entry)
+        elif self._next_line < message.sequence < sequence_of(self._generation + 1, 0):
+            (line, at), now = self._asked_line, time.monotonic()
+            if line != self._next_line or now >= at + _ASK_LINES:
+                self._asked_line = self._next_line, now
+                self._follow()
 
     def _is_held(self) -> bool:
         """Whether the next line needs edited gradients that are still on their way here."""
