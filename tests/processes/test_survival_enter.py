@@ -109,12 +109,12 @@ with atoll.join() as session, open(f"notes-{{name}}", "w", buffering=1) as notes
 class Workers:
     """Worker processes of one served run, in `folder`."""
 
-    def __init__(self, folder: Path, address: str, sync: str, plan: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, address: str, strategy: str, sync: str, plan: dict[str, Any]) -> None:
         self.folder, self._address, self._plan = folder, address, plan
         self._processes: dict[str, subprocess.Popen[str]] = {}
         (folder / "script.py").write_text(SCRIPT)
         (folder / "atoll.toml").write_text(
-            f"[run]\nstrategy = 'server'\n[chunks]\nsize = '1KiB'\n[sync]\ntimeout = '60s'\n{sync}\n"
+            f"[run]\nstrategy = '{strategy}'\n[chunks]\nsize = '1KiB'\n[sync]\ntimeout = '60s'\n{sync}\n"
         )
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(LENGTH, 6, generator=generator, dtype=torch.float64)
@@ -197,14 +197,15 @@ class Workers:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., Workers]]:
-    """A run with its hub and two shards, and nobody in it."""
+    """A run with its hub, and its two shards where it has a parameter server, and nobody in it."""
     runs: list[ServedRun] = []
     teams: list[Workers] = []
 
-    def make(workers: int, sync: str, **plan: Any) -> Workers:
-        runs.append(ServedRun(workers=workers, shards=2, patience=PATIENCE, heartbeat=0.3))
+    def make(workers: int, sync: str, strategy: str = "server", **plan: Any) -> Workers:
+        shards = 2 if strategy == "server" else 0
+        runs.append(ServedRun(workers=workers, shards=shards, patience=PATIENCE, heartbeat=0.3))
         runs[-1].__enter__()
-        teams.append(Workers(tmp_path, runs[-1].address, sync, plan))
+        teams.append(Workers(tmp_path, runs[-1].address, strategy, sync, plan))
         return teams[-1]
 
     yield make
@@ -290,9 +291,12 @@ def test_bsp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-def test_bsp_grows_from_two_to_four_and_shrinks_to_one(begin: Callable[..., Workers]) -> None:
+@pytest.mark.parametrize("strategy", ["server", "ring"])
+def test_a_run_grows_from_two_to_four_and_shrinks_to_one(
+    begin: Callable[..., Workers], strategy: str
+) -> None:
     """With a constant global batch: as one process trains, whoever is there."""
-    workers = begin(2, f"global_batch = {BATCH}", pace={"0": 4}, ready=["2", "3"])
+    workers = begin(2, f"global_batch = {BATCH}", strategy, pace={"0": 4}, ready=["2", "3"])
     for rank in range(2):
         workers.start(str(rank), rank, hang={"1": 40})
     workers.wait(lambda: bool(workers.notes("0")), "the run's first iteration")
