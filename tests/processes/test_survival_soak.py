@@ -1,4 +1,4 @@
-"""A hundred faults in ten minutes of a served run: all contributions are accounted for, and nothing leaks.
+"""A hundred faults in ten minutes of a run: all contributions are accounted for, and nothing leaks.
 
 The model counts. It has a parameter for each sample, whose gradient in a batch is 1 for the batch's samples,
 and Adam without memory (betas 0) takes exactly 1 off in each step in which a gradient is there. So at the end
@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from atoll.testing.supervisor import Supervisor, leaks
 
 WORKERS, SHARDS = 3, 2
+MODES = ["asp", "bsp", "ring"]  # a parameter server's, and a ring through a hub
 SAMPLES, BATCH = 600, 4
 TURNS = 3  # parameters of a sample: nobody is so many epochs ahead of another
 FAULTS, SECONDS = 100, 600.0
@@ -41,7 +42,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 
-folder, consistency, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, mode, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 
 class Counting(nn.Module):
@@ -59,7 +60,8 @@ def last_epoch():
 model = Counting()
 optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
 data = torch.arange({SAMPLES})
-config = Config(run=Run(strategy="server"), sync=Sync(consistency=consistency, timeout="120s"))
+strategy, consistency = ("ring", "bsp") if mode == "ring" else ("server", mode)
+config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"))
 notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 def note(what, iteration, epoch, indices):
@@ -171,11 +173,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start(parts: Supervisor, folder: Path, consistency: str, script: str) -> None:
+def shards_of(mode: str) -> int:
+    return 0 if mode == "ring" else SHARDS
+
+
+def start(parts: Supervisor, folder: Path, mode: str, script: str) -> None:
     """Hub, shards and workers, each at an address that its successor has again."""
-    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + SHARDS))
+    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + shards_of(mode)))
     quiet = {"OMP_NUM_THREADS": "1"}
-    serving = ["hub", "--workers", str(WORKERS), "--shards", str(SHARDS), "--run", "soak"]
+    serving = ["hub", "--workers", str(WORKERS), "--shards", str(len(shards)), "--run", "soak"]
     serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
     parts.add("hub", [*ATOLL, *serving], quiet)
     for index, address in enumerate(shards):
@@ -185,7 +191,7 @@ def start(parts: Supervisor, folder: Path, consistency: str, script: str) -> Non
     path = folder / "train.py"
     path.write_text(script)
     for rank in range(WORKERS):
-        worker = [sys.executable, str(path), str(folder), consistency, str(rank)]
+        worker = [sys.executable, str(path), str(folder), mode, str(rank)]
         parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub})
 
 
@@ -205,10 +211,10 @@ class Progress:
         return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
 
 
-def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float:
+def strike(parts: Supervisor, progress: Progress, shards: int, drawn: random.Random) -> float:
     """One fault, and the wait until every worker goes on; gives the seconds that this took."""
     names = [f"worker {rank}" for rank in range(WORKERS)]
-    name = drawn.choice([*names, *(f"shard {index}" for index in range(SHARDS)), "hub"])
+    name = drawn.choice([*names, *(f"shard {index}" for index in range(shards)), "hub"])
     began = time.monotonic()
     if drawn.random() < 0.5:
         parts.kill(name)
@@ -226,23 +232,23 @@ def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float
     return time.monotonic() - began
 
 
-def run(folder: Path, consistency: str, faults: int, seconds: float, script: str = SCRIPT) -> Supervisor:
+def run(folder: Path, mode: str, faults: int, seconds: float, script: str = SCRIPT) -> Supervisor:
     """The whole run, and all that is checked; gives the supervisor, for what it has seen."""
-    drawn, progress = random.Random(f"{consistency} {faults}"), Progress(folder)
+    drawn, progress, shards = random.Random(f"{mode} {faults}"), Progress(folder), shards_of(mode)
     with Supervisor(folder / "logs") as parts:
-        start(parts, folder, consistency, script)
+        start(parts, folder, mode, script)
         parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
         begin, slowest = time.monotonic(), 0.0
         for number in range(faults):
             due = begin + number * seconds / max(1, faults)
             parts.pause(max(0.0, due - time.monotonic()))
-            slowest = max(slowest, strike(parts, progress, drawn))
+            slowest = max(slowest, strike(parts, progress, shards, drawn))
         parts.pause(max(0.0, begin + seconds - time.monotonic()))
         last = read_notes(folder).epoch + EPOCHS_AHEAD
         (folder / "last-epoch.partial").write_text(str(last))
         (folder / "last-epoch.partial").rename(folder / "last-epoch")
         parts.wait_for(
-            lambda: len(parts.finished) == 1 + SHARDS + WORKERS, "the end of all parts", END_SECONDS
+            lambda: len(parts.finished) == 1 + shards + WORKERS, "the end of all parts", END_SECONDS
         )
         assert not parts.failures, parts.failures
         assert not parts.left()
@@ -251,26 +257,26 @@ def run(folder: Path, consistency: str, faults: int, seconds: float, script: str
     assert not leaks(parts.usage), leaks(parts.usage)
     notes = read_notes(folder)
     (values,) = load_file(folder / "end" / "model.safetensors").values()
-    # Under bsp workers make equally many batches: each deal of an epoch that does not go round is filled up.
+    # In step, workers make equally many batches: each deal of an epoch that does not go round is filled up.
     lives = len(notes.pids)  # a worker that is killed leaves, and enters again
-    fills = 0 if consistency == "asp" else (WORKERS - 1) * (1 + 2 * lives) * BATCH
-    wrong = account(values.sum(0).tolist(), notes, last, every=consistency == "asp", fills=fills)
+    fills = 0 if mode == "asp" else (WORKERS - 1) * (1 + 2 * lives) * BATCH
+    wrong = account(values.sum(0).tolist(), notes, last, every=mode == "asp", fills=fills)
     assert not wrong, "\n".join(wrong[:20])
     held = sum(path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
     assert held < DISK_BYTES, f"{held} bytes in {folder}"
-    print(f"{consistency}: {faults} faults, the slowest was over after {slowest:.1f} s; {last} epochs")
+    print(f"{mode}: {faults} faults, the slowest was over after {slowest:.1f} s; {last} epochs")
     return parts
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("consistency", ["asp", "bsp"])
-def test_without_faults(tmp_path: Path, consistency: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_without_faults(tmp_path: Path, mode: str) -> None:
     """The harness itself: what the one below finds is then of its faults."""
-    run(tmp_path, consistency, 0, 10.0)
+    run(tmp_path, mode, 0, 10.0)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS + START_SECONDS + END_SECONDS + 300)
-@pytest.mark.parametrize("consistency", ["asp", "bsp"])
-def test_a_hundred_faults(tmp_path: Path, consistency: str) -> None:
-    run(tmp_path, consistency, FAULTS, SECONDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hundred_faults(tmp_path: Path, mode: str) -> None:
+    run(tmp_path, mode, FAULTS, SECONDS)
