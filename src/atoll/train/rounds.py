@@ -3,8 +3,8 @@
 Every collective of a ring that met at a hub is a round, which ends with a confirmation: a barrier that nobody
 passes before all hold the round's result (train/confirmation.py). When the ring breaks, each member tells the
 hub its round, and whether it holds its result; the hub forms the next ring, and says which round it makes
-next (store/regroup.py): so a member either takes what it holds, or makes the round again, from what it has kept,
-in memory that the old ring does not know.
+next (store/regroup.py): so a member either takes what it holds, or makes the round again, from what it has
+kept, in memory that the old ring does not know.
 """
 
 from __future__ import annotations
