@@ -7,8 +7,9 @@ which nobody passes before all hold its result, and workers send heartbeats. Eac
 sessions: one through a hub; one without, as torchrun starts it, which has no confirmations; and one through a
 hub whose members could not connect for confirmations, so that each is an all-reduce. They train copies of the
 same model in turns, on the same batches, with one torch thread a worker. A turn's time is that of its slowest
-worker. What one confirmation takes is timed inside the turns; what the heartbeats take is the CPU time of
-their thread.
+worker. What a confirmation takes is timed inside the turns, on worker 0: it has the waiting for the slowest
+in it, for whom the next collective would wait otherwise. What the heartbeats take is the CPU time of their
+thread.
 
 Memory is a worker's peak in processes of their own, as in benchmarks/memory.py: of a ring without a hub, of
 one through a hub, and of one that makes an iteration again.
@@ -240,13 +241,15 @@ class ReadyCase:
     confirmations: float  # for each step
     seconds: float  # of a confirmation: median
     p90: float
+    share: float  # of the time of all steps that all confirmations took
     cpu_seconds: float  # of the worker's own thread, for a confirmation: median
     heartbeats: float  # part of a core
 
     def line(self) -> str:
         return (
             f"{self.case.line()}; {self.confirmations:g} confirmations a step, each of "
-            f"{1e6 * self.seconds:.0f} us (p90 {1e6 * self.p90:.0f}, CPU {1e6 * self.cpu_seconds:.0f}); "
+            f"{1e6 * self.seconds:.0f} us (p90 {1e6 * self.p90:.0f}, CPU {1e6 * self.cpu_seconds:.0f}), "
+            f"in all {self.share:.2%} of the time; "
             f"heartbeats {self.heartbeats:.2%} of a core"
         )
 
@@ -268,8 +271,9 @@ def case_of(workload: Workload, target: Target | None, workers: int, name: str, 
         threads=1,
     )
     median, p90 = np.quantile(watched.seconds, (0.5, 0.9))
+    share = sum(watched.seconds) / sum(found.timings[name].seconds)
     cpu = float(np.median(watched.cpu_seconds))
-    return ReadyCase(case, found.made, float(median), float(p90), cpu, found.heartbeats)
+    return ReadyCase(case, found.made, float(median), float(p90), share, cpu, found.heartbeats)
 
 
 # -- memory ------------------------------------------------------------------------------------------------

@@ -177,6 +177,6 @@ TINY = Workload(
     lambda: nn.Linear(8, 10),
     _sgd,
     _noise(8, 4),
-    steps=100,
+    steps=25,
     clip=None,
 )
