@@ -29,7 +29,8 @@ from test_survival_ring import (
 )
 from torch import Tensor, nn
 
-from atoll.train.confirmation import Confirmations
+from atoll.core import points
+from atoll.train.confirmation import Confirmations, steps
 from atoll.train.session import Session
 
 # -- one worker alone, through a hub ------------------------------------------------------------------------
@@ -274,3 +275,35 @@ def test_members_that_can_connect_do_so_before_and_after_a_break(tmp_path: Path)
         results = [made.result(who) for who in (0, 1)]
     assert_went_on(results, [0, 1])
     assert [result["confirms"] for result in results] == [[], []]
+
+
+def test_of_six_one_dies_between_the_two_steps_of_a_confirmation(tmp_path: Path) -> None:
+    """Those to whom it is a partner in the second step hear no more of it; the others may be past that."""
+    with case(tmp_path / "run", confirms, Fault(3, "test.between"), workers=6, prelude=dies_between) as made:
+        made.killed(3)
+        survivors = [0, 1, 2, 4, 5]
+        results = [made.result(who) for who in survivors]
+    assert_went_on(results, survivors)
+    assert [members_of(weight) for weight in results[0]["counted"][: STRIKE + 1]] == [list(range(6))] * 4
+    assert [result["confirms"] for result in results] == [[]] * 5
+
+
+def dies_between(who: int) -> None:
+    """In the confirmation of iteration STRIKE: there are two steps where six confirm."""
+    if who != 3:
+        return
+    confirm, hear = Confirmations.confirm, Confirmations._hear
+    heard: list[int] = []
+
+    def confirms_it(confirmations: Confirmations, what: str) -> None:
+        heard.clear()
+        confirm(confirmations, what)
+
+    def hears(confirmations: Confirmations, rank: int, word: bytes, what: str, began: float) -> None:
+        hear(confirmations, rank, word, what, began)
+        heard.append(rank)
+        if f"iteration {STRIKE}" in what and len(heard) == len(steps(3, 6)[0].heard):
+            points.reach("test.between", STRIKE)
+
+    Confirmations.confirm = confirms_it  # type: ignore[method-assign]
+    Confirmations._hear = hears  # type: ignore[method-assign]
