@@ -24,7 +24,7 @@ from atoll.train.channel import BrokenRingError, Channel
 
 _RADIX = 4
 _SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
-_CONNECT_SECONDS = 3.0  # for all members to connect
+_CONNECT_SECONDS = 2.0  # for all members to connect: a SYN that is lost is sent again after one
 _GREETING_SECONDS = 0.5  # for who has connected to say who it is
 _WHERE = struct.Struct("<16sH46s")  # a listener's secret, port and address
 _GREETING = struct.Struct("<16sI")  # the listener's secret, and the rank of who connects
