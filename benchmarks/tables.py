@@ -129,6 +129,38 @@ def _survival_row(case: Record) -> list[str]:
     return [*own, back, lost, str(case["ended_by_themselves"]), str(case["unequal_steps"])]
 
 
+def readiness(record: Record) -> str:
+    """Steps, what confirms them, and memory."""
+    times = {**record, "cases": [case for case in record["cases"] if "confirmation" in case]}
+    heads = [
+        "case",
+        "workers",
+        "a confirmation",
+        "p90",
+        "its CPU time",
+        "for each step",
+        "of all time",
+        "heartbeats",
+    ]
+    rows = [_confirmation_row(case) for case in times["cases"]]
+    peaks = ["model", "optimizer", "workers", "ring", "peak, MiB", "formula, MiB", "off by", "target"]
+    held = [_peak_row(case) for case in record["cases"] if "peak" in case]
+    return f"{ratios(times)}\n\n{table(heads, rows)}\n\n{table(peaks, held)}"
+
+
+def _confirmation_row(case: Record) -> list[str]:
+    it = case["confirmation"]
+    times = [f"{1e6 * it[key]:.0f} us" for key in ("seconds", "p90", "cpu_seconds")]
+    own = [case["name"], str(case["workers"]), *times, f"{it['confirmations']:g}", f"{it['share']:.2%}"]
+    return [*own, f"{it['heartbeats']:.2%} of a core"]
+
+
+def _peak_row(case: Record) -> list[str]:
+    own = [case["model"], case["optimizer"], str(case["workers"]), case["ring"]]
+    peaks = [f"{case['peak'] / MIB:.0f}", f"{case['formula'] / MIB:.0f}", f"{case['off']:+.1%}"]
+    return [*own, *peaks, VERDICTS[case["met"]]]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -140,6 +172,7 @@ def tables(folder: Path) -> dict[str, str]:
         "consistency": consistency,
         "lab": lab,
         "survival": survival,
+        "readiness": readiness,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

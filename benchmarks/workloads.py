@@ -172,3 +172,11 @@ GPT_SMALL_BATCH = Workload(
 )
 DIGITS = Workload("digits (MLP, 17k parameters)", digits_network, _adamw, _noise(64, 32), steps=25, clip=None)
 WIDE = Workload("wide MLP (6.3M parameters)", _wide, _sgd, _noise(1024, 32), steps=1)
+TINY = Workload(
+    "one linear layer (90 parameters)",
+    lambda: nn.Linear(8, 10),
+    _sgd,
+    _noise(8, 4),
+    steps=25,
+    clip=None,
+)

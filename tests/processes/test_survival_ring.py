@@ -122,11 +122,22 @@ def weight_of(session: Session) -> float:
     return reducer._reference
 
 
+def nothing(_who: int) -> None:
+    """What most do before they join."""
+
+
 def work(
-    address: str, who: int, script: Script, faults: tuple[Fault, ...], folder: Path, timeout: str
+    address: str,
+    who: int,
+    script: Script,
+    faults: tuple[Fault, ...],
+    folder: Path,
+    timeout: str,
+    prelude: Callable[[int], None],
 ) -> None:
     """A worker's whole life; what came of it is in a file."""
     torch.set_num_threads(1)
+    prelude(who)
     strike(who, faults, folder)
     config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout=timeout))
     with (folder / f"{who}.err").open("w") as sys.stderr:
@@ -153,11 +164,12 @@ class Case:
     script: Script
     faults: tuple[Fault, ...] = ()
     timeout: str = "30s"
+    prelude: Callable[[int], None] = nothing  # what a worker does first
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start(self, who: int) -> None:
         arguments = (self.served.address, who, self.script, self.faults, self.folder, self.timeout)
-        self.processes[who] = _forked.Process(target=work, args=arguments)  # type: ignore[attr-defined]
+        self.processes[who] = _forked.Process(target=work, args=(*arguments, self.prelude))  # type: ignore[attr-defined]
         self.processes[who].start()
 
     def result(self, who: int) -> dict[str, Any]:
@@ -192,13 +204,14 @@ def case(
     patience: float = 20.0,
     timeout: str = "30s",
     at_least: int = 1,
+    prelude: Callable[[int], None] = nothing,
 ) -> Iterator[Case]:
     """`workers` of them train, and the faults happen."""
     folder.mkdir(exist_ok=True)
     with ServedRun(
         workers, 0, patience=patience, heartbeat=HEARTBEAT, folder=folder, at_least=at_least
     ) as served:
-        made = Case(folder, served, script, faults, timeout)
+        made = Case(folder, served, script, faults, timeout, prelude)
         try:
             for who in range(workers):
                 made.start(who)

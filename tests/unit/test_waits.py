@@ -103,6 +103,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
 
 _POLLED = "the file is read when poll or select has found it ready, or does not block"
 _OWN_DEVICE = "this process's own device, of whose work each collective has come already (Channel.wait)"
+_SLICES = "the socket has a timeout, and who waits in slices looks at a clock between them"
 _PROBE = "the socket has a deadline: create_connection's, or settimeout's"
 _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
@@ -147,6 +148,11 @@ REVIEWED: dict[str, str] = {
     "train/channel.py: Channel.wait: work.wait()": (
         "Gloo's works end at the group's deadline, with an error; NCCL's has been polled until its end"
     ),
+    "train/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "train/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
+    "train/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))": _SLICES,
+    "train/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
+    "train/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))": _SLICES,
     "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
     "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
     "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",

@@ -3,6 +3,8 @@ collectives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from atoll.train.reducer import Reducer
@@ -60,8 +62,14 @@ class BackwardEnd:
         if self._ring is None or len(waiting) < 2:
             due = [reducer for reducer in waiting if reducer.unsent or len(self._reducers) == 1]
         else:
-            own = [float(reducer.unsent) for reducer in waiting]
-            news = self._ring.sum(own, "which models have new gradients")
-            due = [reducer for reducer, count in zip(waiting, news, strict=True) if count]
+            due = self._due(self._ring, waiting)
+            if any(reducer.admit() for reducer in due):
+                due = self._due(self._ring, waiting)  # newcomers have not said theirs
         for reducer in due:
             reducer.reduce()
+
+    @staticmethod
+    def _due(ring: Ring, reducers: Sequence[Reducer]) -> list[Reducer]:
+        """Those for which any worker has new gradients."""
+        news = ring.sum([float(each.unsent) for each in reducers], "which models have new gradients")
+        return [each for each, count in zip(reducers, news, strict=True) if count]

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Wo
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError
 from atoll.train.place import Place
-from atoll.train.sockets import listening_ports, shut
+from atoll.train.sockets import listening_host, listening_ports, shut
 
 _POLL_SECONDS = 50e-6
 _SLICE_SECONDS = 0.1  # of a wait, between which the hub's word is looked at
@@ -113,7 +113,7 @@ class Channel:
         while thread.is_alive():
             thread.join(_MAKING_SECONDS)
             if thread.is_alive():
-                self._look()
+                self.look()
                 if time.monotonic() > until:
                     raise RuntimeError("timed out")
         (group,) = made
@@ -130,7 +130,12 @@ class Channel:
         self._watch(work, time.monotonic() + self.timeout)
         self._peers = {int(part) for rank, part in enumerate(parts) if rank != self.place.rank}
 
-    def _look(self) -> None:
+    @property
+    def host(self) -> str:
+        """The address at which the others have reached this worker, where it listens; else the place's."""
+        return listening_host(self._ports) or self.place.host
+
+    def look(self) -> None:
         """Raises where the group is known to be broken."""
         if self.place.watch is not None:
             self.place.watch()
@@ -189,7 +194,7 @@ class Channel:
                 if work.is_completed():
                     work.wait()  # it came meanwhile, or raises why it failed
                     return
-            self._look()
+            self.look()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
 
@@ -197,7 +202,7 @@ class Channel:
         """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
         until = time.monotonic() + self.timeout
         while not work.is_completed():
-            self._look()
+            self.look()
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
             time.sleep(_POLL_SECONDS)

@@ -78,6 +78,10 @@ class Reducer:
         """Forget a backward that raised; raises RunError if chunks had left for the other workers."""
         self.begin()
 
+    def admit(self) -> bool:
+        """Let newcomers in where a new iteration begins with this model; whether any have come in."""
+        return False
+
     def reduce(self) -> None:
         """A backward has ended: do what makes its iteration whole."""
         own = self._contribute()

@@ -232,8 +232,6 @@ class HubRing:
         own, workers = self.welcome.worker, self.welcome.workers
         if self.late:
             self.place = Place(0, 1, _local_rank(), names=(own,))
-        elif workers == 1:
-            self.place = Place(own, 1, _local_rank())
         else:
             self.place = self._place(own, tuple(range(workers)))
 

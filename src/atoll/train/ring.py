@@ -11,6 +11,7 @@ Source: design.md, "The way of a gradient".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ from atoll.train.samples import Contribution
 _STEPS = 4096  # steps are compared by their remainder, which a float32 holds for any number of workers
 
 
+@dataclass
+class Boundary:
+    """Between two iterations of a session's models, which are numbered as they were prepared: newcomers enter
+    here, and their script's loop begins here too. Model 0's steps count the iterations, but a loop may begin
+    with another one, and may step that more often. So it is where the model with which the loop began is
+    reduced for the first time after model 0 has stepped."""
+
+    begins_with: int = -1  # the model; -1: nothing was reduced yet
+    awaited: bool = False  # all know of newcomers
+    reached: bool = False  # and model 0 has stepped since
+
+
 class RingReducer(SendingReducer):
     """Reduces one model's trainable chunks over a ring."""
 
@@ -37,14 +50,15 @@ class RingReducer(SendingReducer):
         *,
         message_bytes: int,
         calls: Calls,
-        leads: bool = True,
+        number: int = 0,
+        boundary: Boundary | None = None,
     ) -> None:
-        """`leads`: of the session's models it is the one between whose iterations newcomers enter."""
+        """It is for model `number` of the session; all of them share a `boundary`."""
         super().__init__(chunks, calls, message_bytes)
-        self._ring, self._leads = ring, leads
+        self._ring, self._number = ring, number
+        self._boundary = boundary or Boundary()
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
-        self._admits = False  # newcomers enter before the next iteration's first message leaves
         self._reference = 1.0  # the last iteration's sum of weights
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
@@ -55,14 +69,21 @@ class RingReducer(SendingReducer):
 
     def _contribute(self) -> Contribution:
         begins = self._own is None
-        if begins and self._admits and not self._reduced:
-            self._admits = False
-            self._ring.admit()
+        if begins and self.sends_early:  # before the first message leaves
+            self.admit()
         own = super()._contribute()
         if begins:
             self._generation = self._ring.generation
             self._mean_of_one(own)
         return own
+
+    def admit(self) -> bool:
+        boundary = self._boundary
+        if not boundary.reached or boundary.begins_with != self._number:
+            return False
+        boundary.reached = False
+        self._ring.admit()
+        return True
 
     def _mean_of_one(self, own: Contribution) -> None:
         if self._ring.world == 1 and own.weight > 0:
@@ -90,9 +111,13 @@ class RingReducer(SendingReducer):
     @torch.no_grad()
     def reduce(self) -> None:
         """Send what has not left, wait for all of it, agree, and publish."""
+        self.admit()
         own = self._contribute()
+        if self._boundary.begins_with < 0:
+            self._boundary.begins_with = self._number
         agreed, order = self._ring.round(f"iteration {self.steps}", lambda: self._reduce(own), self.steps)
-        self._admits = self._leads and agreed.newcomers
+        if self._number == 0:
+            self._boundary.awaited = agreed.newcomers
         self._publish(agreed)
         self._leave_in(order)
         points.reach("ring.published", self.steps)
@@ -134,6 +159,8 @@ class RingReducer(SendingReducer):
 
     def after_step(self) -> None:
         super().after_step()
+        if self._number == 0:
+            self._boundary.reached, self._boundary.awaited = self._boundary.awaited, False
         points.reach("ring.stepped", self.steps - 1)
 
     def _publish(self, agreed: Agreement) -> None:
@@ -169,7 +196,7 @@ class RingReducer(SendingReducer):
         rows = [[p.grad is not None for p in c.bound.parameters] for c in self._gradients_in_order()]
         present = [here and own.weight > 0 for row in rows for here in row]
         head = [own.weight, own.samples, self.steps % _STEPS, any(any(row) for row in rows)]
-        head.append(self._leads and self._ring.is_awaited)
+        head.append(self._number == 0 and self._ring.is_awaited)
         assert len(head) == HEAD
         return [float(value) for value in (*head, *(message.dirty for message in self._order), *present)]
 
@@ -211,18 +238,23 @@ class RingReducer(SendingReducer):
         return {**super().state_dict(), "reference": self._reference}
 
     def member_state(self) -> dict[str, Any]:
-        """And the order in which messages leave, where it is measured."""
+        """And the order in which messages leave, where it is measured; and whether the loop begins here."""
         order = [message.id for message in self._order] if self._order_is_measured else []
-        return {**super().member_state(), "order": order}
+        begins = self._boundary.begins_with == self._number
+        return {**super().member_state(), "order": order, "begins": begins}
 
     def check_member_state(self, state: Mapping[str, Any]) -> None:
         super().check_member_state(state)
         if state["order"] and sorted(state["order"]) != sorted(message.id for message in self._order):
             raise ValueError(f"messages leave in the order {state['order']!r}, which are not this model's")
+        if type(state["begins"]) is not bool:
+            raise ValueError(f"whether the loop begins with this model is {state['begins']!r}")
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         super().load_member_state(state)
         self._leave_in(state["order"])
+        if state["begins"]:
+            self._boundary.begins_with = self._number
 
     def _leave_in(self, order: Sequence[int]) -> None:
         """Messages leave in this order of their ids from now on; empty: as before."""

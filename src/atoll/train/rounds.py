@@ -1,10 +1,10 @@
 """A group's channels, and its collectives as numbered rounds: what lets a ring go on without a lost member.
 
-Every collective of a ring that met at a hub is a round, which ends with a confirmation: a small sum that
-nobody passes before all hold the round's result. When the ring breaks, each member tells the hub its round,
-and whether it holds its result; the hub forms the next ring, and says which round it makes next
-(store/regroup.py): so a member either takes what it holds, or makes the round again, from what it has kept,
-in memory that the old ring does not know.
+Every collective of a ring that met at a hub is a round, which ends with a confirmation: a barrier that nobody
+passes before all hold the round's result (train/confirmation.py). When the ring breaks, each member tells the
+hub its round, and whether it holds its result; the hub forms the next ring, and says which round it makes
+next (store/regroup.py): so a member either takes what it holds, or makes the round again, from what it has
+kept, in memory that the old ring does not know.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from atoll.core import points
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.train.channel import BrokenRingError, Channel
+from atoll.train.confirmation import Confirmations
 from atoll.train.place import Place
 from atoll.wire.messages import Reformed
 
@@ -78,6 +79,19 @@ class _Channels:
     data: Channel
     agreement: Channel
     session: Channel
+    confirmations: Confirmations | None  # where rings go on
+
+    def close(self) -> None:
+        if self.confirmations is not None:
+            self.confirmations.close()
+        for channel in self.all:
+            channel.close()
+
+    def abandon(self) -> None:
+        if self.confirmations is not None:
+            self.confirmations.close()
+        for channel in self.all:
+            channel.abandon()
 
     @property
     def all(self) -> list[Channel]:
@@ -140,6 +154,11 @@ class Ring:
         return None if self._channels is None else self._channels.session
 
     @property
+    def confirmations(self) -> Confirmations | None:
+        """Those of the ring as it stands; None where it has no rounds, or stands not."""
+        return None if self._channels is None else self._channels.confirmations
+
+    @property
     def seconds_waited(self) -> float:
         """In all, on all channels."""
         now = [] if self._channels is None else self._channels.all
@@ -157,8 +176,8 @@ class Ring:
     def close(self) -> None:
         """End the channels; what they were doing is given up."""
         channels, self._channels = self._channels, None
-        for channel in channels.all if channels is not None else ():
-            channel.close()
+        if channels is not None:
+            channels.close()
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -198,8 +217,9 @@ class Ring:
         return self.round(what, act)
 
     def _confirm(self, what: str) -> None:
-        agreement = self._all.agreement
-        agreement.wait(agreement.sum(torch.zeros(1)), f"the others to hold {what}")
+        confirmations = self._all.confirmations
+        assert confirmations is not None  # a ring without a member has no rounds
+        confirmations.confirm(what)
 
     def _passed(self, number: int) -> None:
         self._number, self._holds, self._met = number, False, None
@@ -331,16 +351,18 @@ class Ring:
             for purpose, device in (("session", _CPU), ("ring", self._device), ("agreement", _CPU)):
                 if purpose != "agreement" or self._device.type != "cpu":
                     opened.append(Channel(place, purpose, timeout, device))
+            session, data = opened[:2]
+            agreement = opened[2] if len(opened) > 2 else data
+            confirmations = Confirmations(agreement) if self._member is not None else None
         except BrokenRingError:
             for channel in opened:
                 channel.abandon()
             raise
-        session, data = opened[:2]
-        self._channels = _Channels(data, opened[2] if len(opened) > 2 else data, session)
+        self._channels = _Channels(data, agreement, session, confirmations)
         self.generation += 1
 
     def _abandon(self) -> None:
         self._waited_before = self.seconds_waited
         channels, self._channels = self._channels, None
-        for channel in channels.all if channels is not None else ():
-            channel.abandon()
+        if channels is not None:
+            channels.abandon()

@@ -104,6 +104,7 @@ class Session:
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = self._stepped_at = time.perf_counter()
+        self._confirming = ""  # how, as was last told
         self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
         self._bus = events.EventBus()
@@ -146,6 +147,7 @@ class Session:
             )
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+            self._tell_of_confirmations()
         else:
             service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
@@ -531,7 +533,7 @@ class Session:
     def _make_ring(self, timeout: float) -> Ring | None:
         place, member = self._first_place, self._member
         if isinstance(member, HubRing):
-            return Ring(place, self.device, timeout, member) if place.store or member.late else None
+            return Ring(place, self.device, timeout, member)
         return Ring(place, self.device, timeout) if place.store else None
 
     def _regrouped(self, ring: Regrouped) -> None:
@@ -543,11 +545,30 @@ class Session:
         happened = ", ".join(gone + entered) or "a connection was lost"
         how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
         self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
+        self._tell_of_confirmations()
         if self.is_main:
             self._warn(
                 f"{happened} during iteration {self.iteration}; the ring goes on with {ring.world} "
                 f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
             )
+
+    def _tell_of_confirmations(self) -> None:
+        """How a ring's members confirm what they hold, where that has changed."""
+        confirmations = self._ring.confirmations if self._ring is not None else None
+        if confirmations is None:
+            return
+        choice, reason = "over connections of the workers' own", "all could connect"
+        if confirmations.without:
+            choice = "by all-reduce, which takes longer"
+            names = " and ".join(f"worker {name}" for name in confirmations.without)
+            reason = f"not all could connect: {names}"
+        if choice != self._confirming:
+            self._confirming = choice
+            self._decided("confirmations", choice, reason)
+            if confirmations.trouble:
+                self._warn(
+                    f"worker {self._place.name}: the ring's members confirm {choice}: {confirmations.trouble}"
+                )
 
     def _ring_kind(self) -> str:
         if self._ring is None:

@@ -14,9 +14,16 @@ _DESCRIPTORS = "/proc/self/fd"
 
 def listening_ports() -> set[int]:
     """The ports at which this process listens; empty where the system does not say."""
-    return {
-        own[1] for link, own, _ in _connections() if link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+    return {own[1] for link, own, _ in _connections() if _listens(link)}
+
+
+def listening_host(ports: Collection[int]) -> str:
+    """The address at which this process listens at one of these ports; empty where the system does not say
+    it."""
+    for link, own, _ in _connections():
+        if own[1] in ports and _listens(link):
+            return own[0]
+    return ""
 
 
 def shut(own_ports: Collection[int], peer_ports: Collection[int]) -> int:

@@ -28,7 +28,7 @@ from atoll.train.exchange import (
     values_of,
 )
 from atoll.train.reducer import Calls, Reducer
-from atoll.train.ring import RingReducer
+from atoll.train.ring import Boundary, RingReducer
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
@@ -104,7 +104,7 @@ class OverRing:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._leads = True  # the first model's reducer
+        self._boundary, self._models = Boundary(), 0
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = RingReducer(
@@ -112,9 +112,10 @@ class OverRing:
             self._ring,
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             calls=training.calls,
-            leads=self._leads,
+            number=self._models,
+            boundary=self._boundary,
         )
-        self._leads = False
+        self._models += 1
         stepper = ChunkOptimizer(
             training.optimizer,
             training.chunks,
