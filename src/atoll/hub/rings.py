@@ -189,7 +189,7 @@ class Rings:
         del now  # deadlines are the clock's, which goes on
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
-        self._regroup.restore(found.regroup)
+        self._regroup.restore(found.regroup, _NOBODY)
         self._members.open = self._regroup.under_way
 
     def poll(self) -> None:
