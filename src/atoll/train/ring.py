@@ -58,6 +58,8 @@ class RingReducer(SendingReducer):
         if begins and self._admits and not self._reduced:
             self._admits = False
             self._ring.admit()
+        elif begins:
+            self._ring.meet()  # before the first message leaves: all members' channels carry the same
         own = super()._contribute()
         if begins:
             self._generation = self._ring.generation

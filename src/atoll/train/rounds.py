@@ -221,6 +221,12 @@ class Ring:
             self._form_next(None, "newcomers to enter")
         self._meet_new_members()
 
+    def meet(self) -> None:
+        """Meet new members, where there are some: called before the first collective that no round is around,
+        since others may do that within the round that follows."""
+        if not self._inside:
+            self._meet_new_members()
+
     @property
     def late(self) -> bool:
         """Whether this worker came late, and has not entered."""
