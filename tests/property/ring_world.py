@@ -227,6 +227,19 @@ class Channel:
                 work.tensor.fill_(99)  # it may still be written into
 
 
+class Confirmations:
+    """Confirmations that are no all-reduce of the ring, where it has such."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = Channel(channel.place, "confirmations", channel.timeout, torch.device("cpu"))
+
+    def confirm(self, what: str) -> None:
+        self._channel.wait(self._channel.sum(torch.zeros(1)), f"the others to hold {what}")
+
+    def close(self) -> None:
+        self._channel.abandon()
+
+
 def _nothing() -> None:
     pass
 
@@ -834,7 +847,10 @@ class _Sets(dict[int, set[int]]):
 @contextmanager
 def doubles() -> Iterator[None]:
     """`Ring` makes the channels of this module."""
-    with patch.object(rounds, "Channel", Channel):
+    with (
+        patch.object(rounds, "Channel", Channel),
+        patch.object(rounds, "Confirmations", Confirmations, create=True),
+    ):
         yield
 
 
