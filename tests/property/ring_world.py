@@ -82,6 +82,7 @@ class Schedule:
     at_least: int = 1
     rounds_between: bool = False  # the script talks between iterations, too
     own_agreement: bool = False  # the agreement has a channel of its own, as with NCCL
+    connects: bool = False  # confirmations need no all-reduce
     compact_after: int = 0  # records, after which the hub's journal is made compact; 0: never
 
 
@@ -129,6 +130,7 @@ class Channel:
         self._member: Member = place.store  # type: ignore[assignment]
         self.place, self.timeout, self.seconds_waited = place, timeout, 0.0
         world = self._member.world
+        self.connects = world.schedule.connects
         self._group = world.groups.setdefault(
             (self._member.group, purpose), Group(self._member.group, self._member.members)
         )
@@ -228,16 +230,19 @@ class Channel:
 
 
 class Confirmations:
-    """Confirmations that are no all-reduce of the ring, where it has such."""
+    """A ring's confirmations, where they are not the agreement's all-reduces, or not always."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = Channel(channel.place, "confirmations", channel.timeout, torch.device("cpu"))
+        self._channel, self._connects = channel, channel.connects
+        if self._connects:
+            self._channel = Channel(channel.place, "confirmations", channel.timeout, torch.device("cpu"))
 
     def confirm(self, what: str) -> None:
         self._channel.wait(self._channel.sum(torch.zeros(1)), f"the others to hold {what}")
 
     def close(self) -> None:
-        self._channel.abandon()
+        if self._connects:
+            self._channel.abandon()
 
 
 def _nothing() -> None:

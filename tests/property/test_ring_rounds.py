@@ -29,6 +29,7 @@ SCHEDULES = st.builds(
     st.integers(1, 2),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([0, 1, 2, 4]),
 )
 
@@ -53,6 +54,7 @@ def at_random(seed: int) -> Schedule:
         rng.choice([1, 1, 2]),
         rng.random() < 0.5,
         rng.random() < 0.3,
+        rng.random() < 0.5,
         rng.choice([0, 1, 2, 4]),
     )
 
