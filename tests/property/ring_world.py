@@ -279,7 +279,7 @@ class Hub:
             Decisions(),
             lambda: self.now,
             self._send,
-            lambda peer, reason, request: self._send(peer, Refused(reason=reason, request=request)),
+            self._refuse,
             lambda incarnation, _reason: self.give_up(incarnation),
             lambda message: self._write(InRing(at=self.now, message=message)),
             at_least=self._at_least,
@@ -292,6 +292,9 @@ class Hub:
     def _send(self, peer: bytes, message: AnyMessage) -> None:
         if peer:
             self._world.members[int(peer)].receive(decode_untrusted(encode(message)))
+
+    def _refuse(self, peer: bytes, reason: str, request: str, number: int) -> None:
+        self._send(peer, Refused(reason=reason, request=request, number=number))
 
     def come(self) -> tuple[int, int]:
         """A worker says Hello; its rank and incarnation."""
@@ -494,7 +497,7 @@ class Member:
                     if not answer.group:
                         raise RunError(f"the ring does not go on: {answer.reason}")
                     return answer
-                if isinstance(answer, Refused):
+                if isinstance(answer, Refused) and answer.number == wish.number:
                     raise RunError(answer.reason)
             self.mail.clear()
             if self.given_up:
