@@ -394,7 +394,8 @@ class State:
         round = member.ring._number
         assert len(places) == world, (places, world)
         assert places[rank] in (None, [member.incarnation, self.iteration]), (places, rank, str(member))
-        assert (places[rank] is None) == member.entering, (places, str(member))
+        comes = member.entering and not self.dealt_among
+        assert (places[rank] is None) == comes, (places, str(member))
         assert {place[1] for place in places if place is not None} <= {self.iteration}, (places, str(member))
         member.world.agree(("deal", round), [list(places), self.iteration])
         self.deals.append([round, list(places)])
@@ -425,6 +426,11 @@ class Member:
 
     def __str__(self) -> str:
         return f"worker {self.name} (incarnation {self.incarnation}, ring {self.group}, at {self.doing})"
+
+    @property
+    def has_all(self) -> bool:
+        """Whether it could go on without the others: it has the state, and knows where they were."""
+        return self.took_part or (self.entering and self.ring._met is not None)
 
     @property
     def lives(self) -> bool:
@@ -818,7 +824,7 @@ class World:
 
     def ended(self, reason: str) -> None:
         """The hub says that the ring does not go on."""
-        able = [m for m in self.members.values() if m.lives and not m.given_up and m.took_part]
+        able = [m for m in self.members.values() if m.lives and not m.given_up and m.has_all]
         few = len(able) < self.schedule.at_least
         right = few if "at least" in reason else all(m.finished for m in able)
         if not right:

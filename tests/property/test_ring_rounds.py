@@ -108,7 +108,18 @@ AWAITED_FOR_EVER = Schedule(
     own_agreement=True,
     compact_after=2,
 )
-ONCE_WRONG = (MESSAGE_BEFORE_MEETING, LAST_OF_TWO, FORGOTTEN_REPORT, FORGOTTEN_NEWCOMER, AWAITED_FOR_EVER)
+# The last who had been there before died when it had met the newcomers: they had all that it had, and ended.
+ONLY_NEWCOMERS_LEFT = Schedule(
+    2, (Fault("dies", "hold"), Fault("comes", after=9), Fault("dies", "places held", 1, 1))
+)
+ONCE_WRONG = (
+    MESSAGE_BEFORE_MEETING,
+    LAST_OF_TWO,
+    FORGOTTEN_REPORT,
+    FORGOTTEN_NEWCOMER,
+    AWAITED_FOR_EVER,
+    ONLY_NEWCOMERS_LEFT,
+)
 
 
 @settings(max_examples=150)
@@ -120,6 +131,15 @@ def test_rings_go_on_to_the_same_end(schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", ONCE_WRONG)
 def test_what_has_gone_wrong_once(schedule: Schedule) -> None:
     run(schedule)
+
+
+@pytest.mark.parametrize("moment", ["open", "places", "places held", "state"])
+@pytest.mark.parametrize("kind", ["dies", "tears"])
+def test_a_second_fault_at_each_moment_of_a_meeting(kind: str, moment: str) -> None:
+    first = Fault("comes") if moment == "state" else Fault("dies", "hold", 1)
+    for after in range(8):
+        for who in (0, 1):
+            run_or_show(Schedule(4, (first, Fault(kind, moment, after, who))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(4))

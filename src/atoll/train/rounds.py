@@ -256,7 +256,7 @@ class Ring:
                 self._number,
                 holds=self._holds,
                 admits=broken is None,
-                fresh=self._fresh,
+                fresh=self._fresh and not self._holds,  # who holds the meeting has all that the others have
             )
             self._abandon()  # who admits newcomers waits with that until all are past the round before
             try:
@@ -279,8 +279,9 @@ class Ring:
                 f"worker {self.place.name}: ring {ring.group} goes on at round {ring.round}, and this worker "
                 f"does not hold round {self._number}"
             )
-        if ring.round > self._number and self._met is not None and not self._fresh:
+        if ring.round > self._number and self._met is not None:
             self._deal_anew(self._met)  # as the others have, in the ring that was
+            self._fresh = False
         self._passed(ring.round)
         self.place, self.outside = self._member.place_in(ring), False
         self._open()
