@@ -60,7 +60,7 @@ class Hub:
             lambda: self.now,
             # Who waited before a restart is nobody's connection after it, and asks again by a number.
             lambda _peer, message: self.answers.append(unnumbered(message)),
-            lambda _peer, reason, _name: self.answers.append(reason),
+            lambda _peer, reason, _name, _number: self.answers.append(reason),
             lambda _incarnation, _reason: None,
             lambda message: self.records.append(InRing(at=self.now, message=message)),
         )

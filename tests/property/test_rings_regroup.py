@@ -336,6 +336,28 @@ def test_without_those_who_hold_the_state_there_is_no_next_ring() -> None:
     assert (answer.group, answer.reason) == (0, "those who held the training's state are gone")
 
 
+def test_a_hub_that_was_started_again_knows_who_had_asked() -> None:
+    regroup = ring_of(2)
+    regroup.handle_enter("n", 5, Enter(incarnation=9, number=1))
+    admits = [
+        Reform(incarnation=each, number=1, group=1, rank=each - 1, round=4, admits=True) for each in (1, 2)
+    ]
+    regroup.handle_reform("a", admits[0], {})
+    again = ring_of(2)
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(regroup.state()), type=RegroupState), "-")
+    assert (again.waiting, again.awaited) == (1, [2])
+    answers = again.handle_reform("b", admits[1], {})
+    expected = Reformed(group=2, workers=[0, 1, 5], newcomers=1, round=4)
+    assert answers == [(peer, expected) for peer in "-b-"]
+
+
+def test_who_is_left_when_the_others_have_finished_is_not_too_few() -> None:
+    regroup = ring_of(2, at_least=2)
+    assert regroup.handle_left(1, said_goodbye=True, finished=True) == []
+    answers = regroup.handle_reform("b", reform(2, 7, holds=True), {})
+    assert answers == [("b", Reformed(group=2, workers=[1], round=8, left=[0]))]
+
+
 def test_nobody_enters_a_ring_of_which_a_member_has_come_to_the_end() -> None:
     regroup = ring_of(2)
     regroup.handle_left(2, said_goodbye=True, finished=True)

@@ -23,7 +23,17 @@ from atoll.net import endpoint as endpoint_module
 from atoll.net.endpoint import Client, Endpoint, Received, Server, poll
 from atoll.net.keys import Keys, make_keys, read_keys, write_keys
 from atoll.net.requests import RefusedError, ask, wait_for
-from atoll.wire.messages import Heartbeat, Hello, Message, Refused, Welcome, decode_untrusted, encode
+from atoll.wire.messages import (
+    Heartbeat,
+    Hello,
+    Message,
+    Reform,
+    Reformed,
+    Refused,
+    Welcome,
+    decode_untrusted,
+    encode,
+)
 
 ANY = "tcp://127.0.0.1:0"
 LIMIT = 2**24
@@ -860,6 +870,25 @@ def test_a_refusal_is_the_reason() -> None:
     ):
         ask(client, HELLO, (Welcome,), SOON, "being let in")
     assert issubclass(RefusedError, UserError)
+
+
+@pytest.mark.parametrize("older", [("Reform", 6), ("Lease", 7)])
+def test_a_refusal_of_an_older_request_is_not_one_of_this(older: tuple[str, int]) -> None:
+    request, number = older
+    wish = Reform(incarnation=1, number=7, group=1, rank=0, round=3)
+    with (
+        pair() as (server, client),
+        answering(
+            server, Refused(reason="late", request=request, number=number), Reformed(group=2, number=7)
+        ),
+    ):
+        assert ask(client, wish, Reformed, SOON, "the next ring", number=7)[0].group == 2
+    with (
+        pair() as (server, client),
+        answering(server, Refused(reason="no such ring", request="Reform", number=7)),
+        pytest.raises(RefusedError, match="no such ring"),
+    ):
+        ask(client, wish, Reformed, SOON, "the next ring", number=7)
 
 
 def test_a_deadline_names_who_and_on_what() -> None:

@@ -58,7 +58,7 @@ class Rings:
         decisions: Decisions,
         now: Callable[[], float],
         send: Callable[[bytes, AnyMessage], None],
-        refuse: Callable[[bytes, str, str], None],
+        refuse: Callable[[bytes, str, str, int], None],
         give_up: Callable[[int, str], None],
         keep: Callable[[AnyMessage], None] = lambda _message: None,
         *,
@@ -96,7 +96,7 @@ class Rings:
             ):
                 self._keep(message)
         except UserError as error:
-            self._refuse(peer, str(error), type(message).__name__)
+            self._refuse(peer, str(error), type(message).__name__, message.number)
 
     def _gather(self, asker: _Asker, rank: int, gather: Gather) -> None:
         if self._regroup.under_way and gather.incarnation not in self._regroup.members:
@@ -189,7 +189,7 @@ class Rings:
         del now  # deadlines are the clock's, which goes on
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
-        self._regroup.restore(found.regroup)
+        self._regroup.restore(found.regroup, _NOBODY)
         self._members.open = self._regroup.under_way
 
     def poll(self) -> None:

@@ -572,13 +572,13 @@ class Hub:
     def _handle_lease(self, peer: bytes, lease: Lease) -> None:
         rank = self._members.rank_of(lease.incarnation)
         if rank is None or not self._owns(peer, lease.incarnation):
-            self._refuse(peer, self._given_up(lease.incarnation), "Lease")
+            self._refuse(peer, self._given_up(lease.incarnation), "Lease", lease.number)
             return
         asked, before = Asked(at=self._clock.now(), rank=rank, lease=lease), self._book.leases.changes
         try:
             leased, first = self._book.lease(asked)
         except UserError as error:
-            self._refuse(peer, str(error), "Lease")
+            self._refuse(peer, str(error), "Lease", lease.number)
             return
         if self._book.leases.changes != before:
             self._new.append(asked)
@@ -589,9 +589,9 @@ class Hub:
 
     # -- answers ------------------------------------------------------------------------------------------
 
-    def _refuse(self, peer: bytes, reason: str, request: str) -> None:
+    def _refuse(self, peer: bytes, reason: str, request: str, number: int = 0) -> None:
         self.refused += 1
-        self._send(peer, Refused(reason=reason[:4096], request=request))
+        self._send(peer, Refused(reason=reason[:4096], request=request, number=number))
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:
         """Send at this turn's end. Nobody (an empty peer) is who asked before a restart."""

@@ -32,15 +32,15 @@ def ask(
     """Send `message` and return the first answer of an `expected` type, and its payload.
 
     `deadline` is in seconds from now; `what` ends "waited 3 s for NAME at ADDRESS on ...". Messages of other
-    types go to `aside`, or are dropped; with `number`, so are answers with another one: they are to an
-    earlier message, which was sent twice. Raises RefusedError when the other side refuses, UserError when it
-    does not let us in, DeadlineError, and PeerLostError when the connection is lost: the other side may then
-    have the message or not.
+    types go to `aside`, or are dropped; with `number`, so are answers and refusals with another one: they are
+    to an earlier message, which was sent twice. Raises RefusedError when the other side refuses, UserError
+    when it does not let us in, DeadlineError, and PeerLostError when the connection is lost: the other side
+    may then have the message or not.
     """
     client.check()
     losses = client.losses
     client.send(encode(message), payload)
-    return wait_for(client, expected, deadline, what, losses, aside, number)
+    return wait_for(client, expected, deadline, what, losses, aside, number, type(message).__name__)
 
 
 def wait_for(
@@ -51,8 +51,10 @@ def wait_for(
     losses: int,
     aside: Callable[[AnyMessage, memoryview | None], None] | None = None,
     number: int | None = None,
+    request: str = "",
 ) -> tuple[Answer, memoryview | None]:
-    """The waiting of `ask`, for what was asked before; `losses` is `client.losses` at the time of asking."""
+    """The waiting of `ask`, for what was asked before: `request` is its name, and `losses` was
+    `client.losses` at the time."""
     start = time.monotonic()
     while True:
         left = start + deadline - time.monotonic()
@@ -65,7 +67,14 @@ def wait_for(
                 )
         if received is not None:
             answer = _decode(client, received[0])
-            if isinstance(answer, expected):
+            if isinstance(answer, Refused):
+                if (
+                    not answer.number
+                    or number is None
+                    or (answer.request, answer.number) == (request, number)
+                ):
+                    raise RefusedError(f"{client.name} at {client.address} refused: {answer.reason}")
+            elif isinstance(answer, expected):
                 if number is None or getattr(answer, "number", number) == number:
                     return answer, received[1]
             elif aside is not None:
@@ -88,6 +97,4 @@ def _decode(client: Client, header: bytes) -> Any:
         answer = decode_untrusted(header)
     except WireError as error:
         raise RunError(f"{client.name} at {client.address} sent {error}") from None
-    if isinstance(answer, Refused):
-        raise RefusedError(f"{client.name} at {client.address} refused: {answer.reason}")
     return answer

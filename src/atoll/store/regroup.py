@@ -16,8 +16,8 @@ A member that dies meanwhile is another break, of the ring before or of the next
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from atoll.core.errors import UserError
 from atoll.wire.messages import Enter, Reform, Reformed
@@ -26,17 +26,19 @@ _NO_STATE = "those who held the training's state are gone"
 
 Peer: TypeAlias = Hashable  # whoever asks: the caller's to know
 Answer: TypeAlias = tuple[Peer, Reformed]
+_Wish = TypeVar("_Wish", Reform, Enter)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Asked(Generic[_Wish]):
     peer: Peer
-    message: Reform | Enter
+    message: _Wish
 
 
 @dataclass
 class RegroupState:
-    """What `Regroup` knows of the ring that stands, as plain data. Who waits for an answer asks again."""
+    """What `Regroup` knows of the ring that stands, as plain data. Wishes too: who asked may have its answer
+    by the time that this is read, and does not ask again."""
 
     group: int
     workers: dict[int, int]  # incarnation -> rank in the run, of the members in order of rank
@@ -45,6 +47,8 @@ class RegroupState:
     lost: list[int]
     left: list[int]
     answered: dict[int, tuple[int, Reformed]]
+    reports: dict[int, Reform] = field(default_factory=dict)
+    entering: dict[int, tuple[int, Enter]] = field(default_factory=dict)  # with the rank in the run
 
 
 class Regroup:
@@ -62,8 +66,8 @@ class Regroup:
         self.over = False  # a member has come to the end of its session: nobody enters any more
         self._form, self._at_least = form, at_least
         self._workers: dict[int, int] = {}  # incarnation -> its rank in the run
-        self._reports: dict[int, _Asked] = {}  # by incarnation
-        self._entering: dict[int, _Asked] = {}  # in the order in which they came
+        self._reports: dict[int, _Asked[Reform]] = {}  # by incarnation
+        self._entering: dict[int, _Asked[Enter]] = {}  # in the order in which they came
         self._lost: list[int] = []  # ranks in the run, since the ring was formed
         self._left: list[int] = []
         self._answered: dict[int, tuple[int, Reformed]] = {}  # incarnation -> its wish, and the answer to it
@@ -135,14 +139,20 @@ class Regroup:
             list(self._lost),
             list(self._left),
             dict(self._answered),
+            {member: asked.message for member, asked in self._reports.items()},
+            {member: (self._workers[member], asked.message) for member, asked in self._entering.items()},
         )
 
-    def restore(self, state: RegroupState) -> None:
-        """Be as `state` says."""
+    def restore(self, state: RegroupState, peer: Peer = None) -> None:
+        """Be as `state` says; `peer` stands for those who wait, until they ask again."""
         self.handle_formed(state.group, state.workers)
         self.broken, self.over = state.broken, state.over
         self._lost, self._left = list(state.lost), list(state.left)
         self._answered = dict(state.answered)
+        self._reports = {member: _Asked(peer, reform) for member, reform in state.reports.items()}
+        for member, (worker, enter) in state.entering.items():
+            self._workers[member] = worker
+            self._entering[member] = _Asked(peer, enter)
 
     def _told_before(self, peer: Peer, message: Reform | Enter) -> list[Answer] | None:
         """The answer once more, to one that asks once more."""
@@ -173,19 +183,19 @@ class Regroup:
         if not self.members or self.awaited:
             return []
         reports = [asked.message for asked in self._reports.values()]
-        if all(report.fresh for report in reports if isinstance(report, Reform)):
+        if all(report.fresh for report in reports):
             return self._end(_NO_STATE)
-        if len(reports) < self._at_least:
+        if len(reports) < self._at_least and not self.over:  # all have made what a member has ended after
             return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
-        admitted = list(self._entering) if all(_admits(report) for report in reports) else []
+        admitted = list(self._entering) if all(report.admits for report in reports) else []
         # Their order stays: so the first of those that live is the first of the next ring.
-        asked = sorted(self._reports.values(), key=_rank)
+        asked: list[_Asked[Any]] = sorted(self._reports.values(), key=_rank)
         asked += [self._entering.pop(member) for member in admitted]
         members = [each.message.incarnation for each in asked]
         answer = Reformed(
             group=self._form(members, self.group),
             workers=[self._workers[member] for member in members],
-            newcomers=len(admitted) + sum(report.fresh for report in reports if isinstance(report, Reform)),
+            newcomers=len(admitted) + sum(report.fresh for report in reports),
             round=next_round(reports),
             lost=sorted(self._lost),
             left=sorted(self._left),
@@ -197,32 +207,27 @@ class Regroup:
         return self._answer(asked, answer)
 
     def _end(self, reason: str) -> list[Answer]:
-        asked = [*self._reports.values(), *self._entering.values()]
+        asked: list[_Asked[Any]] = [*self._reports.values(), *self._entering.values()]
         answer = Reformed(group=0, reason=reason, lost=sorted(self._lost), left=sorted(self._left))
         self.members, self.over = [], True
         self._reports.clear()
         self._entering.clear()
         return self._answer(asked, answer)
 
-    def _answer(self, asked: Sequence[_Asked], answer: Reformed) -> list[Answer]:
+    def _answer(self, asked: Sequence[_Asked[Any]], answer: Reformed) -> list[Answer]:
         for each in asked:
             self._answered[each.message.incarnation] = (each.message.number, answer)
         return [(each.peer, answer) for each in asked]
 
 
-def _rank(asked: _Asked) -> tuple[bool, int]:
+def _rank(asked: _Asked[Reform]) -> tuple[bool, int]:
     """Who has no state comes last."""
-    assert isinstance(asked.message, Reform)
     return asked.message.fresh, asked.message.rank
 
 
-def _admits(report: Reform | Enter) -> bool:
-    return isinstance(report, Reform) and report.admits
-
-
-def next_round(reports: Sequence[Reform | Enter]) -> int:
+def next_round(reports: Sequence[Reform]) -> int:
     """The round that the next ring makes, from all living members' reports: see the module's description."""
-    states = [(each.round, each.holds) for each in reports if isinstance(each, Reform) and not each.fresh]
+    states = [(each.round, each.holds) for each in reports if not each.fresh]
     first, last = min(states)[0], max(states)[0]
     if first < last:  # they are past the first's confirmation: all hold that round
         return last

@@ -69,8 +69,8 @@ class RingReducer(SendingReducer):
 
     def _contribute(self) -> Contribution:
         begins = self._own is None
-        if begins and self.sends_early:  # before the first message leaves
-            self.admit()
+        if begins and self.sends_early and not self.admit():
+            self._ring.meet()  # before the first message leaves: all members' channels carry the same
         own = super()._contribute()
         if begins:
             self._generation = self._ring.generation

@@ -241,6 +241,12 @@ class Ring:
             self._form_next(None, "newcomers to enter")
         self._meet_new_members()
 
+    def meet(self) -> None:
+        """Meet new members, where there are some: called before the first collective that no round is around,
+        since others may do that within the round that follows."""
+        if not self._inside:
+            self._meet_new_members()
+
     @property
     def late(self) -> bool:
         """Whether this worker came late, and has not entered."""
@@ -270,7 +276,7 @@ class Ring:
                 self._number,
                 holds=self._holds,
                 admits=broken is None,
-                fresh=self._fresh,
+                fresh=self._fresh and not self._holds,  # who holds the meeting has all that the others have
             )
             self._abandon()  # who admits newcomers waits with that until all are past the round before
             try:
@@ -293,8 +299,9 @@ class Ring:
                 f"worker {self.place.name}: ring {ring.group} goes on at round {ring.round}, and this worker "
                 f"does not hold round {self._number}"
             )
-        if ring.round > self._number and self._met is not None and not self._fresh:
+        if ring.round > self._number and self._met is not None:
             self._deal_anew(self._met)  # as the others have, in the ring that was
+            self._fresh = False
         self._passed(ring.round)
         self.place, self.outside = self._member.place_in(ring), False
         self._open()

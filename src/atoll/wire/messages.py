@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from atoll.core.errors import AtollError
 
-VERSION = 3  # of the protocol; both sides must have the same
+VERSION = 4  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -89,10 +89,12 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No, and why: one line. What was asked has changed nothing. `request` is the refused message's name."""
+    """No, and why: one line. What was asked has changed nothing. `request` is the refused message's name, and
+    `number` its number; 0: it has none, or it is none."""
 
     reason: Text
     request: Name = ""
+    number: Count = 0
 
 
 # -- the hub ----------------------------------------------------------------------------------------------
