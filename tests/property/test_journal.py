@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.server.journal import Folder, Journal, read_segments
-from atoll.store.outcomes import StoreError
 from atoll.store.frames import encode_frame
+from atoll.store.outcomes import StoreError
 from atoll.store.records import (
     SHARD,
     Begun,

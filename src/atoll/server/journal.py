@@ -31,8 +31,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from atoll.core.errors import CheckpointError, RunError, UserError
-from atoll.store.outcomes import StoreError
 from atoll.store.frames import FRAME_BYTES, encode_frame, is_other_kind
+from atoll.store.outcomes import StoreError
 from atoll.store.records import (
     SHARD,
     Begun,
@@ -182,8 +182,8 @@ def _read_segment(path: Path, number: int, last: bool) -> Iterator[Item]:
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
         if is_other_kind(whole, SHARD):
             raise CheckpointError(
-                f"{path}: no segment of a journal that this version of Atoll can read, or damaged at byte 0; the "
-                "shard cannot go on from it"
+                f"{path}: no segment of a journal that this version of Atoll can read, or damaged at byte "
+                "0; the shard cannot go on from it"
             )
         end = 0
         try:
@@ -334,16 +334,23 @@ class Journal:
     def _work(self) -> None:
         """The thread."""
         while (job := self._items.get()) is not None:
-            if not self._error:
-                try:
+            written = self._written
+            try:
+                if not self._error:
                     job()
-                    # With `sync`, there is one wait for the disk for all that has come meanwhile.
-                    if self._written < self._count and (not self._sync or self._items.empty()):
+                    if not self._sync or self._items.empty():  # one wait for the disk for all that has come
                         self._publish()
-                except OSError as error:
-                    self._fail(error)
-                    self._tell()
-            self._done += 1
+            except OSError as error:
+                self._fail(error)
+            news = self._written > written
+            self._done += 1  # from here on the shard's thread may write
+            if self._error or (news and self._waiting):  # else nobody needs to be woken
+                self._tell()
+
+    def _publish(self) -> None:
+        if self._sync and self._written < self._count:
+            os.fdatasync(self._file)
+        self._written = self._count
 
     def _fail(self, error: OSError) -> None:
         path = self.folder.segment(self.number)
@@ -404,13 +411,6 @@ class Journal:
         self._bytes_written += size
         self._count += len(pending)
         if was_full:
-            self._tell()
-
-    def _publish(self) -> None:
-        if self._sync:
-            os.fdatasync(self._file)
-        self._written = self._count
-        if self._waiting:  # else nobody needs to be woken
             self._tell()
 
     def _tell(self) -> None:

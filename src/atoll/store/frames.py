@@ -11,11 +11,11 @@ A frame is a header (a record, as MessagePack) and perhaps a payload (a chunk). 
     the header, the payload
     8 bytes   the stamp again: all before it was written
 
-All frames of a file have one stamp, which no file had before. So a file may be written over in place: what an
-earlier use has left behind the last frame, or within one that was not written to its end, has another stamp.
-When a process is killed, what it wrote is whole up to the last frame, since a write goes from front to back. The
-sum is for the crash of a machine, which may lose pages in between; a CRC of the payload would take five times
-as long.
+All frames of a file have one stamp, which no file had before. So a file may be written over in place: what
+an earlier use has left behind the last frame, or within one that was not written to its end, has another
+stamp. When a process is killed, what it wrote is whole up to the last frame, since a write goes from front to
+back. The sum is for the crash of a machine, which may lose pages in between; a CRC of the payload would take
+five times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -39,8 +39,8 @@ FRAME_BYTES = PREFIX_BYTES + _SEAL.size  # of a frame, beside its header and pay
 
 
 class Frame(NamedTuple):
-    """A whole frame, in place; `end` is the offset behind it, and `summed` whether it was made to be told from
-    what the crash of a machine leaves."""
+    """A whole frame, in place; `end` is the offset behind it, and `summed` whether it was made to be told
+    from what the crash of a machine leaves."""
 
     header: memoryview
     payload: memoryview | None
@@ -89,12 +89,20 @@ def is_other_kind(raw: memoryview, kind: Kind) -> bool:
     return begin != kind.magic[: len(begin)] and any(begin)
 
 
-def frame_after(raw: memoryview, offset: int, kind: Kind) -> Iterator[Frame]:
-    """The whole frames that stand somewhere behind `offset`."""
-    for found in re.finditer(re.escape(kind.magic), raw[offset:]):
-        frame = _read(raw, offset + found.start(), kind)
-        if frame is not None:
-            yield frame
+def is_damaged(raw: memoryview, end: int, kind: Kind, own: Callable[[int], bool] | None = None) -> bool:
+    """Whether frames of this file stand behind `end`, where `frames` stopped: then that is no crash of the
+    process, which writes from front to back. Where `frames` found none, `own` says which stamps are its.
+
+    The crash of a machine may leave holes. Frames with sums are for that, and prove nothing here.
+    """
+    first = next(frames(raw, kind), None) if end else None
+    for found in re.finditer(re.escape(kind.magic), raw[end:]):
+        frame = _read(raw, end + found.start(), kind)
+        if frame is None or frame.summed:
+            continue
+        if frame.stamp == first.stamp if first is not None else own is None or own(frame.stamp):
+            return True
+    return False
 
 
 def _read(raw: memoryview, offset: int, kind: Kind) -> Frame | None:

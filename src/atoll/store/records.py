@@ -12,33 +12,10 @@ from typing import TypeAlias, Union
 
 import msgspec
 
-from atoll.store.frames import (
-    FRAME_BYTES,
-    PREFIX_BYTES,
-    Buffer,
-    Kind,
-    encode_frame,
-    frame_after,
-    frames,
-)
+from atoll.store import frames
+from atoll.store.frames import Buffer, Kind, encode_frame
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import HEADER_BYTES, Count, Name
-
-__all__ = [
-    "FRAME_BYTES",
-    "PREFIX_BYTES",
-    "SHARD",
-    "Begun",
-    "Buffer",
-    "Part",
-    "Record",
-    "Told",
-    "encode_header",
-    "encode_record",
-    "is_damaged",
-    "records",
-    "stamp_of",
-]
 
 SHARD = Kind(b"ATJ2", HEADER_BYTES + 2**16)
 _HALF = 2**32
@@ -106,7 +83,7 @@ def records(
     segment. Nothing is allocated for what a length says. Raises StoreError for a record that is whole and
     yet none of these.
     """
-    for frame in frames(journal, SHARD):
+    for frame in frames.frames(journal, SHARD):
         if segment is not None and frame.stamp % _HALF != segment % _HALF:
             return
         try:
@@ -116,11 +93,5 @@ def records(
 
 
 def is_damaged(journal: memoryview, end: int, segment: int) -> bool:
-    """Whether records of this segment follow what `records` ended at: then that was no crash of the process,
-    which writes from front to back. A crash of the machine may leave holes; records with sums are for that."""
-    first = next(frames(journal, SHARD), None) if end else None
-    for frame in frame_after(journal, end, SHARD):
-        own = frame.stamp == first.stamp if first is not None else frame.stamp % _HALF == segment % _HALF
-        if own and not frame.summed:
-            return True
-    return False
+    """Whether records of this segment stand behind `end`, where `records` stopped: see `frames`."""
+    return frames.is_damaged(journal, end, SHARD, lambda stamp: stamp % _HALF == segment % _HALF)
