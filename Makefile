@@ -24,7 +24,8 @@ soak: $(READY)
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
-			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py; do \
+			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
+			benchmarks/journal.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 

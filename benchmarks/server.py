@@ -92,18 +92,11 @@ class Address:
 class Servers:
     """Hub and shards, each a process, while entered."""
 
-    def __init__(
-        self,
-        workers: int,
-        shards: int,
-        sealed: bool = False,
-        kept: bool = False,
-        folder: Path | None = None,
-    ) -> None:
-        """`kept`: each shard has a folder for its journal and snapshots, in `folder` where that is given."""
+    def __init__(self, workers: int, shards: int, sealed: bool = False, kept: bool = False) -> None:
+        """`kept`: each shard has a folder for its journal and snapshots."""
         self._workers, self._shards, self._sealed, self._kept = workers, shards, sealed, kept
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._folder = tempfile.TemporaryDirectory(dir=folder)
+        self._folder = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> Address:
         folder = Path(self._folder.name)

@@ -140,6 +140,7 @@ def tables(folder: Path) -> dict[str, str]:
         "consistency": consistency,
         "lab": lab,
         "survival": survival,
+        "journal": ratios,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"
