@@ -14,6 +14,7 @@ takes the first half gigabyte: new pages cost more.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -49,7 +50,8 @@ WORKLOADS: dict[str, tuple[Workload, int, Target | None]] = {  # and how many tu
     "digits": (DIGITS, 10, None),  # microseconds of arithmetic a step, as in the other benchmarks
 }
 ROUNDS = 5  # between looks at the clock
-SECONDS = 40.0  # of measuring, for each case
+WARM_UP = 20.0  # seconds, at most: on a busy machine
+SECONDS = 35.0  # of measuring, for each case
 DEADLINE = 240.0
 
 
@@ -73,17 +75,28 @@ def time_steps(
             session = stack.enter_context(run.joined(place.rank, settings(consistency)))
             blocks[each] = workload.under_atoll(batches, session)[1]
         shards = [shard for run in runs.values() for shard in run.shards] if place.rank == 0 else []
-        interleave(blocks, 4 if quick else warm_up, seed=0, fence=dist.barrier)
-        until, again, rounds = time.monotonic() + seconds, torch.ones(1), 0
-        while again.item():
-            rounds += 1
-            more = interleave(
-                blocks, ROUNDS, seed=rounds, fence=dist.barrier, cpu=lambda: cpu_seconds(shards)
+
+        def take_turns(seconds: float, most: float = math.inf) -> int:
+            """For so long, but at most so many; returns how many each has had."""
+            until, going, turns = time.monotonic() + seconds, torch.ones(1), 0
+            while going.item() and turns < most:
+                more = interleave(
+                    blocks, ROUNDS, seed=turns, fence=dist.barrier, cpu=lambda: cpu_seconds(shards)
+                )
+                for each, timing in more.items():
+                    timings[each].extend(timing)
+                turns += ROUNDS
+                going.fill_(float(time.monotonic() < until))
+                dist.broadcast(going, 0)  # worker 0's clock decides
+            return turns
+
+        warmed = take_turns(WARM_UP, 5 if quick else warm_up)
+        if warmed < warm_up and not quick and place.rank == 0:
+            print(
+                f"{name}, {consistency}: warmed up for {WARM_UP:g} s, {warmed} of {warm_up} turns", flush=True
             )
-            for each, timing in more.items():
-                timings[each].extend(timing)
-            again.fill_(float(time.monotonic() < until))
-            dist.broadcast(again, 0)  # worker 0's clock decides
+        timings |= {each: Timings([], []) for each in runs}
+        take_turns(seconds)
         dist.barrier()
     leave_group()
     return timings
