@@ -173,6 +173,7 @@ def tables(folder: Path) -> dict[str, str]:
         "lab": lab,
         "survival": survival,
         "readiness": readiness,
+        "journal": ratios,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from atoll.core.errors import UserError
 from atoll.hub.book import GLOBAL, Book
 from atoll.hub.decisions import Decisions
-from atoll.hub.journal import HubJournal
+from atoll.hub.journal import KIND, HubJournal
 from atoll.hub.records import (
     AnyRecord,
     Asked,
@@ -29,6 +29,7 @@ from atoll.hub.records import (
     encode_record,
 )
 from atoll.hub.rings import Rings
+from atoll.store.frames import encode_frame
 from atoll.wire.messages import Fenced, Gather, Lease, StoreCall, Used
 
 SITES = {"paris": 1, "berlin": 1}
@@ -208,3 +209,27 @@ def test_a_journal_that_is_cut_off_anywhere_has_the_records_before(
     again.close()
     whole = size == len(raw)
     assert (len(found) == len(records)) == whole
+
+
+@given(st.data())
+def test_a_journal_that_is_damaged_before_its_end_is_refused_and_left(
+    written: tuple[bytes, list[AnyRecord]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    raw, records = written
+    last = len(b"".join(encode_frame(KIND, 0, encode_record(records[-1]), summed=False)))
+    damaged = bytearray(raw)
+    damaged[data.draw(st.integers(0, len(raw) - last - 1))] ^= data.draw(st.integers(1, 255))
+    folder: Path = tmp_path_factory.mktemp("damaged")
+    (folder / "hub.journal").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"hub.journal: .*damaged at byte \d+; give another --directory"):
+        HubJournal(folder)
+    assert (folder / "hub.journal").read_bytes() == damaged
+
+
+@pytest.mark.parametrize("other", [b"ATJ2" + bytes(100), b"\x10\0\0\0abcd" + bytes(100), b"{}"])
+def test_a_journal_of_another_format_is_refused_in_one_line(tmp_path: Path, other: bytes) -> None:
+    (tmp_path / "hub.journal").write_bytes(other)
+    with pytest.raises(UserError, match="no hub's journal that this version of Atoll can read") as found:
+        HubJournal(tmp_path)
+    assert "\n" not in str(found.value)
+    assert (tmp_path / "hub.journal").read_bytes() == other

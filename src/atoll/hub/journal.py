@@ -1,8 +1,8 @@
 """The hub's journal: a file to which records are appended before anybody is answered out of them.
 
-Each record stands behind its length and its CRC-32, eight bytes in all, little-endian. Records are written
-whole by one call where the system lets them, and not synced: what was written outlives the process (kill -9),
-and not a loss of power. A record at the end that is not whole was answered to nobody, and is cut off.
+Each record is a frame (`store/frames.py`) without a payload. Records are written whole by one call where the
+system lets them, and not synced: what was written outlives the process (kill -9), and not a loss of power. A
+record at the end that is not whole was answered to nobody, and is cut off.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import struct
-import zlib
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.core.errors import UserError
 from atoll.core.points import reach
 from atoll.hub.records import AnyRecord, Began, DamagedError, decode_record, encode_record
+from atoll.store.frames import Kind, encode_frame, frames, is_damaged, is_other_kind
 
 FILE = "hub.journal"  # in the hub's directory
-LARGEST = 2**30  # bytes of a record
+KIND = Kind(b"ATH2", 2**30)
 _COMPACT_BYTES = 2**20  # of records since the last compact state, and at least as much as that
-_HEAD = struct.Struct("<II")
 
 
 class HubJournal:
@@ -43,7 +42,7 @@ class HubJournal:
         except OSError as error:
             raise UserError(f"{self.path}: cannot use the hub's journal: {error.strerror}") from None
         try:
-            self.records, self._end = _parse(raw, self.path)
+            self.records, self._end, self._stamp = _parse(memoryview(raw), self.path)
             self.cut = len(raw) - self._end
             self.began = _first(self.records, self.path)  # None where it is new
             os.ftruncate(self._file, self._end)
@@ -69,33 +68,33 @@ class HubJournal:
         """Write these. Raises OSError, and the file is as it was before, when the disk does not take them."""
         self.commits += 1
         reach("hub.record", self.commits)
-        frames = b"".join(map(_frame, records))
+        raw = _encode(records, self._stamp)
         try:
-            _write(self._file, frames)
+            _write(self._file, raw)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._end)
             raise
-        self._end += len(frames)
+        self._end += len(raw)
         reach("hub.recorded", self.commits)
 
     def replace(self, records: Sequence[AnyRecord]) -> None:
         """Let these stand for all that is there: written beside it, and renamed. Raises OSError, and what
         was there still is, when the disk does not take them."""
-        beside = self.path.with_name(f"{FILE}.new")
-        frames = b"".join(map(_frame, records))
+        beside, stamp = self.path.with_name(f"{FILE}.new"), _new_stamp()
+        raw = _encode(records, stamp)
         file = _open(beside)
         try:
             os.ftruncate(file, 0)
-            _write(file, frames)
+            _write(file, raw)
             reach("hub.compacted", self.commits)
             beside.replace(self.path)
         except OSError:
             os.close(file)
             raise
         os.close(self._file)
-        self._file = file
-        self._end = self._compacted = len(frames)
+        self._file, self._stamp = file, stamp
+        self._end = self._compacted = len(raw)
 
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
@@ -122,9 +121,16 @@ def _open(path: Path) -> int:
     return file
 
 
-def _frame(record: AnyRecord) -> bytes:
-    raw = encode_record(record)
-    return _HEAD.pack(len(raw), zlib.crc32(raw)) + raw
+def _new_stamp() -> int:
+    return secrets.randbits(64)
+
+
+def _encode(records: Sequence[AnyRecord], stamp: int) -> bytes:
+    return b"".join(
+        piece
+        for record in records
+        for piece in encode_frame(KIND, stamp, encode_record(record), summed=False)
+    )
 
 
 def _write(file: int, raw: bytes) -> None:
@@ -132,24 +138,22 @@ def _write(file: int, raw: bytes) -> None:
         raw = raw[os.write(file, raw) :]
 
 
-def _parse(raw: bytes, path: Path) -> tuple[list[AnyRecord], int]:
-    """The whole records at the beginning, and where they end. Raises UserError for one in the middle that is
-    damaged."""
+def _parse(raw: memoryview, path: Path) -> tuple[list[AnyRecord], int, int]:
+    """The whole records at the beginning, where they end, and the file's stamp. Raises UserError for a file
+    of another format, and for one that is damaged before its end."""
+    if is_other_kind(raw, KIND):
+        raise UserError(
+            f"{path}: no hub's journal that this version of Atoll can read, or damaged at byte 0; give "
+            "another --directory"
+        )
     records: list[AnyRecord] = []
-    at = 0
-    while at + _HEAD.size <= len(raw):
-        size, checksum = _HEAD.unpack_from(raw, at)
-        stop = at + _HEAD.size + size
-        body = raw[at + _HEAD.size : stop]
-        if size > LARGEST or stop > len(raw):
-            break
+    end, stamp = 0, _new_stamp()
+    for frame in frames(raw, KIND):
         try:
-            if zlib.crc32(body) != checksum:
-                raise DamagedError("its checksum is wrong")
-            records.append(decode_record(body))
+            records.append(decode_record(bytes(frame.header)))
         except DamagedError as error:
-            if stop == len(raw):
-                break
-            raise UserError(f"{path}: damaged at byte {at}: {error}; give another --directory") from None
-        at = stop
-    return records, at
+            raise UserError(f"{path}: damaged at byte {end}: {error}; give another --directory") from None
+        end, stamp = frame.end, frame.stamp
+    if is_damaged(raw, end, KIND):
+        raise UserError(f"{path}: damaged at byte {end}; give another --directory")
+    return records, end, stamp

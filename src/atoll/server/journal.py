@@ -3,17 +3,20 @@
     FOLDER/shard.json                 whose folder this is, and as whom the shard is known to the hub
     FOLDER/journal-000000.bin         records (store/records.py), in the order in which they took effect
     FOLDER/journal-000001.bin         begins with the whole state at some moment; snapshots belong to one
+    FOLDER/spare.bin                  a segment that is not needed any more, to be written over
     FOLDER/lock                       held while a shard is at work here
 
-Records are written by a thread of its own, so that the shard takes in the next messages meanwhile; what is
-to leave the shard waits until all that it may tell of is written (`when_written`). Written means that the
-system has it: that survives a `kill -9` of the shard. With `sync` it is also on the disk, and survives the
-machine.
+What is to leave the shard waits until all that it may tell of is written (`when_written`). Chunks are written
+by a thread of the journal's own, so that the shard takes in the next messages meanwhile. A few small records
+cost less than waking that thread: where it has nothing to do, the shard's own thread writes them. Written
+means that the system has it: that survives a `kill -9` of the shard. With `sync` it is also on the disk, and
+survives the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -28,14 +31,27 @@ from typing import Any, TypeAlias
 import msgspec
 
 from atoll.core.errors import CheckpointError, RunError, UserError
+from atoll.store.frames import FRAME_BYTES, encode_frame, is_other_kind
 from atoll.store.outcomes import StoreError
-from atoll.store.records import Begun, Part, Record, encode_record, records
+from atoll.store.records import (
+    SHARD,
+    Begun,
+    Part,
+    Record,
+    encode_header,
+    is_damaged,
+    records,
+    stamp_of,
+)
 
 Payload: TypeAlias = Any
 Item: TypeAlias = tuple[Record, Payload]
+Pending: TypeAlias = tuple[int, bytes, Payload]  # stamp, header, payload
 
-_IDENTITY, _LOCK = "shard.json", "lock"
+_IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
 _BACKLOG = 2**28  # bytes that wait to be written; beyond, the shard takes no more messages
+_SMALL = 2**18  # bytes of records that the shard's own thread writes rather than to wake the journal's
+_PIECES = 512  # of one write; systems take 1024
 _WAIT_SECONDS = 60.0  # for the thread, at the end
 
 
@@ -120,10 +136,24 @@ class Folder:
     def segment(self, number: int) -> Path:
         return self.path / f"journal-{number:06d}.bin"
 
+    @property
+    def spare(self) -> Path:
+        """A segment that is not needed any more, where there is one: its pages are there, and are cheaper to
+        write over than new ones are to get."""
+        return self.path / _SPARE
+
+    def retire_before(self, number: int) -> None:
+        """The segments below `number` are not needed any more: the largest is kept to be written over."""
+        for path in [path for each, path in self.segments().items() if each < number]:
+            if self.spare.exists() and self.spare.stat().st_size >= path.stat().st_size:
+                path.unlink()
+            else:
+                path.replace(self.spare)
+
     def clear(self) -> None:
         """Remove the journal of a run that is over."""
-        for path in self.segments().values():
-            path.unlink()
+        for path in [*self.segments().values(), self.spare]:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -142,22 +172,27 @@ def read_segments(folder: Folder, first: int) -> Iterator[Item]:
             f"{folder.segment(first)}: the journal has gaps; the shard cannot go on from it"
         )
     for number in wanted:
-        yield from _read_segment(paths[number], last=number == wanted[-1])
+        yield from _read_segment(paths[number], number, last=number == wanted[-1])
 
 
-def _read_segment(path: Path, last: bool) -> Iterator[Item]:
+def _read_segment(path: Path, number: int, last: bool) -> Iterator[Item]:
     with path.open("r+b") as file:
         size = os.fstat(file.fileno()).st_size
         # Payloads stay in place: the mapping lives as long as one of them does.
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b"")
+        if is_other_kind(whole, SHARD):
+            raise CheckpointError(
+                f"{path}: no segment of a journal that this version of Atoll can read, or damaged at byte "
+                "0; the shard cannot go on from it"
+            )
         end = 0
         try:
-            for record, payload, end in records(whole):  # noqa: B007
+            for record, payload, end in records(whole, number):  # noqa: B007
                 yield record, payload
         except StoreError as error:
             raise CheckpointError(f"{path}: {error}") from None
         if end < size:
-            if not last:
+            if not last or is_damaged(whole, end, number):
                 raise CheckpointError(f"{path}: damaged at byte {end}; the shard cannot go on from it")
             file.truncate(end)
 
@@ -166,19 +201,26 @@ class Journal:
     """Appends to the segments of `folder`, beginning with segment `number`.
 
     All calls come from the shard's thread. `fileno` can be read from whenever `release` has something to do.
+    What fails to be written is raised as JournalError by `append`, `when_written` or `release`, at the latest
+    by the next `release`.
     """
 
     def __init__(self, folder: Folder, number: int, *, sync: bool = False) -> None:
         self.folder, self.number, self._sync = folder, number, sync
         self.appended = 0  # records
         self.size = 0  # bytes of this segment
-        self._written = 0  # set by the thread
+        self._stamp = 0
+        self._pending: list[Pending] = []  # appended, and nobody's job yet
+        self._pending_bytes = 0
         self._bytes_appended, self._bytes_written = 0, 0
         self._error = ""
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._file, self._count = -1, 0  # the thread's: the segment, and how many records are in the system
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # What the journal's thread does; the shard's thread does it while that has no job.
+        self._written = 0  # records that may be told of
+        self._file, self._end, self._count = -1, 0, 0  # the segment, its length, records in the system
+        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._given, self._done = 0, 0  # jobs
         self._thread = threading.Thread(target=self._work, name="atoll-journal", daemon=True)
         self._thread.start()
 
@@ -199,36 +241,48 @@ class Journal:
         fresh: bool = False,
     ) -> int:
         """Have later records go to a new segment, which begins as Begun says; returns its number."""
+        self._hand_over()
         self.number += self.size > 0
         self.size = 0
         path, number = self.folder.segment(self.number), self.number
-        self._items.put(lambda: self._open(path))
+        self._stamp = stamp_of(number, secrets.randbits(32))
+        self._give(lambda: self._open(path))
         identity = self.folder.identity
         self.append(Begun(identity.run, identity.shard, fresh, state, len(parts)))
         for part, payload in parts:
             self.append(part, payload)
+        self._hand_over()
         return number
 
     def append(self, record: Record, payload: Payload = None) -> None:
         """Write this after all before; nobody may change the payload any more."""
-        size = 64 + (memoryview(payload).nbytes if payload is not None else 0)
+        header = encode_header(record)
+        size = FRAME_BYTES + len(header) + (memoryview(payload).nbytes if payload is not None else 0)
         self.appended += 1
         self.size += size
         self._bytes_appended += size
-        self._items.put(lambda: self._write(record, payload, size))
+        self._pending.append((self._stamp, header, payload))
+        self._pending_bytes += size
+        if self._pending_bytes > _SMALL:
+            self._hand_over()
 
     def drop_before(self, number: int) -> None:
-        """Remove the segments below `number`: a snapshot has what they led to."""
-        for each, path in self.folder.segments().items():
-            if each < number:
-                self._items.put(lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
+        """Let the segments below `number` go: a snapshot has what they led to."""
+        self._give(lambda: self.folder.retire_before(number))
 
     def when_written(self, act: Callable[[], None]) -> None:
         """Call `act` once all that was appended so far is written: at once, or in a `release`."""
+        if self._pending:
+            if self._sync or self._done < self._given:
+                self._hand_over()
+            else:
+                self._write_here()
         if not self._waiting and self._written == self.appended:
             act()
-        else:
-            self._waiting.append((self.appended, act))
+            return
+        self._waiting.append((self.appended, act))
+        if self._written == self.appended:  # the thread has looked for who waits just before
+            self.release()
 
     def release(self) -> None:
         """Do what has waited and may be done now. Raises JournalError when the journal cannot be written."""
@@ -242,57 +296,122 @@ class Journal:
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
+        self._hand_over()
         self._items.put(None)
         self._thread.join(_WAIT_SECONDS)
         if not self._thread.is_alive():
-            for each in (self._woken, self._wake, self._file):
-                if each >= 0:
-                    os.close(each)
+            with contextlib.suppress(OSError):
+                self._seal()
+            for each in (self._woken, self._wake):
+                os.close(each)
 
-    # -- the thread ---------------------------------------------------------------------------------------
+    # -- who writes ---------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """What is pending is the thread's to write."""
+        if self._pending:
+            pending, size = self._pending, self._pending_bytes
+            self._pending, self._pending_bytes = [], 0
+            self._give(lambda: self._write(pending, size))
+
+    def _give(self, job: Callable[[], None]) -> None:
+        self._given += 1
+        self._items.put(job)
+
+    def _write_here(self) -> None:
+        """On the shard's thread, while the other one has nothing to do: write what is pending."""
+        pending, size = self._pending, self._pending_bytes
+        self._pending, self._pending_bytes = [], 0
+        if not self._error:
+            try:
+                self._write(pending, size)
+            except OSError as error:
+                self._fail(error)
+        if self._error:
+            raise JournalError(self._error)
+        self._written = self._count
 
     def _work(self) -> None:
-        while (do := self._items.get()) is not None:
-            if self._error:
-                continue
+        """The thread."""
+        while (job := self._items.get()) is not None:
+            written = self._written
             try:
-                do()
-                if self._written < self._count and self._items.empty():
-                    self._publish()
+                if not self._error:
+                    job()
+                    if not self._sync or self._items.empty():  # one wait for the disk for all that has come
+                        self._publish()
             except OSError as error:
-                path = self.folder.segment(self.number)
-                self._error = (
-                    f"shard {self.folder.identity.shard} cannot write its journal {path}: {error.strerror}; "
-                    "it ends rather than acknowledge what it could not keep. Nothing that it has "
-                    "acknowledged is lost: put that right, and start it again with the same --directory"
-                )
+                self._fail(error)
+            news = self._written > written
+            self._done += 1  # from here on the shard's thread may write
+            if self._error or (news and self._waiting):  # else nobody needs to be woken
                 self._tell()
 
-    def _open(self, path: Path) -> None:
-        if self._file >= 0:
-            if self._sync:
-                os.fdatasync(self._file)
-            os.close(self._file)
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def _write(self, record: Record, payload: Payload, size: int) -> None:
-        pieces = [memoryview(piece) for piece in encode_record(record, payload, self._sync)]
-        while pieces:
-            wrote = os.writev(self._file, pieces)
-            while pieces and wrote >= pieces[0].nbytes:
-                wrote -= pieces.pop(0).nbytes
-            if wrote:
-                pieces[0] = pieces[0][wrote:]
-        self._bytes_written += size
-        self._count += 1
-        if not self._sync:  # else there is one wait for the disk for all that has come meanwhile
-            self._publish()
-
     def _publish(self) -> None:
-        if self._sync:
+        if self._sync and self._written < self._count:
             os.fdatasync(self._file)
         self._written = self._count
-        self._tell()
+
+    def _fail(self, error: OSError) -> None:
+        path = self.folder.segment(self.number)
+        self._error = (
+            f"shard {self.folder.identity.shard} cannot write its journal {path}: {error.strerror}; "
+            "it ends rather than acknowledge what it could not keep. Nothing that it has "
+            "acknowledged is lost: put that right, and start it again with the same --directory"
+        )
+
+    def _open(self, path: Path) -> None:
+        """Go on in a new segment: in the spare file, where there is one."""
+        self._seal()
+        try:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self.folder.spare.rename(path)
+            self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        if self._sync:
+            self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _seal(self) -> None:
+        """Nothing more goes to this segment: what an earlier use has left behind its end goes."""
+        if self._file < 0:
+            return
+        file, self._file = self._file, -1
+        try:
+            os.ftruncate(file, self._end)
+            if self._sync:
+                os.fdatasync(file)
+        finally:
+            os.close(file)
+            self._end = 0
+
+    def _write(self, pending: Sequence[Pending], size: int) -> None:
+        pieces: list[memoryview] = []
+        for stamp, header, payload in pending:
+            pieces += map(memoryview, encode_frame(SHARD, stamp, header, payload, self._sync))
+        while pieces:
+            wrote = os.writev(self._file, pieces[:_PIECES])
+            self._end += wrote
+            done = 0
+            while done < len(pieces) and wrote >= pieces[done].nbytes:
+                wrote -= pieces[done].nbytes
+                done += 1
+            del pieces[:done]
+            if wrote:
+                pieces[0] = pieces[0][wrote:]
+        was_full = self.is_full
+        self._bytes_written += size
+        self._count += len(pending)
+        if was_full:
+            self._tell()
 
     def _tell(self) -> None:
         with contextlib.suppress(BlockingIOError):

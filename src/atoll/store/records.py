@@ -1,40 +1,24 @@
 """Records of a shard's journal: what the shard was told, in the order in which it took effect.
 
-A record is a header (MessagePack) and perhaps a payload (a chunk). On disk, little-endian:
-
-    4 bytes   "ATJ1"
-    4 bytes   the header's length, in bytes
-    8 bytes   the payload's length, in bytes; all ones: no payload
-    8 bytes   the sum of the payload's 64-bit words, and of the bytes that are left; all ones: not made
-    4 bytes   CRC-32 of the 24 bytes above and the header
-    the header, the payload
-
-What is cut off, or damaged, is where the journal ends. When a process is killed, what it wrote is whole up to
-the last record, which the lengths tell. The sum is for the crash of a machine, which may lose pages in
-between; a CRC of the payload would take five times as long.
+On disk and on their way a record is a frame (`store/frames.py`): its header is the record as MessagePack, its
+payload a chunk. The stamp of a segment's frames has the segment's number in its lower half: a file that was
+another segment before, and is not written yet, has no record.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias, Union
+from typing import TypeAlias, Union
 
 import msgspec
-import numpy
 
+from atoll.store import frames
+from atoll.store.frames import Buffer, Kind, encode_frame
 from atoll.store.outcomes import StoreError
 from atoll.wire.messages import HEADER_BYTES, Count, Name
 
-Buffer: TypeAlias = Any  # whatever has the buffer protocol
-
-_PREFIX = struct.Struct("<4sIQQ")
-_CHECK = struct.Struct("<I")
-_MAGIC = b"ATJ1"
-_NONE = 2**64 - 1  # in the place of a payload's length, or of its sum
-PREFIX_BYTES = _PREFIX.size + _CHECK.size
-MOST_HEADER = HEADER_BYTES + 2**16  # bytes
+SHARD = Kind(b"ATJ2", HEADER_BYTES + 2**16)
+_HALF = 2**32
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="told"):
@@ -73,55 +57,41 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
-def encode_record(record: Record, payload: Buffer | None = None, summed: bool = True) -> list[Buffer]:
+def stamp_of(segment: int, drawn: int) -> int:
+    """The stamp of a segment's frames; `drawn` is 32 random bits."""
+    return drawn % _HALF * _HALF + segment % _HALF
+
+
+def encode_header(record: Record) -> bytes:
+    """The record as a frame's header."""
+    return _encoder.encode(record)
+
+
+def encode_record(
+    record: Record, payload: Buffer | None = None, summed: bool = True, stamp: int = 0
+) -> list[Buffer]:
     """The record's bytes, in pieces; the payload's are not copied. `summed`: with the payload's sum."""
-    header = _encoder.encode(record)
-    pieces: list[Buffer] = [header]
-    size, total = _NONE, 0
-    if payload is not None:
-        view = memoryview(payload)
-        body = view.cast("B") if view.nbytes else memoryview(b"")
-        size, total = body.nbytes, _sum(body) if summed else _NONE
-        pieces.append(body)
-    prefix = _PREFIX.pack(_MAGIC, len(header), size, total)
-    return [prefix + _CHECK.pack(zlib.crc32(header, zlib.crc32(prefix))), *pieces]
+    return encode_frame(SHARD, stamp, encode_header(record), payload, summed)
 
 
-def records(journal: memoryview) -> Iterator[tuple[Record, memoryview | None, int]]:
+def records(
+    journal: memoryview, segment: int | None = None
+) -> Iterator[tuple[Record, memoryview | None, int]]:
     """Each whole record of a segment, its payload in place, and the offset of its end.
 
-    Ends before the first that is cut off or damaged. Nothing is allocated for what a length says. Raises
-    StoreError for a record that is whole and yet none of these.
+    Ends before the first that is cut off, damaged, or of another use of the file: with `segment`, of another
+    segment. Nothing is allocated for what a length says. Raises StoreError for a record that is whole and
+    yet none of these.
     """
-    offset = 0
-    while (found := _read(journal, offset)) is not None:
-        header, payload, offset = found
+    for frame in frames.frames(journal, SHARD):
+        if segment is not None and frame.stamp % _HALF != segment % _HALF:
+            return
         try:
-            yield _decoder.decode(header), payload, offset
+            yield _decoder.decode(frame.header), frame.payload, frame.end
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"no record of a journal: {str(error)[:200]}") from None
 
 
-def _read(journal: memoryview, offset: int) -> tuple[memoryview, memoryview | None, int] | None:
-    start = offset + PREFIX_BYTES
-    if start > journal.nbytes:
-        return None
-    magic, length, size, total = _PREFIX.unpack_from(journal, offset)
-    (check,) = _CHECK.unpack_from(journal, offset + _PREFIX.size)
-    end = start + length + (0 if size == _NONE else size)
-    if magic != _MAGIC or length > MOST_HEADER or end > journal.nbytes:
-        return None
-    header = journal[start : start + length]
-    if zlib.crc32(header, zlib.crc32(journal[offset : offset + _PREFIX.size])) != check:
-        return None
-    if size == _NONE:
-        return header, None, end
-    payload = journal[start + length : end]
-    return (header, payload, end) if total in (_NONE, _sum(payload)) else None
-
-
-def _sum(payload: memoryview) -> int:
-    whole = payload.nbytes // 8 * 8
-    words = numpy.frombuffer(payload[:whole], "<u8") if whole else numpy.zeros(0, "<u8")
-    rest = int.from_bytes(payload[whole:], "little")
-    return (int(numpy.add.reduce(words, dtype=numpy.uint64)) + rest) % _NONE
+def is_damaged(journal: memoryview, end: int, segment: int) -> bool:
+    """Whether records of this segment stand behind `end`, where `records` stopped: see `frames`."""
+    return frames.is_damaged(journal, end, SHARD, lambda stamp: stamp % _HALF == segment % _HALF)
