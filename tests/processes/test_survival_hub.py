@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -397,15 +397,19 @@ def test_a_wall_clock_that_jumps_does_not_matter(folder: Path, monkeypatch: pyte
 class Shard:
     """A shard's connection to the hub; heartbeats are its own to give."""
 
-    def __init__(self, address: str, own: str, pid: int = 1) -> None:
+    def __init__(self, address: str, own: str, pid: int = 1, token: str = "") -> None:
         self._client = Client(address, None, limit=2**20, name="hub")
-        hello = Hello(version=VERSION, run="", role="shard", shard=0, address=own, pid=pid)
-        self._stop = threading.Event()
+        hello = Hello(version=VERSION, run="", role="shard", shard=0, address=own, pid=pid, token=token)
         try:
             self.welcome = ask(self._client, hello, WelcomeMessage, DEADLINE, "a welcome")[0]
         except BaseException:
             self._client.close()
             raise
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Give signs of life, as at first."""
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
@@ -428,20 +432,57 @@ def addresses_at(hub: str) -> list[str]:
         return ask(link, WhereAreShards(), Shards, DEADLINE, "addresses")[0].addresses
 
 
-@pytest.mark.parametrize("ends", [Shard.close, Shard.stop])
-def test_a_shard_comes_back_at_another_address(folder: Path, ends: Callable[[Shard], None]) -> None:
-    """Long before the hub's patience is over: the old connection is gone, or two heartbeats are missing."""
+def test_a_shard_comes_back_at_another_address(folder: Path) -> None:
+    """Long before the hub's patience is over: the old connection is gone."""
     with hub_of(folder, patience=600.0) as service:
         old = Shard(service.address, "tcp://127.0.0.1:1001")
         assert addresses_at(service.address) == ["tcp://127.0.0.1:1001"]
-        ends(old)
+        old.close()
         new = Shard(service.address, "tcp://127.0.0.1:1002", pid=2)
         assert new.welcome.incarnation == 2
         assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
         (died,) = service.decisions("shard died")
         assert "another came in its place" in died.reason
+        new.close()
+
+
+def test_a_shard_that_was_started_again_in_its_directory_takes_its_place_at_once(folder: Path) -> None:
+    """Its forerunner had the directory's lock: it is dead, whatever its connection looks like."""
+    with hub_of(folder, patience=600.0) as service:
+        old = Shard(service.address, "tcp://127.0.0.1:1001", token="a")
+        old.stop()  # and its connection stays
+        new = Shard(service.address, "tcp://127.0.0.1:1002", token="a")
+        assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
+        (died,) = service.decisions("shard died")
+        assert "goes on from its directory" in died.reason
         old.close()
         new.close()
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_silent_shard_keeps_its_place_for_as_long_as_its_patience(folder: Path, wakes: bool) -> None:
+    """A second one comes meanwhile, from another directory."""
+    with hub_of(folder, patience=5.0, run="r") as service, ThreadPoolExecutor(1) as threads:
+        first = Shard(service.address, "tcp://127.0.0.1:1001", token="a")
+        first.stop()
+        stopped = time.monotonic()
+        second = threads.submit(Shard, service.address, "tcp://127.0.0.1:1002", token="b")
+        if wakes:
+            time.sleep(1.5)
+            assert not second.done()
+            first.go_on()
+            with pytest.raises(RefusedError, match="shard 0 is there already"):
+                second.result(DEADLINE)
+            assert addresses_at(service.address) == ["tcp://127.0.0.1:1001"]
+            assert not service.decisions("shard died")
+        else:
+            new = second.result(DEADLINE)
+            assert time.monotonic() - stopped > 3.0
+            assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
+            (died,) = service.decisions("shard died")
+            assert "are borne" in died.reason
+            new.close()
+        first.close()
 
 
 def test_a_second_shard_beside_one_that_lives_is_refused(folder: Path) -> None:

@@ -87,6 +87,7 @@ class Service:
             limit=_LIMIT,
             site=self.site,
             where=self.hub.where_shards_are,
+            tell=lambda line: self.warn(line),
         )
         self.samplers: list[LeasedSampler] = []
         self.members = 0  # workers that live, as the shards last said; 0: not yet
