@@ -269,10 +269,13 @@ class Forwarder:
 
 
 class HubProcess:
-    """A hub in a process of its own, started again each time it is killed; `faults` is a plan for it."""
+    """A hub in a process of its own, started again each time it is killed, `pause` seconds later; `faults` is
+    a plan for it."""
 
-    def __init__(self, folder: Path, *options: str, plan: Sequence[faults.Fault] = ()) -> None:
-        self.folder, self._options = folder, options
+    def __init__(
+        self, folder: Path, *options: str, plan: Sequence[faults.Fault] = (), pause: float = 0.0
+    ) -> None:
+        self.folder, self._options, self._pause = folder, options, pause
         folder.mkdir(parents=True, exist_ok=True)
         self.plan = faults.write(folder.parent / "plan.json", plan)
         self.starts = 0
@@ -302,7 +305,7 @@ class HubProcess:
     def _keep(self) -> None:
         while not self._ending.is_set():
             with self._lock:
-                if self._process.poll() == -signal.SIGKILL:
+                if self._process.poll() == -signal.SIGKILL and not self._ending.wait(self._pause):
                     self._process = self._start()
             self._ending.wait(0.01)
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hub_parts import DEADLINE, WORKER, FakeLog, HubProcess, hub_of, wait_for
 
+from atoll.core.config import HUB_VARIABLE
 from atoll.core.errors import UserError
 from atoll.hub.journal import FILE
 from atoll.net.endpoint import Client
@@ -144,6 +145,46 @@ def test_a_ring_forms_and_its_store_is_kept_while_the_hub_is_killed(
         hub.kill()
         assert (two.get("n"), two.add("n", 0), two.num_keys()) == (b"%d" % count, count, 2)
         assert [each.choice for each in hub.decisions("ring")][:1] == ["ring 1 of 2 workers"]
+
+
+RING = """
+import atoll
+from atoll.core.config import Config, Sync
+with atoll.join(Config(sync=Sync(timeout="60s"))) as session:
+    session.barrier()
+    print(session.reduce(1.0, "sum"))
+"""
+
+
+def test_a_ring_that_is_forming_waits_for_a_hub_that_is_away_for_longer_than_its_patience(
+    folder: Path,
+) -> None:
+    """It is killed while its store tells the members where they listen."""
+    options = ["--workers", "2", "--shards", "0", "--patience", "2"]
+    # Its beginning, two workers, and their two wishes are five writes: what is written next is of the store.
+    with HubProcess(folder, *options, plan=[Fault("hub.recorded", iteration=6)], pause=6.0) as hub:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", RING],
+                env={**os.environ, HUB_VARIABLE: hub.address, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        try:
+            for worker in workers:
+                out, err = worker.communicate(timeout=2 * DEADLINE)
+                assert worker.returncode == 0, err
+                assert out.strip() == "2.0"
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert not faults.pending(hub.plan)
+        told = [each.choice for each in hub.decisions() if each.what in ("ring", "hub")]
+        assert told[1] == "ring 1 of 2 workers"  # before it was killed
+        assert told[2:] == [f"listens at {hub.address} again", "goes on with 2 workers, 0 shards"]
 
 
 def test_those_who_wait_at_the_hub_wait_on_when_it_is_started_again(folder: Path) -> None:
