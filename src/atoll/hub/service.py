@@ -5,6 +5,7 @@ Source: S4, "The store".
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,6 +272,8 @@ class Hub:
                     f"{error.strerror or error}; a hub that is started again would not know what comes now"
                 )
                 self._decisions.add("journal", f"{journal.path} is not written", reason)
+                with contextlib.suppress(OSError):
+                    journal.forsake()
             self._journal_fails_until = now + _RETRY_SECONDS
 
     def _compact(self, journal: HubJournal) -> None:
