@@ -42,13 +42,18 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 def test_a_snapshot_is_given_up_and_the_next_one_is_taken_when_there_is_room(disk: SmallDisk) -> None:
     folder = disk.folder / "shard"
-    kept = Kept(folder, seconds=0.3)
+    kept = Kept(folder, seconds=0.5)
     worker = begin(kept)
     iterate(worker, 0)
     wait_for(lambda: latest(folder) is not None, "the first snapshot")
 
+    filled_at = None
+
     def failed() -> bool:
-        disk.fill(leave=20 * 2**10)  # for the journal, and not for a snapshot
+        nonlocal filled_at
+        if latest(folder) != filled_at:  # one that was under way has freed what the one before had
+            filled_at = latest(folder)
+            disk.fill(leave=20 * 2**10)  # for the journal, and not for a snapshot
         return bool(kept.warnings)
 
     wait_for(failed, "word of the snapshot that failed")
