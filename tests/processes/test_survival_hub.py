@@ -414,6 +414,22 @@ def test_a_hub_that_was_stopped_counts_nobody_dead(folder: Path) -> None:
         one.check()
 
 
+def test_how_long_silence_is_borne_is_measured_again_soon_after_a_restart(folder: Path) -> None:
+    """With the first heartbeats: what was measured before needs no journal."""
+    with served_hub(folder, 2, patience=60.0) as hub, HubClient(hub.address, None, timeout=DEADLINE) as one:
+        one.join()
+        gone = HubClient(hub.address, None, timeout=DEADLINE)
+        gone.join()
+        hub.kill()
+        wait_for(lambda: any("goes on" in each.choice for each in hub.decisions("hub")), "its return")
+        time.sleep(2.0)
+        gone.close()
+        (died,) = wait_for(lambda: hub.decisions("worker died"), "the death")
+        assert died.choice.startswith("worker 1,")
+        assert "and 3.5 s are borne" in died.reason
+        one.check()
+
+
 def test_a_wall_clock_that_jumps_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jump, real = [0.0], time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])

@@ -199,3 +199,36 @@ def test_a_worker_that_stands_still_for_ever_is_left_out_and_the_run_ends(comman
     assert command.summary()["steps"] == 100
     (died,) = [each for each in hub_decisions(command) if each["what"] == "worker died"]
     assert died["choice"].startswith("worker 1,")
+
+
+# In every process that finds it on its path, the wall clock is an hour ahead in one second, and behind in the
+# next. Not that of the kernel, which is everybody's; so what C++ reads is as it was.
+JUMPS = """
+import time
+_time, _time_ns = time.time, time.time_ns
+
+
+def _off():
+    return 3600 if int(time.monotonic()) % 2 else -3600
+
+
+time.time = lambda: _time() + _off()
+time.time_ns = lambda: _time_ns() + _off() * 10**9
+"""
+
+
+def test_wall_clocks_that_jump_in_every_process_do_not_matter(command: Command) -> None:
+    """Hub, shards and workers, at other moments each; nobody is given up, and a death is still found."""
+    (command.directory / "sitecustomize.py").write_text(JUMPS)
+    path = os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (command.directory / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[hub]\npatience = '5s'\n")
+    process = command.start(STEADY.replace("STEPS", "150"), workers=3, environment={"PYTHONPATH": path})
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    os.kill(worker_pid(command, 2), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert command.summary()["steps"] == 150
+    told = hub_decisions(command)
+    assert any(abs(each["time"] - time.time()) > 3000 for each in told)  # it has jumped there
+    (died,) = [each for each in told if each["what"].endswith(" died")]
+    assert died["choice"].startswith("worker 2,")
