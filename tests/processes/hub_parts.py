@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -204,11 +205,77 @@ def raw(service: Service) -> Client:
     return Client(service.address, None, limit=2**21, name="hub")
 
 
-class HubProcess:
-    """A hub in a process of its own, started again each time it is killed; `faults` is a plan for it."""
+class Forwarder:
+    """A port that passes bytes on, and can cut what it passes, stand still, or be closed for a while."""
 
-    def __init__(self, folder: Path, *options: str, plan: Sequence[faults.Fault] = ()) -> None:
-        self.folder, self._options = folder, options
+    def __init__(self, address: str = "", port: int = 0) -> None:
+        self._target = address
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._port = self._listener.getsockname()[1]
+        self.address = f"tcp://127.0.0.1:{self._port}"
+        self._links: list[socket.socket] = []
+        self._open = threading.Event()
+        self._open.set()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def to(self, address: str) -> None:
+        """Pass bytes on to there from now on."""
+        self._target = address
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                self._open.wait()
+                far = socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1])))
+                self._links += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._open.wait()
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)  # who ends here ends there
+
+    def stand_still(self) -> None:
+        self._open.clear()
+
+    def go_on(self) -> None:
+        self._open.set()
+
+    def hang_up(self) -> None:
+        links, self._links = self._links, []
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def shut(self) -> None:
+        """Hang up, and let nobody in until `reopen`."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # frees who waits in accept
+        self._listener.close()
+        self.hang_up()
+
+    def reopen(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.hang_up()
+
+
+class HubProcess:
+    """A hub in a process of its own, started again each time it is killed, `pause` seconds later; `faults` is
+    a plan for it."""
+
+    def __init__(
+        self, folder: Path, *options: str, plan: Sequence[faults.Fault] = (), pause: float = 0.0
+    ) -> None:
+        self.folder, self._options, self._pause = folder, options, pause
         folder.mkdir(parents=True, exist_ok=True)
         self.plan = faults.write(folder.parent / "plan.json", plan)
         self.starts = 0
@@ -238,7 +305,7 @@ class HubProcess:
     def _keep(self) -> None:
         while not self._ending.is_set():
             with self._lock:
-                if self._process.poll() == -signal.SIGKILL:
+                if self._process.poll() == -signal.SIGKILL and not self._ending.wait(self._pause):
                     self._process = self._start()
             self._ending.wait(0.01)
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from hub_parts import (
     PATIENCE,
     WORKER,
     FakeLog,
+    Forwarder,
     Service,
     asked,
     client,
@@ -369,51 +369,6 @@ def test_a_hub_that_does_not_come_back_is_named_with_what_was_wanted(folder: Pat
         str(caught.value),
     )
     one.close()
-
-
-class Forwarder:
-    """A port that passes bytes on, and can cut what it passes, or stand still."""
-
-    def __init__(self, address: str) -> None:
-        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._links: list[socket.socket] = []
-        self._open = threading.Event()
-        self._open.set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                self._open.wait()
-                far = socket.create_connection(self._target)
-                self._links += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                self._open.wait()
-                sink.sendall(data)
-
-    def stand_still(self) -> None:
-        self._open.clear()
-
-    def go_on(self) -> None:
-        self._open.set()
-
-    def hang_up(self) -> None:
-        links, self._links = self._links, []
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.close()
-        self.hang_up()
 
 
 def test_a_hub_that_is_not_there(folder: Path) -> None:

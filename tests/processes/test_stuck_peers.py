@@ -75,8 +75,12 @@ def stuck(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
-    tmp_path: Path, consistency: str
+    tmp_path: Path, consistency: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While it is waited for, and in the error of the deadline."""
+    monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
+    monkeypatch.setattr("atoll.train.shards._SILENCE", 0.4)
+    told: list[str] = []
     with one_worker(tmp_path, consistency) as (session, parts):
         model, optimizer = make()
         session.prepare(model, optimizer)
@@ -90,6 +94,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
         service = session._service
         assert service is not None
         service.shards.timeout = 1.0
+        service.warn = told.append
         os.kill(parts.pid("shard 1"), signal.SIGSTOP)
         said = stuck(step)
         os.kill(parts.pid("shard 1"), signal.SIGCONT)
@@ -101,6 +106,9 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
     who = rf"(shard 0 at \S+ and )?shard 1 at {mine}(, which waits for .*,)?"
     line = rf"worker 0 waited 1\.\d s for {who} on {what} "
     assert re.fullmatch(line + r"\(deadline sync\.timeout, 1 s; set it higher .*\)", said), said
+    (warned,) = told
+    line = rf"worker 0 waits for shard 1 at {mine} on {what}: it has not answered for 0\.\d s "
+    assert re.fullmatch(line + r"\(sync\.timeout is 1 s\)", warned), warned
 
 
 def test_a_shard_that_does_not_even_greet() -> None:
@@ -120,10 +128,11 @@ def test_a_shard_that_does_not_even_greet() -> None:
 # -- other workers -----------------------------------------------------------------------------------------
 
 
-def stays_away(place: Place, address: str, where: str) -> str:
+def stays_away(place: Place, address: str, where: str) -> tuple[str, list[str]]:
     """Worker 1 does not come to the meeting, or worker 0 does not bring the model, before the other has given
-    up."""
+    up: which gives its error, and what it said before."""
     assert place.store is not None
+    told: list[str] = []
     late = 1 if where == "barrier" else 0
     model, optimizer = make()
     try:
@@ -136,14 +145,19 @@ def stays_away(place: Place, address: str, where: str) -> str:
                 place.store.wait(["given up"])
             else:
                 service.shards.timeout = 1.0
-            if where == "barrier":
-                session.barrier()
-            else:
-                session.prepare(model, optimizer)
+                service.warn = told.append
+            with (
+                mock.patch("atoll.train.shards._ASK_AFTER", 0.1),
+                mock.patch("atoll.train.shards._SILENCE", 0.5),
+            ):
+                if where == "barrier":
+                    session.barrier()
+                else:
+                    session.prepare(model, optimizer)
     except AtollError as error:
         place.store.set("given up", "1")
-        return str(error)
-    return ""
+        return str(error), told
+    return "", []
 
 
 @pytest.mark.parametrize(
@@ -152,8 +166,10 @@ def stays_away(place: Place, address: str, where: str) -> str:
 )
 def test_a_worker_that_does_not_come_to_a_meeting_is_named(pool: WorkerPool, where: str, what: str) -> None:
     with ServedRun(2) as served:
-        said = pool.run(stays_away, served.address, where, world=2)
+        found = pool.run(stays_away, served.address, where, world=2)
     late, waits = (1, 0) if where == "barrier" else (0, 1)
+    said, told = found[waits]
     who = rf"shard 0 at \S+, which waits for worker {late}, to come to ['\"].*['\"],"
     line = rf"worker {waits} waited \d\.\d s for {who} on {what} \(deadline sync\.timeout, 1 s"
-    assert re.match(line, said[waits]), said[waits]
+    assert re.match(line, said), said
+    assert told == []  # the shard is alive: it is the worker who does not come

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hub_parts import DEADLINE, WORKER, FakeLog, HubProcess, hub_of, wait_for
 
+from atoll.core.config import HUB_VARIABLE
 from atoll.core.errors import UserError
 from atoll.hub.journal import FILE
 from atoll.net.endpoint import Client
@@ -144,6 +145,46 @@ def test_a_ring_forms_and_its_store_is_kept_while_the_hub_is_killed(
         hub.kill()
         assert (two.get("n"), two.add("n", 0), two.num_keys()) == (b"%d" % count, count, 2)
         assert [each.choice for each in hub.decisions("ring")][:1] == ["ring 1 of 2 workers"]
+
+
+RING = """
+import atoll
+from atoll.core.config import Config, Sync
+with atoll.join(Config(sync=Sync(timeout="60s"))) as session:
+    session.barrier()
+    print(session.reduce(1.0, "sum"))
+"""
+
+
+def test_a_ring_that_is_forming_waits_for_a_hub_that_is_away_for_longer_than_its_patience(
+    folder: Path,
+) -> None:
+    """It is killed while its store tells the members where they listen."""
+    options = ["--workers", "2", "--shards", "0", "--patience", "2"]
+    # Its beginning, two workers, and their two wishes are five writes: what is written next is of the store.
+    with HubProcess(folder, *options, plan=[Fault("hub.recorded", iteration=6)], pause=6.0) as hub:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", RING],
+                env={**os.environ, HUB_VARIABLE: hub.address, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        try:
+            for worker in workers:
+                out, err = worker.communicate(timeout=2 * DEADLINE)
+                assert worker.returncode == 0, err
+                assert out.strip() == "2.0"
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert not faults.pending(hub.plan)
+        told = [each.choice for each in hub.decisions() if each.what in ("ring", "hub")]
+        assert told[1] == "ring 1 of 2 workers"  # before it was killed
+        assert told[2:] == [f"listens at {hub.address} again", "goes on with 2 workers, 0 shards"]
 
 
 def test_those_who_wait_at_the_hub_wait_on_when_it_is_started_again(folder: Path) -> None:
@@ -373,6 +414,22 @@ def test_a_hub_that_was_stopped_counts_nobody_dead(folder: Path) -> None:
         one.check()
 
 
+def test_how_long_silence_is_borne_is_measured_again_soon_after_a_restart(folder: Path) -> None:
+    """With the first heartbeats: what was measured before needs no journal."""
+    with served_hub(folder, 2, patience=60.0) as hub, HubClient(hub.address, None, timeout=DEADLINE) as one:
+        one.join()
+        gone = HubClient(hub.address, None, timeout=DEADLINE)
+        gone.join()
+        hub.kill()
+        wait_for(lambda: any("goes on" in each.choice for each in hub.decisions("hub")), "its return")
+        time.sleep(2.0)
+        gone.close()
+        (died,) = wait_for(lambda: hub.decisions("worker died"), "the death")
+        assert died.choice.startswith("worker 1,")
+        assert "and 3.5 s are borne" in died.reason
+        one.check()
+
+
 def test_a_wall_clock_that_jumps_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jump, real = [0.0], time.time
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
@@ -397,15 +454,19 @@ def test_a_wall_clock_that_jumps_does_not_matter(folder: Path, monkeypatch: pyte
 class Shard:
     """A shard's connection to the hub; heartbeats are its own to give."""
 
-    def __init__(self, address: str, own: str, pid: int = 1) -> None:
+    def __init__(self, address: str, own: str, pid: int = 1, token: str = "") -> None:
         self._client = Client(address, None, limit=2**20, name="hub")
-        hello = Hello(version=VERSION, run="", role="shard", shard=0, address=own, pid=pid)
-        self._stop = threading.Event()
+        hello = Hello(version=VERSION, run="", role="shard", shard=0, address=own, pid=pid, token=token)
         try:
             self.welcome = ask(self._client, hello, WelcomeMessage, DEADLINE, "a welcome")[0]
         except BaseException:
             self._client.close()
             raise
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Give signs of life, as at first."""
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
@@ -428,20 +489,57 @@ def addresses_at(hub: str) -> list[str]:
         return ask(link, WhereAreShards(), Shards, DEADLINE, "addresses")[0].addresses
 
 
-@pytest.mark.parametrize("ends", [Shard.close, Shard.stop])
-def test_a_shard_comes_back_at_another_address(folder: Path, ends: Callable[[Shard], None]) -> None:
-    """Long before the hub's patience is over: the old connection is gone, or two heartbeats are missing."""
+def test_a_shard_comes_back_at_another_address(folder: Path) -> None:
+    """Long before the hub's patience is over: the old connection is gone."""
     with hub_of(folder, patience=600.0) as service:
         old = Shard(service.address, "tcp://127.0.0.1:1001")
         assert addresses_at(service.address) == ["tcp://127.0.0.1:1001"]
-        ends(old)
+        old.close()
         new = Shard(service.address, "tcp://127.0.0.1:1002", pid=2)
         assert new.welcome.incarnation == 2
         assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
         (died,) = service.decisions("shard died")
         assert "another came in its place" in died.reason
+        new.close()
+
+
+def test_a_shard_that_was_started_again_in_its_directory_takes_its_place_at_once(folder: Path) -> None:
+    """Its forerunner had the directory's lock: it is dead, whatever its connection looks like."""
+    with hub_of(folder, patience=600.0) as service:
+        old = Shard(service.address, "tcp://127.0.0.1:1001", token="a")
+        old.stop()  # and its connection stays
+        new = Shard(service.address, "tcp://127.0.0.1:1002", token="a")
+        assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
+        (died,) = service.decisions("shard died")
+        assert "goes on from its directory" in died.reason
         old.close()
         new.close()
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_silent_shard_keeps_its_place_for_as_long_as_its_patience(folder: Path, wakes: bool) -> None:
+    """A second one comes meanwhile, from another directory."""
+    with hub_of(folder, patience=5.0, run="r") as service, ThreadPoolExecutor(1) as threads:
+        first = Shard(service.address, "tcp://127.0.0.1:1001", token="a")
+        first.stop()
+        stopped = time.monotonic()
+        second = threads.submit(Shard, service.address, "tcp://127.0.0.1:1002", token="b")
+        if wakes:
+            time.sleep(1.5)
+            assert not second.done()
+            first.go_on()
+            with pytest.raises(RefusedError, match="shard 0 is there already"):
+                second.result(DEADLINE)
+            assert addresses_at(service.address) == ["tcp://127.0.0.1:1001"]
+            assert not service.decisions("shard died")
+        else:
+            new = second.result(DEADLINE)
+            assert time.monotonic() - stopped > 3.0
+            assert addresses_at(service.address) == ["tcp://127.0.0.1:1002"]
+            (died,) = service.decisions("shard died")
+            assert "are borne" in died.reason
+            new.close()
+        first.close()
 
 
 def test_a_second_shard_beside_one_that_lives_is_refused(folder: Path) -> None:

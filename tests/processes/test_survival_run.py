@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections import Counter
 
 import pytest
-from killed_runs import HUB, STEADY, hub_decisions, kill, services, start
+from killed_runs import HUB, STEADY, hub_decisions, kill, services, start, worker_pid
 from run_command import DEADLINE, Command, wait_for
 
 SAMPLES, EPOCHS, BATCH = 90, 2, 3
@@ -137,3 +138,97 @@ def test_a_run_goes_on_after_a_shard_s_death(command: Command) -> None:
     assert "shard 0 was killed by SIGKILL, and is started again (1 of 3)" in err
     counts = Counter(index for batch in notes(command) for index in batch)
     assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+
+
+def stop(command: Command, *words: str) -> None:
+    """SIGSTOP, for ever, to the one that is there."""
+    (process,) = services(command, *words)
+    process.send_signal(signal.SIGSTOP)
+
+
+def test_a_shard_that_stands_still_for_ever_is_named_killed_and_started_again(command: Command) -> None:
+    """Under bsp, so all wait for it, and say so before any deadline; the hub has given it up."""
+    options = ["shards = 2", "[hub]", "patience = '5s'", "[chunks]", "size = '2KiB'"]
+    process = start(command, STEADY.replace("STEPS", "100"), *options)
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    stop(command, "atoll.launch.service", "--shard", "1")
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert command.summary()["steps"] == 100
+    (died,) = [each for each in hub_decisions(command) if each["what"] == "shard died"]
+    assert died["choice"] == "shard 1"
+    assert "are borne" in died["reason"]
+    order = [
+        "waits for shard 1 at tcp://",
+        "shard 1 has stood still for 6 s (SIGSTOP); it is killed",
+        "lost shard 1 at tcp://",
+        "is back, after",
+    ]
+    places = [err.find(line) for line in order]
+    assert -1 not in places, (order, err)
+    assert places == sorted(places), err
+    assert "shard 1 was killed by SIGKILL, and is started again (1 of 3)" in err
+    for rank in range(2):
+        told = [line for line in err.splitlines() if f"worker {rank} waits for shard 1" in line]
+        assert len(told) == 1
+        assert "has not answered for" in told[0]
+        assert "in iteration" in told[0]
+
+
+@pytest.mark.soak
+def test_a_hub_that_stands_still_for_ever_is_started_again(command: Command) -> None:
+    process = start(command, LEASING, "[sync]", "consistency = 'asp'", "[hub]", "patience = '4s'")
+    wait_for(lambda: len(notes(command)) >= 6, "some batches")
+    stop(command, *HUB)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "the hub has stood still for 5 s (SIGSTOP); it is killed" in err
+    assert "the hub was killed by SIGKILL, and is started again (1 of 3)" in err
+    counts = Counter(index for batch in notes(command) for index in batch)
+    assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+
+
+def test_a_worker_that_stands_still_for_ever_is_left_out_and_the_run_ends(command: Command) -> None:
+    process = start(command, STEADY.replace("STEPS", "100"), "[hub]", "patience = '2s'")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    os.kill(worker_pid(command, 1), signal.SIGSTOP)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "worker 1 has stood still for 3 s (SIGSTOP); it is killed" in err
+    assert "worker 1 was killed by SIGKILL; the others go on without it" in err
+    assert command.summary()["steps"] == 100
+    (died,) = [each for each in hub_decisions(command) if each["what"] == "worker died"]
+    assert died["choice"].startswith("worker 1,")
+
+
+# In every process that finds it on its path, the wall clock is an hour ahead in one second, and behind in the
+# next. Not that of the kernel, which is everybody's; so what C++ reads is as it was.
+JUMPS = """
+import time
+_time, _time_ns = time.time, time.time_ns
+
+
+def _off():
+    return 3600 if int(time.monotonic()) % 2 else -3600
+
+
+time.time = lambda: _time() + _off()
+time.time_ns = lambda: _time_ns() + _off() * 10**9
+"""
+
+
+def test_wall_clocks_that_jump_in_every_process_do_not_matter(command: Command) -> None:
+    """Hub, shards and workers, at other moments each; nobody is given up, and a death is still found."""
+    (command.directory / "sitecustomize.py").write_text(JUMPS)
+    path = os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (command.directory / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[hub]\npatience = '5s'\n")
+    process = command.start(STEADY.replace("STEPS", "150"), workers=3, environment={"PYTHONPATH": path})
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    os.kill(worker_pid(command, 2), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert command.summary()["steps"] == 150
+    told = hub_decisions(command)
+    assert any(abs(each["time"] - time.time()) > 3000 for each in told)  # it has jumped there
+    (died,) = [each for each in told if each["what"].endswith(" died")]
+    assert died["choice"].startswith("worker 2,")

@@ -135,6 +135,7 @@ class TestJournal:
         reader = JournalReader(path)
         assert [event.message for event in reader.read() if isinstance(event, Warned)] == [
             "whole",
+            f"{path}: 1 events before this one are missing: the disk was full",
             "room again",
         ]
         assert (reader.unreadable, journal.lost) == (1, 1)
@@ -204,6 +205,17 @@ class TestMerger:
 
 
 class TestRecorder:
+    def test_a_full_disk_loses_lines_and_not_the_run(self, run: RunDirectory) -> None:
+        run.metrics.symlink_to("/dev/full")
+        recorder = Recorder(run, 1, "ring")
+        with Journal(run.journal(0)) as journal:
+            for iteration in range(3):
+                journal(step(0, iteration + 1, 1.0))
+        recorder.poll()
+        summary = recorder.close()
+        assert summary.steps == 3
+        assert f"{run.metrics}: 3 lines were lost" in [event["message"] for event in summary.events]
+
     def test_summary_of_a_whole_run(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 2, "ring")
         for worker in (0, 1):

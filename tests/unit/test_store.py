@@ -782,6 +782,23 @@ def test_a_suspect_that_is_silent_for_two_heartbeats_is_dead() -> None:
     assert "another member has lost touch with it" in reason
 
 
+def test_who_has_no_connection_any_more_is_given_a_second_to_come_back() -> None:
+    members = Membership(2, patience=60.0, heartbeat=0.25)
+    members.handle_hello(0.0, "worker")
+    members.handle_broken(99, True)  # nobody
+    members.handle_broken(1, True)
+    assert members.next_deadline() == 1.5
+    assert members.handle_heartbeat(1.4, 1)  # over another connection
+    assert members.poll_deaths(4.0) == []
+    members.handle_broken(1, True)
+    members.handle_broken(1, False)
+    assert members.poll_deaths(4.0) == []
+    members.handle_broken(1, True)
+    ((incarnation, reason),) = members.poll_deaths(4.0)
+    assert incarnation == 1
+    assert "was silent for 2.6 s, and its connections are broken" in reason
+
+
 def test_after_the_callers_own_absence_silence_is_counted_anew() -> None:
     members = Membership(1, patience=5.0)
     members.handle_hello(0.0, "worker", token="a")

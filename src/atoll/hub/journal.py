@@ -20,6 +20,7 @@ from atoll.hub.records import AnyRecord, Began, DamagedError, decode_record, enc
 from atoll.store.frames import Kind, encode_frame, frames, is_damaged, is_other_kind
 
 FILE = "hub.journal"  # in the hub's directory
+_FORSAKEN = f"{FILE}.incomplete"  # its name while records are missing at its end
 KIND = Kind(b"ATH2", 2**30)
 _COMPACT_BYTES = 2**20  # of records since the last compact state, and at least as much as that
 
@@ -31,7 +32,13 @@ class HubJournal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
+        self.path, self._forsaken = folder / FILE, folder / _FORSAKEN
+        if self._forsaken.exists() and not self.path.exists():
+            raise UserError(
+                f"{self._forsaken}: the hub before this one went on while the disk was full, and what it "
+                "decided then is not known: the run cannot go on; begin another one from a checkpoint, with "
+                "another --directory"
+            )
         self.cut = 0  # bytes at the end that were no whole record
         self.commits = 0  # writes, by this process
         self.records: list[AnyRecord] = []
@@ -92,9 +99,17 @@ class HubJournal:
         except OSError:
             os.close(file)
             raise
+        with contextlib.suppress(FileNotFoundError):
+            self._forsaken.unlink()
         os.close(self._file)
         self._file, self._stamp = file, stamp
         self._end = self._compacted = len(raw)
+
+    def forsake(self) -> None:
+        """Records are missing at its end: nobody is to go on from it, until `replace` makes it whole. Raises
+        OSError where the disk does not even take a new name."""
+        if self.path.exists():
+            self.path.replace(self._forsaken)
 
     def close(self) -> None:
         """Close the file; closing twice does no harm."""

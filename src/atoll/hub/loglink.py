@@ -14,6 +14,8 @@ from atoll.wire.messages import (
     Fence,
     Fenced,
     Hello,
+    Look,
+    Looked,
     Refused,
     WireError,
     decode_untrusted,
@@ -30,6 +32,7 @@ class LogLink:
 
     `waiting()` gives those whom it has yet to fence. `fenced(message)` takes its word on what was used: asked
     for, or as news. `failed(line)` takes what the log or the connection refuses. `name` is who keeps the log.
+    `looked(message)` takes its answers to `look`.
     """
 
     def __init__(
@@ -40,9 +43,10 @@ class LogLink:
         fenced: Callable[[Fenced], None],
         failed: Callable[[str], None],
         name: str = "shard 0",
+        looked: Callable[[Looked], None] = lambda _looked: None,
     ) -> None:
         self._keys, self._run, self._name = keys, run, name
-        self._waiting, self._fenced, self._failed = waiting, fenced, failed
+        self._waiting, self._fenced, self._failed, self._looked = waiting, fenced, failed, looked
         self._sent: set[Key] = set()  # on this connection
         self._losses = 0
         self._said = ""  # the last failure told: each only once
@@ -65,6 +69,11 @@ class LogLink:
         for worker, incarnation in sorted(waiting - self._sent):
             self.client.send(encode(Fence(worker=worker, incarnation=incarnation)))
         self._sent = waiting
+
+    def look(self, worker: int, incarnation: int) -> None:
+        """Ask for a worker's connection to the log: now or not at all."""
+        if self.client is not None and self.client.connected:
+            self.client.send(encode(Look(worker=worker, incarnation=incarnation)))
 
     def take(self) -> None:
         """Take what the log has sent, and see that it knows us after a lost connection."""
@@ -97,6 +106,8 @@ class LogLink:
             return
         if isinstance(message, Fenced):
             self._fenced(message)
+        elif isinstance(message, Looked):
+            self._looked(message)
         elif isinstance(message, Refused):
             self._fail(f"{self._name} refused: {message.reason}")
 

@@ -194,6 +194,8 @@ def _at(sites: Mapping[str, int]) -> str:
 def _leave_address(folder: Path, address: str) -> None:
     path, beside = folder / ADDRESS_FILE, folder / f"{ADDRESS_FILE}.new"
     try:
+        if path.exists() and path.read_text(encoding="utf-8") == address + "\n":
+            return  # as it was: the disk may be full by now
         beside.write_text(address + "\n", encoding="utf-8")
         beside.replace(path)
     except OSError as error:

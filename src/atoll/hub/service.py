@@ -5,6 +5,7 @@ Source: S4, "The store".
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from atoll.core.errors import UserError
 from atoll.core.points import reach
 from atoll.hub.book import GLOBAL, Book, Gone, Word
+from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
 from atoll.hub.loglink import LogLink
@@ -30,7 +32,7 @@ from atoll.hub.rings import Rings
 from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
-from atoll.store.members import Admission, suspect_seconds
+from atoll.store.members import Admission
 from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
@@ -58,9 +60,6 @@ LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 256  # handled in one go, before deaths are looked for
 _WAITING = 4096  # peers that wait for an answer: no more are kept
-_RIVAL_PART = (
-    1.5  # of a suspect's silence: for so long a shard may take to show that it lives, when another comes
-)
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
 
 
@@ -75,7 +74,7 @@ class _Parked:
 
 @dataclass
 class _Rival:
-    """A shard that came from elsewhere, while the one of its index may live."""
+    """A shard that came from elsewhere, while the one of its index may live: it waits to see."""
 
     peer: bytes
     hello: Hello
@@ -134,7 +133,9 @@ class Hub:
             lambda: book.fences[GLOBAL],
             lambda fenced: self._handle_fenced(GLOBAL, fenced),
             lambda line: decisions.add("log", "not reached", line),
+            looked=lambda looked: self._broken.looked(looked),
         )
+        self._broken = BrokenLinks(self._members, server, self._ask_log)
         self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
         self._replayed_at: float | None = None  # while what is in the journal is gone through
         self._clock = Clock(2 * _LOOK_SECONDS)
@@ -168,7 +169,15 @@ class Hub:
             lambda fenced: self._handle_fenced(site, fenced),
             lambda line: self._decisions.add(f"log of site {site!r}", "not reached", line),
             f"site {site!r}",
+            looked=self._broken.looked,
         )
+
+    def _ask_log(self, rank: int, incarnation: int) -> None:
+        """Ask the log that knows a worker for its connection."""
+        site = self._book.site_of(incarnation) if self._members.sites else ""
+        link = self._sites.link(site) if site else self._log
+        if link is not None:
+            link.look(rank, incarnation)
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until`, which is looked at several times a second."""
@@ -189,6 +198,7 @@ class Hub:
             self._handle(received)
         self._log.take()
         self._sites.take()
+        self._broken.poll(self._clock.now())
         self._poll_deaths()
         self._poll_rivals()
         self._poll_parked()
@@ -262,6 +272,8 @@ class Hub:
                     f"{error.strerror or error}; a hub that is started again would not know what comes now"
                 )
                 self._decisions.add("journal", f"{journal.path} is not written", reason)
+                with contextlib.suppress(OSError):
+                    journal.forsake()
             self._journal_fails_until = now + _RETRY_SECONDS
 
     def _compact(self, journal: HubJournal) -> None:
@@ -399,6 +411,7 @@ class Hub:
         elif self._book.over:  # nobody but shards is left
             self._send(peer, messages.Over())
         else:
+            self._broken.beat(peer, beat.incarnation)
             self._rings.beat(peer, beat.incarnation)
 
     def _given_up(self, incarnation: int) -> str:
@@ -479,14 +492,13 @@ class Hub:
             before = self._members.elsewhere(rival.hello.shard, rival.hello.address)
             silence = None if before is None else self._members.silence_of(now, before)
             if before is not None and silence is not None:
-                if before == rival.hello.incarnation:
+                token = rival.hello.token
+                if before == rival.hello.incarnation or token == self._members.token_of(before) != "":
                     self._bury(before, "it was started again elsewhere, and goes on from its directory")
                 elif self._is_gone(before):
                     self._bury(before, "its connection is gone, and another came in its place")
-                elif silence >= suspect_seconds(self._heartbeat):
-                    self._bury(before, f"was silent for {silence:.1f} s, and another came in its place")
-                elif now - rival.since < _RIVAL_PART * suspect_seconds(self._heartbeat):
-                    continue  # else it lives, and the newcomer is refused
+                elif silence >= now - rival.since:
+                    continue  # not heard since: it shows that it lives, or its patience ends
             self._rivals.remove(rival)
             self._admit(rival.peer, rival.hello)
 
@@ -541,6 +553,7 @@ class Hub:
         """Somebody has left or died."""
         self._owners.pop(incarnation, None)
         self._pids.pop(incarnation, None)
+        self._broken.left(incarnation)
         if gone.worker is not None:
             self._decisions.add(f"worker {how}", _worker(gone.worker, incarnation), reason)
         elif gone.shard is not None:

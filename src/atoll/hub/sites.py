@@ -28,6 +28,10 @@ class Sites:
         if site in self._links:
             self._links[site].connect(address)
 
+    def link(self, site: str) -> LogLink | None:
+        """The connection to a site's log; None where the site is no more."""
+        return self._links.get(site)
+
     def take(self) -> None:
         """Take what the sites' logs have sent."""
         for link in self._links.values():

@@ -4,7 +4,8 @@
 may start processes too (a DataLoader's). Three things keep that tree from leaving anything:
 `die_with_parent` in launcher and workers, for a parent that is killed and cannot clean up; `adopt_orphans`
 in the command, so that what loses its parent becomes the command's child and can still be found;
-and `kill_descendants` at the end. On other systems than Linux the first two do nothing.
+and `kill_descendants` at the end. `Standstill` finds those that a signal has stopped. On other systems than
+Linux the first two do nothing, and it finds none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 PARENT_VARIABLE = "ATOLL_PARENT"  # the process id that a launcher or a worker must be a child of
@@ -63,6 +64,36 @@ def descendants(root: int) -> list[int]:
         pending += (born := children.get(pending.pop(), []))
         found += born
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still by a signal (SIGSTOP), and not under a debugger; False where it is not
+    known."""
+    try:
+        state: str = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == "T"
+
+
+class Standstill:
+    """Which processes have been stopped for longer than `patience` seconds, as seen by who looks often.
+    A gap between two looks counts for at most `most` seconds: the one who looks may have stood still too."""
+
+    def __init__(
+        self, patience: float, most: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._patience, self._most, self._clock = patience, most, clock
+        self._looked = clock()
+        self._seconds: dict[int, float] = {}  # process id -> for how long it was seen to be stopped
+
+    def look(self, pids: Collection[int]) -> dict[int, float]:
+        """Those of `pids` that were stopped for too long, with for how long."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, self._most), now
+        stopped = [pid for pid in pids if is_stopped(pid)]
+        self._seconds = {pid: self._seconds.get(pid, -passed) + passed for pid in stopped}
+        return {pid: seconds for pid, seconds in self._seconds.items() if seconds > self._patience}
 
 
 def kill_descendants(spare: Collection[int] = (), deadline: float = 5.0) -> list[int]:

@@ -22,7 +22,7 @@ from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VA
 from atoll.core.errors import RunError, UserError
 from atoll.core.events import AnyEvent, Failed, Started, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
-from atoll.launch.processes import signal_name
+from atoll.launch.processes import Standstill, signal_name
 from atoll.launch.tail import last_lines
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -30,6 +30,8 @@ from atoll.observe.rundir import RunDirectory
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
+_LOOK_SECONDS = 0.5  # between looks at who stands still
+_GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
 
 
@@ -61,7 +63,7 @@ class ServedLaunch:
     the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
     the others go on, once the run has begun. So is a site whose shard was killed. A hub or a shard that was
     killed is started again up to three times, with the same arguments: what they go on from is in the
-    directory that each has.
+    directory that each has. A process that stands still (SIGSTOP) for longer than the hub bears is killed.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class ServedLaunch:
         self._stopping = False  # workers end because they were told to
         self._sites = sites_of(config)
         self._lost_sites: set[str] = set()
+        self._standstill = Standstill(config.patience_seconds + _GIVEN_UP_SECONDS)
+        self._next_look = 0.0  # monotonic
         self._start()
 
     def _start(self) -> None:
@@ -159,6 +163,7 @@ class ServedLaunch:
         """The status, once all workers have ended; None before."""
         if self.returncode is not None:
             return self.returncode
+        self._end_standstill()
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
@@ -185,6 +190,21 @@ class ServedLaunch:
     def left_out(self) -> set[int]:
         """The workers whose site was lost: their errors are no end of the run."""
         return {rank for rank, site in enumerate(self._sites) if site in self._lost_sites}
+
+    def _end_standstill(self) -> None:
+        """Kill who has stood still for too long: the hub has given it up, and others may wait for it."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        there = {f"worker {rank}": (rank, worker) for rank, worker in enumerate(self._workers)}
+        there |= {_called(name): (0, service) for name, service in self._services.items()}
+        living = {each.pid: name for name, (_, each) in there.items() if each.returncode is None}
+        for pid, seconds in self._standstill.look(living).items():
+            rank, process = there[living[pid]]
+            message = f"{living[pid]} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
+            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            process.kill()
 
     def _lost_service(self) -> str:
         """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are

@@ -38,6 +38,7 @@ CLIENT_OUTGOING = 100_000  # messages, not copies: payloads lie where their owne
 CLOSING_SECONDS = 1.0  # how long a closed client still tries to send what it holds
 _HANDSHAKE_SECONDS = 10.0
 _RECONNECT_SECONDS = (0.1, 1.0)  # first and longest pause
+SOON = (0.1, 0.2)  # the same, of a connection whose absence is noticed
 _PROBE_SECONDS = 0.5
 _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
@@ -238,9 +239,18 @@ class Client(Endpoint):
     """Connects to a server, and again when the connection is lost; messages sent meanwhile wait.
 
     It does not wait for the connection: `connected` tells, and `check` raises what will not get better.
+    `reconnect` has the first and the longest pause between attempts, in seconds.
     """
 
-    def __init__(self, address: str, keys: Keys | None, *, limit: int, name: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None,
+        *,
+        limit: int,
+        name: str,
+        reconnect: tuple[float, float] = _RECONNECT_SECONDS,
+    ) -> None:
         _check_address(address, name)
         if keys is None and not _is_local(address):
             raise UserError(f"{name} at {address} is on another machine, so the run's key file is needed")
@@ -248,6 +258,7 @@ class Client(Endpoint):
         self._losses = 0
         self._keys = keys
         self._limit = limit
+        self._reconnect = reconnect
         self._linked = False
         self._refusal = ""  # why it will never take us
         self._trouble = _NOT_YET
@@ -264,7 +275,7 @@ class Client(Endpoint):
         link = self._socket
         _tune(link, self.address, limit, CLIENT_INCOMING, CLIENT_OUTGOING)
         link.linger = _milliseconds(CLOSING_SECONDS)
-        link.reconnect_ivl, link.reconnect_ivl_max = (_milliseconds(pause) for pause in _RECONNECT_SECONDS)
+        link.reconnect_ivl, link.reconnect_ivl_max = (_milliseconds(pause) for pause in self._reconnect)
         if keys is not None:
             link.curve_serverkey = keys.server_public.encode("ascii")
             link.curve_secretkey = keys.client_secret.encode("ascii")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -36,7 +37,8 @@ class Journal:
     Steps and logged values are buffered for at most `FLUSH_SECONDS` while events come, so that a fast
     loop does not pay a system call for each step; every other event is written at once. A line is written
     whole by one append, so two writers of one file do not tear each other's lines. Any thread may tell it.
-    On a disk that is full events are lost, which is said on stderr, once and at the end: the run goes on.
+    On a disk that is full events are lost, which is said on stderr, once and at the end, and in the journal
+    itself when there is room again: the run goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,6 +51,7 @@ class Journal:
         self._waiting: list[AnyEvent] = []  # written as JSON all together, which costs a loop far less
         self.lost = 0  # events that could not be written
         self._torn = False  # the last line in the file has no end
+        self._gap = 0  # events lost since the last that was written
 
     def __call__(self, event: AnyEvent) -> None:
         """Write `event`, or keep it for the next flush."""
@@ -64,17 +67,22 @@ class Journal:
             if self._file < 0:
                 return
             waiting, self._waiting = self._waiting, []
+            lines = [encode(event) for event in waiting]
+            if self._gap and waiting:
+                said = f"{self._path}: {self._gap} events before this one are missing: the disk was full"
+                gap = Warned(time=waiting[0].time, worker=waiting[0].worker, message=said)
+                lines.insert(0, encode(gap))
             try:
-                self._write(b"\n" * self._torn + b"".join(encode(event) + b"\n" for event in waiting))
+                self._write(b"\n" * self._torn + b"".join(line + b"\n" for line in lines))
+                self._gap = 0
             except OSError as error:
                 if not self.lost:
-                    print(
-                        f"atoll: {self._path}: {error.strerror}; the run goes on, and events are missing "
-                        "in its records",
-                        file=sys.stderr,
-                        flush=True,
+                    _say(
+                        f"{self._path}: {error.strerror}; the run goes on, and events are missing in its "
+                        "records"
                     )
                 self.lost += len(waiting)
+                self._gap += len(waiting)
 
     def _write(self, lines: bytes) -> None:
         while lines:
@@ -91,7 +99,7 @@ class Journal:
             os.close(self._file)
             self._file = -1
             if self.lost:
-                print(f"atoll: {self._path}: {self.lost} events were lost", file=sys.stderr, flush=True)
+                _say(f"{self._path}: {self.lost} events were lost")
 
     def __enter__(self) -> Journal:
         return self
@@ -100,6 +108,11 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # it may go to a file on the same disk
+        print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 class JournalReader:

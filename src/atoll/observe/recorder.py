@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -87,6 +90,41 @@ class _Rates:
             status.waiting_share += sum(step.waiting for step in self._steps) / busy / status.workers
 
 
+class _Lines:
+    """Appends whole lines to a file; on a disk that takes no more, they are lost and counted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._waiting: list[bytes] = []
+        self._torn = False  # the last line in the file has no end
+        self.lost = 0
+
+    def add(self, line: bytes) -> None:
+        self._waiting.append(line + b"\n")
+
+    def flush(self) -> str:
+        """Write what waits; returns what is to be told, the first time that the disk does not take it."""
+        waiting, self._waiting = self._waiting, []
+        lines = b"\n" * (self._torn and bool(waiting)) + b"".join(waiting)
+        try:
+            while lines:
+                written = os.write(self._file, lines)
+                self._torn = lines[written - 1 : written] != b"\n"
+                lines = lines[written:]
+        except OSError as error:
+            first, self.lost = not self.lost, self.lost + len(waiting)
+            if first:
+                return f"{self._path}: {error.strerror}; the run goes on, and lines are missing there"
+        return ""
+
+    def close(self) -> str:
+        """Write what waits, and close the file; returns how many lines were lost, in words."""
+        self.flush()
+        os.close(self._file)
+        return f"{self._path}: {self.lost} lines were lost" if self.lost else ""
+
+
 class Recorder:
     """Merges what `workers` workers wrote in `run`'s journals.
 
@@ -100,7 +138,7 @@ class Recorder:
         self.run = run
         self.failures: list[Failed] = []
         self._workers, self._strategy, self._groups = workers, strategy, 1
-        self._writers = writers
+        self._writers = list(writers)
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
@@ -113,7 +151,8 @@ class Recorder:
         self._events: list[AnyEvent] = []
         self._seen: set[bytes] = set()
         self._dropped = 0
-        self._metrics = run.metrics.open("wb")
+        self._metrics = _Lines(run.metrics)
+        self._told: list[AnyEvent] = []  # what went wrong here
 
     def poll(self) -> list[AnyEvent]:
         """Read what is new; returns the events to show a person, each once, however many workers sent it."""
@@ -125,12 +164,16 @@ class Recorder:
                 news.append(event)
         for line in self._merger.whole():
             self._write(line)
-        self._metrics.flush()
-        return news
+        if line_lost := self._metrics.flush():
+            self.warn(line_lost)
+        told, self._told = self._told, []
+        return news + told
 
     def warn(self, message: str) -> None:
-        """Put a warning that no worker gave into the summary's events."""
-        self._keep(Warned(time=time.time(), worker=-1, message=message))
+        """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
+        event = Warned(time=time.time(), worker=-1, message=message)
+        if self._keep(event):
+            self._told.append(event)
 
     def status(self) -> Status:
         status = Status(
@@ -152,9 +195,10 @@ class Recorder:
         self.poll()
         for line in self._merger.rest():
             self._write(line)
-        self._metrics.close()
-        for writer in self._writers:
-            writer.close()
+        if lines_lost := self._metrics.close():
+            self.warn(lines_lost)
+        for writer in list(self._writers):
+            self._try(writer, writer.close)
         for reader in self._readers.values():
             if reader.unreadable:
                 self.warn(f"{reader.path}: {reader.unreadable} lines hold no event and were passed over")
@@ -200,10 +244,18 @@ class Recorder:
         return True
 
     def _write(self, line: Line) -> None:
-        self._metrics.write(msgspec.json.encode(line) + b"\n")
+        self._metrics.add(msgspec.json.encode(line))
         self._last.update(line.values)
-        for writer in self._writers:
-            writer.write(line)
+        for writer in list(self._writers):
+            self._try(writer, partial(writer.write, line))
+
+    def _try(self, writer: Writer, act: Callable[[], None]) -> None:
+        """A writer whose disk is full gets no more lines."""
+        try:
+            act()
+        except OSError as error:
+            self._writers.remove(writer)
+            self.warn(f"{type(writer).__name__}: {error.strerror or error}; it gets no more lines")
 
     def _steps(self) -> int:
         return max((totals.steps for totals in self._totals.values()), default=0)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import PeerLostError, RunError
-from atoll.net.endpoint import Client
+from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError, ask
 from atoll.wire.messages import (
@@ -100,7 +100,7 @@ class HubLink:
 
     def _beat(self, keys: Keys | None) -> None:
         """The thread of heartbeats."""
-        with Client(self.client.address, keys, limit=_FRAME, name="hub") as link:
+        with Client(self.client.address, keys, limit=_FRAME, name="hub", reconnect=SOON) as link:
             pause = 0.0
             while not self._stop.wait(pause) and not self._refused:
                 pause = self.welcome.heartbeat or 1.0

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from atoll.net.endpoint import Server
-from atoll.wire.messages import VERSION, AnyMessage, Hello, encode
+from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, encode
 
 ROLES = ("worker", "shard", "hub")
 _MOST = 16_384  # peers that are remembered
@@ -23,6 +23,7 @@ class Peers:
         self._server, self._run = server, run
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
+        self._lost: dict[int, int] = {}  # worker -> its incarnation, whose connection has gone
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
         # Lets nothing leave before what it may tell of is in the journal, where there is one.
         self.when_kept: Callable[[Callable[[], None]], None] = lambda send: send()
@@ -52,6 +53,8 @@ class Peers:
             if before is not None:
                 self.forget(before)
         self._hellos[peer], self._connections[name] = hello, peer
+        if hello.role == "worker":
+            self._lost.pop(hello.worker, None)
         return ""
 
     def who(self, peer: bytes) -> Hello | None:
@@ -64,6 +67,20 @@ class Peers:
         if hello is not None:
             self._connections.pop(_name(hello), None)
         self._waiting.pop(peer, None)
+
+    def _gone(self, peer: bytes) -> None:
+        """The connection has broken."""
+        hello = self._hellos.get(peer)
+        if hello is not None and hello.role == "worker":
+            self._lost[hello.worker] = hello.incarnation
+        self.forget(peer)
+
+    def has_lost(self, worker: int, incarnation: int) -> bool:
+        """Whether this worker was connected, and is not any more. A connection is tried, to know."""
+        peer = self.worker(worker, incarnation)
+        if peer is not None and peer not in self._waiting:  # else what waits for it is tried anyway
+            self._offer(peer, encode(Ping()), None)
+        return self._lost.get(worker) == incarnation
 
     def worker(self, worker: int, incarnation: int) -> bytes | None:
         """The connection of this incarnation of a worker."""
@@ -95,7 +112,7 @@ class Peers:
         if offered == "full" and peer in self._hellos:  # a stranger's answer is dropped
             self._waiting[peer] = deque([(header, payload)])
         elif offered == "gone":
-            self.forget(peer)
+            self._gone(peer)
 
     def takes(self, peer: bytes | None) -> bool:
         """Whether there is such a connection, and nothing waits for it: who has more to say that can wait,
@@ -115,7 +132,7 @@ class Peers:
                 if offered == "full":
                     break
                 if offered == "gone":
-                    self.forget(peer)
+                    self._gone(peer)
                     break
                 waiting.popleft()
             if not waiting:

@@ -147,6 +147,7 @@ class Shard:
             messages.Ready: self._handle_ready,
             messages.PullState: self._handle_pull_state,
             messages.Fence: self._handle_fence,
+            messages.Look: self._handle_look,
             messages.Follow: self._handle_shard,
             messages.Staged: self._handle_shard,
         }
@@ -566,6 +567,13 @@ class Shard:
         if self._log is None or hello.role != "hub":
             return "the hub fences workers, at shard 0"
         self._log.handle_fence(fence)
+        return ""
+
+    def _handle_look(self, peer: bytes, hello: Hello, look: messages.Look, _: memoryview | None) -> str:
+        if self._log is None or hello.role != "hub":
+            return "the hub asks for workers' connections, at shard 0"
+        lost = self._peers.has_lost(look.worker, look.incarnation)
+        self._peers.send(peer, messages.Looked(worker=look.worker, incarnation=look.incarnation, lost=lost))
         return ""
 
     def _handle_shard(

@@ -19,6 +19,12 @@ def suspect_seconds(heartbeat: float) -> float:
     return max(SUSPECT_BEATS * heartbeat, SUSPECT_SECONDS)
 
 
+def broken_seconds(heartbeat: float) -> float:
+    """For how many seconds a member may be silent whose connections have broken: a second for them to come
+    back, a heartbeat that was due as they broke, and one for the way."""
+    return suspect_seconds(heartbeat) + 2 * heartbeat
+
+
 @dataclass(frozen=True)
 class Admission:
     """The answer to a Hello: what goes into Welcome, or one line for Refused. `reason` is for the record."""
@@ -60,13 +66,14 @@ class _Member:
     address: str = ""
     token: str = ""
     suspected: bool = False
+    broken: bool = False  # its connections are
 
     def hear(self, now: float) -> None:
         """A sign of life."""
         if now > self.heard:
             self.patience.note(now - self.heard)
             self.heard = now
-        self.suspected = False
+        self.suspected = self.broken = False
 
     def state(self) -> MemberState:
         return MemberState(self.incarnation, self.iteration, self.address, self.token)
@@ -250,15 +257,26 @@ class Membership:
                 return now - member.heard >= self._borne(member)
         return False
 
+    def handle_broken(self, incarnation: int, broken: bool) -> None:
+        """Whether all of a member's connections have broken, as far as is known: then it counts as dead after
+        `broken_seconds` of silence, without more patience. A sign of life says that they have not."""
+        for member in self._everyone():
+            if member.incarnation == incarnation:
+                member.broken = broken
+
     def silence_of(self, now: float, incarnation: int) -> float | None:
         """For how many seconds a member was not heard; None where it is not there."""
         heard = [member.heard for member in self._everyone() if member.incarnation == incarnation]
         return now - heard[0] if heard else None
 
+    def token_of(self, incarnation: int) -> str:
+        """The token that a member came with; empty where it had none, or is not there."""
+        return next((each.token for each in self._everyone() if each.incarnation == incarnation), "")
+
     def handle_return(self, now: float) -> None:
         """The caller was gone, and heard nobody: silence is counted from now on."""
         for member in self._everyone():
-            member.heard, member.suspected = now, False
+            member.heard, member.suspected, member.broken = now, False, False
 
     def _everyone(self) -> list[_Member]:
         return [*self._workers.values(), *self._shards.values(), *self._site_shards.values()]
@@ -313,12 +331,16 @@ class Membership:
             return ""
         if member.suspected and most < member.patience.seconds:
             return f"was silent for {silence:.1f} s, and another member has lost touch with it"
+        if member.broken and most < member.patience.seconds:
+            return f"was silent for {silence:.1f} s, and its connections are broken"
         return f"was silent for {silence:.1f} s, and {most:.3g} s are borne"
 
     def _borne(self, member: _Member) -> float:
         """For how many seconds this member's silence is borne."""
         if member.suspected:
             return min(suspect_seconds(self.heartbeat), member.patience.seconds)
+        if member.broken:
+            return min(broken_seconds(self.heartbeat), member.patience.seconds)
         return member.patience.seconds
 
     def next_deadline(self) -> float | None:

@@ -256,6 +256,7 @@ class Channel:
         """Ask the store which workers are late too; those that are not, are the ones waited for."""
         self._lates += 1
         others = [rank for rank in range(self.place.world) if rank != self.place.rank]
+        self._store.set_timeout(timedelta(seconds=_EXPLAIN_SECONDS))  # it may be the store that is gone
         try:
             self._store.set(f"late/{self._lates}/{self.place.rank}", "1")
             until = time.monotonic() + _EXPLAIN_SECONDS

@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 
 from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
-from atoll.net.endpoint import Client
+from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
 from atoll.net.requests import Answer, RefusedError, ask, late
 from atoll.wire.messages import (
@@ -307,7 +307,7 @@ class HubClient:
 
     def _beat(self, welcome: Welcome) -> None:
         """The thread of heartbeats."""
-        with Client(self._address, self._keys, limit=LIMIT, name="hub") as link:
+        with Client(self._address, self._keys, limit=LIMIT, name="hub", reconnect=SOON) as link:
             pause = 0.0
             while not self._pause(link, pause):
                 pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)

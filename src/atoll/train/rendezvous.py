@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
-from atoll.net.requests import ask
+from atoll.net.requests import ask, wait_for
 from atoll.net.route import own_address
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.channel import BrokenRingError
@@ -26,6 +26,7 @@ from atoll.train.place import Place
 from atoll.wire.messages import Reformed, StoreAnswer, StoreCall, Welcome
 
 _LOOK_SECONDS = 0.01  # how often a new connection is looked at
+_SLICE_SECONDS = 0.5  # of a wait, between which it is seen whether the store was closed
 
 
 class HubLostError(RunError, dist.DistNetworkError):
@@ -37,7 +38,8 @@ class HubStore(Store):
 
     It is as torch's TCPStore, but for queues and listings of keys, which no process group needs: `timeout`
     (seconds; `set_timeout` changes it) is for how long `get` and `wait` wait for keys, and then they raise
-    torch.distributed.DistStoreError. A hub that is gone for as long as its own patience raises HubLostError.
+    torch.distributed.DistStoreError. A hub that is gone is waited for as long, and at least for its own
+    patience, for it may be started again; then HubLostError is raised.
 
     c10d calls it from threads of its own: each call has a connection to itself, so none waits for another's.
     Whoever gives it to a process group keeps this object for as long as the group lives: C++ does not.
@@ -166,36 +168,65 @@ class HubStore(Store):
 
     def _ask(self, link: Client, call: StoreCall) -> StoreAnswer:
         """Ask until there is an answer, on a new connection where one is lost."""
-        began, patience = time.monotonic(), self._welcome.patience
+        began = time.monotonic()
+        until = began + self._borne(call)
+        what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
         while True:
-            self._connect(link)
+            self._connect(link, until)
             left = max(0.0, began + call.seconds - time.monotonic())
-            what = f"{call.operation} {', '.join(call.keys[:8])}".strip()
             try:
-                again = msgspec.structs.replace(call, seconds=left)
-                return ask(link, again, StoreAnswer, left + patience, what, number=call.number)[0]
+                return self._answer(link, msgspec.structs.replace(call, seconds=left), what, until)
             except PeerLostError:
-                if time.monotonic() > began + call.seconds + patience:
+                if time.monotonic() > until:
                     raise self._lost("breaks every connection") from None
             except DeadlineError:
-                raise self._lost(f"did not answer to {what} within {left + patience:.1f} s") from None
+                waited = time.monotonic() - began
+                raise self._lost(f"did not answer to {what} within {waited:.1f} s") from None
 
-    def _connect(self, link: Client) -> None:
-        """Return when the connection stands; a hub that cannot be reached for its own patience is gone."""
-        until = time.monotonic() + self._welcome.patience
+    def _borne(self, call: StoreCall) -> float:
+        """For how many seconds a hub that does not answer is borne: one that is gone may be started again."""
+        patience = self._welcome.patience
+        return max(call.seconds + patience, self._seconds(), patience)
+
+    def _answer(self, link: Client, call: StoreCall, what: str, until: float) -> StoreAnswer:
+        """Ask once; raises DeadlineError after `until`, and PeerLostError with the connection."""
+        losses, left = link.losses, until - time.monotonic()
+        try:
+            return ask(link, call, StoreAnswer, min(left, _SLICE_SECONDS), what, number=call.number)[0]
+        except DeadlineError:
+            pass
+        while True:
+            left = until - time.monotonic()
+            try:
+                self._check_open()
+                seconds = max(0.0, min(left, _SLICE_SECONDS))
+                return wait_for(link, StoreAnswer, seconds, what, losses, number=call.number)[0]
+            except DeadlineError:
+                if left <= 0:
+                    raise
+
+    def _connect(self, link: Client, until: float) -> None:
+        """Return when the connection stands."""
+        began = time.monotonic()
         while not link.connected:
+            self._check_open()
             link.check()
             if time.monotonic() > until:
-                raise self._lost(f"cannot be reached for {self._welcome.patience:g} s: {link.trouble}")
+                waited = time.monotonic() - began
+                raise self._lost(f"cannot be reached for {waited:.1f} s: {link.trouble}")
             link.receive(_LOOK_SECONDS)
+
+    def _check_open(self) -> None:
+        """Whoever waits for a hub that is away does not wait on when the ring is let go."""
+        if self._closed:
+            raise self._lost("was left: the session is closed")
 
     def _lost(self, how: str) -> HubLostError:
         return HubLostError(f"worker {self._welcome.worker}: the hub at {self._address} {how}")
 
     def _take(self) -> Client:
         with self._lock:
-            if self._closed:
-                raise self._lost("was left: the session is closed")
+            self._check_open()
             if self._idle:
                 return self._idle.pop()
         return Client(self._address, self._keys, limit=LIMIT, name="hub")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -87,6 +88,7 @@ class Service:
             limit=_LIMIT,
             site=self.site,
             where=self.hub.where_shards_are,
+            tell=lambda line: self.warn(line),
         )
         self.samplers: list[LeasedSampler] = []
         self.members = 0  # workers that live, as the shards last said; 0: not yet
@@ -161,7 +163,8 @@ def _wish() -> int:
 
 def print_warning(line: str) -> None:
     """For a script that no `atoll run` watches."""
-    print(f"atoll: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # what it says may go to a disk that is full
+        print(f"atoll: {line}", file=sys.stderr, flush=True)
 
 
 def _keys() -> Keys | None:

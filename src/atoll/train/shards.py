@@ -19,6 +19,7 @@ from atoll.wire.messages import (
     AnyMessage,
     Hello,
     Missing,
+    Ping,
     Refused,
     Welcome,
     WhoIsMissing,
@@ -33,6 +34,8 @@ _EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
 _ASK_WHERE = 0.25  # seconds between questions where the shards are, while one is lost
 _ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_ASK_AFTER = 2.0  # seconds that a shard is waited for, and says nothing, until it is asked for a sign of life
+_SILENCE = 3.0  # seconds without an answer to that, after which people are told
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class _Link:
     welcomed: bool = False  # on this connection
     comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
     lost_at: float | None = None  # monotonic
+    heard_at: float = 0.0  # monotonic
+    asked_at: float | None = None  # for a sign of life that has not come yet
+    told: bool = False  # that it is silent
 
 
 class Shards:
@@ -59,7 +65,8 @@ class Shards:
 
     All of it runs on the thread that calls `wait`; sockets send by themselves. `timeout` is in seconds. With
     `site`, the one shard is that site's. `where()` asks the hub for the addresses, and gives None where it
-    does not know them now.
+    does not know them now. `tell(line)` is called when a shard is lost, or is silent where it is waited for,
+    and when it is back.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Shards:
         limit: int,
         site: str = "",
         where: Callable[[], list[str] | None] = lambda: None,
+        tell: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
@@ -81,7 +89,8 @@ class Shards:
         self.late = False  # the run has begun without this worker, which has yet to arrive
         self.come_back = 0  # how often a shard was lost and found again
         self._keys, self._limit, self._where, self._asked_where = keys, limit, where, 0.0
-        self._handlers: dict[type[AnyMessage], Handler] = {}
+        self._tell = tell
+        self._handlers: dict[type[AnyMessage], Handler] = {Missing: _nothing}
         self._links: list[_Link] = []
         try:
             for shard, address in enumerate(addresses):
@@ -166,6 +175,8 @@ class Shards:
                 named = what if isinstance(what, str) else what()
                 raise DeadlineError(self._late(missing(), named, waited, self._who_is_missing()))
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
+            if waited > _ASK_AFTER and not done():
+                self._look_for_silence(start, missing(), what)
         waited = time.monotonic() - start
         self.seconds_waited += waited
         return waited
@@ -178,7 +189,35 @@ class Shards:
         for shard, link in enumerate(self._links):
             client = link.client
             while client in ready and link.client is client and (got := client.receive(0.0)) is not None:
+                self._hear(shard, link)
                 self._handle(shard, decode_untrusted(got[0]), got[1])
+
+    def _hear(self, shard: int, link: _Link) -> None:
+        """A shard has said something."""
+        link.heard_at, link.asked_at = time.monotonic(), None
+        if link.told:
+            link.told = False
+            self._tell(f"worker {self.worker}: {self._name(shard)} at {link.address} answers again")
+
+    def _look_for_silence(self, start: float, missing: Sequence[int], what: str | Callable[[], str]) -> None:
+        """Ask those who are waited for since `start`, and say nothing, for a sign of life, and tell of those
+        who do not give it. A shard that only waits for another worker does."""
+        now = time.monotonic()
+        for shard in missing:
+            link = self._links[shard]
+            if link.lost_at is not None or link.told:
+                continue  # told already
+            if link.asked_at is None:
+                if now - max(start, link.heard_at) > _ASK_AFTER:
+                    link.asked_at = now
+                    self.send(shard, WhoIsMissing())
+            elif now - link.asked_at > _SILENCE:
+                link.told = True
+                self._tell(
+                    f"worker {self.worker} waits for {self._name(shard)} at {link.address} on "
+                    f"{what if isinstance(what, str) else what()}: it has not answered for "
+                    f"{now - max(start, link.heard_at):.1f} s (sync.timeout is {self.timeout:g} s)"
+                )
 
     def _look_after_connections(self) -> None:
         """See to shards that were lost. Raises for one that refuses this worker, or will not come back."""
@@ -207,7 +246,9 @@ class Shards:
             )
         link.client.abandon()
         link.address = address or link.address
-        link.lost_at = link.lost_at or time.monotonic()
+        if link.lost_at is None:
+            link.lost_at, link.asked_at, link.told = time.monotonic(), None, False
+            self._tell(f"worker {self.worker} lost {self._name(shard)} at {link.address}, and waits for it")
         link.welcomed = False
         link.client = self._connect(shard, link.address)
 
@@ -219,14 +260,19 @@ class Shards:
             return  # another shard, which has got the lost one's old port: the hub tells the new one
         link.welcomed, link.comes_back = True, message.comes_back
         if link.lost_at is not None:
-            link.lost_at = None
+            away, link.lost_at = time.monotonic() - link.lost_at, None
             self.come_back += 1
+            self._tell(
+                f"worker {self.worker}: {self._name(shard)} at {link.address} is back, after {away:.1f} s"
+            )
             for sent in link.sent:
                 link.client.send(encode(sent.message), sent.payload)
 
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         if isinstance(message, Refused):
             raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
+        if isinstance(message, Ping):
+            return
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")
@@ -272,3 +318,7 @@ class Shards:
             return ""
         seconds = time.monotonic() - lost_at
         return f" (lost {seconds:.1f} s ago; `atoll server` with its --directory would bring it back)"
+
+
+def _nothing(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
+    """A sign of life is all that was asked for."""

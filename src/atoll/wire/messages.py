@@ -187,6 +187,27 @@ class Fenced(Message, frozen=True):
     news: bool = False
 
 
+class Look(Message, frozen=True):
+    """The hub to the log: this worker's connection to the hub has broken; what of the one to you? Answered by
+    Looked."""
+
+    worker: Count
+    incarnation: Count
+
+
+class Looked(Message, frozen=True):
+    """`lost`: the worker was connected, and is not any more."""
+
+    worker: Count
+    incarnation: Count
+    lost: bool
+
+
+class Ping(Message, frozen=True):
+    """Whoever sends it wants to know whether the connection stands, and the system tells: nothing is to be
+    done."""
+
+
 class Gather(Message, frozen=True):
     """A worker wants to form the run's ring. Answered by Gathered once every rank wants it, or after
     `seconds`. `number` counts this worker's wishes: one sent twice is answered twice and counted once."""
@@ -533,7 +554,7 @@ class Entry(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
+    Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
     Follow, Staged, Entry,
