@@ -128,6 +128,7 @@ class Shard:
         self._strangers = 0
         self.refused = 0  # messages refused
         self.in_box = IN_BOX
+        self.at_once: tuple[type, ...] = (messages.WhoIsMissing,)  # handled while chunks are stepped, too
         if index and log_address:
             self._connect(log_address)
         self._handlers: dict[type, Callable[[bytes, Hello, Any, memoryview | None], str]] = {
@@ -742,7 +743,7 @@ class Shard:
         ready: list[tuple[int, AnyPull]] = []
         while len(self._inbox) < self.in_box and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
-            if isinstance(message, messages.WhoIsMissing):
+            if isinstance(message, self.at_once):
                 self._handle(received, message)
             elif (
                 self._done is None
