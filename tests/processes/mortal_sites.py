@@ -6,6 +6,7 @@ As in mortal_shards: a fork server imports torch once, and each life of a shard 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -39,8 +40,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["mortal_sites", "atoll.server.main"])
 
 
-def site_of(rank: int) -> str:
-    return NAMES[rank % 2]
+def site_of(rank: int, sites: int = 2) -> str:
+    return NAMES[rank % sites]
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ class MortalSites:
         patience: float = 10.0,
         snapshot_seconds: float = 60.0,
         for_good: Sequence[str] = (),
+        sites: int = 2,
     ) -> None:
         self.folder, self.kills, self._for_good = folder, list(kills), for_good
-        self._sites = Counter(site_of(rank) for rank in range(workers))
+        self._sites = Counter(site_of(rank, sites) for rank in range(workers))
         self._workers, self._shards = workers, shards
         self._patience, self._seconds = patience, snapshot_seconds
         self.address = ""
@@ -202,7 +204,14 @@ def model_and_data(workers: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def train(
-    place: Place, address: str, consistency: str, lazy: bool, fired: Path, kills: int, edits: bool = False
+    place: Place,
+    address: str,
+    consistency: str,
+    fired: Path,
+    kills: int,
+    lazy: bool = False,
+    edits: bool = False,
+    sites: int = 2,
 ) -> dict[str, Any]:
     """What a worker ends with: parameters, and the optimizer's state.
 
@@ -211,7 +220,7 @@ def train(
     model, data = model_and_data(place.world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with (
-        served_worker(address, place.rank, site=site_of(place.rank)),
+        served_worker(address, place.rank, site=site_of(place.rank, sites)),
         atoll.join(config(consistency, lazy)) as session,
     ):
         session.prepare(model, optimizer)
@@ -245,10 +254,11 @@ def run_with(
     workers: int = 3,
     lazy: bool = False,
     edits: bool = False,
+    sites: int = 2,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    with MortalSites(folder, workers, kills, **options) as run:
-        arguments = (run.address, consistency, lazy, folder / "fired", len(kills), edits)
+    with MortalSites(folder, workers, kills, sites=sites, **options) as run:
+        arguments = (run.address, consistency, folder / "fired", len(kills), lazy, edits, sites)
         results = pool.run(train, *arguments, world=workers)
         assert not run.failures
         assert run.fired == kills
@@ -261,3 +271,13 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     for mine, theirs in zip(one["state"], other["state"], strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+
+
+def counted(folder: Path) -> dict[str, int]:
+    """How many iterations of each worker and each site counted, by the logs' words to the hub."""
+    told = [json.loads(line) for line in (folder / "hub" / "decisions.jsonl").read_text().splitlines()]
+    return {
+        each["choice"].partition(",")[0]: int(each["reason"].split()[0])
+        for each in told
+        if each["what"] == "fenced"
+    }
