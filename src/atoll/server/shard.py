@@ -743,8 +743,8 @@ class Shard:
         ready: list[tuple[int, AnyPull]] = []
         while len(self._inbox) < self.in_box and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
-            if isinstance(message, self.at_once) and hello is not None:  # else its Hello waits, too
-                self._handle(received, message)
+            if message is not None and isinstance(message, self.at_once) and hello is not None:
+                self._handle(received, message)  # of one whose Hello does not wait, too
             elif (
                 self._done is None
                 or not isinstance(message, (messages.Pull, messages.PullMean))

@@ -74,8 +74,10 @@ class PassingValues:
 
     def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
         """Raise UserError for other param groups than the run's; the global shards look closer."""
-        own = [sorted(group) for group in self._hyperparameters]
-        if [sorted(group) for group in hyperparameters] != own:
+        own = self._hyperparameters  # a scheduler adds keys of its own
+        if len(hyperparameters) != len(own) or any(
+            group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
+        ):
             raise UserError(f"hyperparameters of other param groups than the {len(own)} that the run has")
 
     def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
