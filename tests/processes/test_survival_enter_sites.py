@@ -109,3 +109,31 @@ def test_asp_a_worker_of_a_site_is_killed_and_started_again(begin: Callable[...,
     assert used == Counter(dict.fromkeys(range(LENGTH), EPOCHS))
     assert left[-1] == "again"
     assert workers.end("again")["seen"] == again[-1][0] + 1
+
+
+@pytest.mark.parametrize("consistency", ["bsp", pytest.param("asp", marks=pytest.mark.soak)])
+def test_all_workers_of_a_site_are_killed_and_one_is_started_again(
+    begin: Callable[..., SiteWorkers], consistency: str
+) -> None:
+    """Its site waits for it, and another site's worker gives it what is not at the shards."""
+    bsp = consistency == "bsp"
+    sync = f"global_batch = {BATCH}" if bsp else "consistency = 'asp'"
+    plan = {"hang": {"1": 5}, "pace": {"0": 8, "2": 8}, "batches": bsp}
+    workers = begin(3, sync, ready=[] if bsp else ["again"], **plan)
+    left = enters_again(workers, 1)
+    again = workers.notes("again")
+    assert again[0][0] >= 5
+    assert [at for at, *_ in again] == list(range(again[0][0], again[0][0] + len(again)))
+    iterations = merged(workers, "zero", "one", "two", "again")
+    used = Counter(index for samples in iterations.values() for index in samples)
+    assert used == Counter(dict.fromkeys(range(LENGTH), EPOCHS))
+    if bsp:  # the others have waited, and nothing is missing
+        assert [at for at, *_ in again] == list(range(5, LENGTH * EPOCHS // BATCH))
+        parameters, average = plain(workers, iterations)
+        for name in left:
+            end = workers.end(name)
+            assert_near(end["model"], parameters)
+            assert_near(end["average"], average)
+            assert end["seen"] == LENGTH * EPOCHS // BATCH
+    else:
+        assert workers.end("again")["seen"] >= again[-1][0] + 1

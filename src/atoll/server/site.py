@@ -24,6 +24,7 @@ from atoll.server.logkeeper import LastMeeting, LogKeeper, Outgoing
 from atoll.server.peers import Peers
 from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
+from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siterecovery import FoundSite, SiteImage, encode_site_image
 from atoll.server.upstream import LOG, Place, Upstream
@@ -39,6 +40,7 @@ _LOOK_SECONDS = 0.25  # between looks at the hub, or at the journal, while one i
 _LARGE_JOURNAL = 8  # times what the chunks hold: the journal begins anew
 _SMALL_JOURNAL = 2**28  # bytes that are no reason for it
 _MEETING = "meeting"  # what a Meet is sent again until, with its number
+_ENTERING = "entering"  # the same, of a WantState
 
 _ABOVE = Hello(version=messages.VERSION, run="", role="shard", shard=LOG)  # who says that sites have met
 
@@ -49,12 +51,20 @@ class _StoppedError(BaseException):
 
 class SiteLog(LogKeeper):
     """The log of a site's own workers. Their meetings are parts of the sites': `pass_up(number, what, part)`
-    takes each that is complete here, and `end` is told when all sites have come."""
+    takes each that is complete here, and `end` is told when all sites have come. `ask_above` and `give_above`
+    as SiteEntrance's."""
 
     def __init__(
-        self, workers: int, peers: Peers, apply: Outgoing, pass_up: Callable[[int, str, bytes], None]
+        self,
+        workers: int,
+        peers: Peers,
+        apply: Outgoing,
+        pass_up: Callable[[int, str, bytes], None],
+        ask_above: Callable[[int], None],
+        give_above: Callable[[messages.GiveState, memoryview | None], None],
     ) -> None:
         super().__init__(workers, peers, apply)
+        self._entrance: SiteEntrance = SiteEntrance(peers, ask_above, give_above)
         self._pass_up = pass_up
         self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
         self.met = 0  # how many are over
@@ -68,6 +78,18 @@ class SiteLog(LogKeeper):
     def handle_fence(self, fence: messages.Fence) -> None:
         self._last_gone = (fence.worker, fence.incarnation)
         super().handle_fence(fence)
+
+    def handle_want_from_above(self, want: messages.WantState) -> None:
+        """Another site asks for the state of a living worker."""
+        self._entrance.want_from_above(want)
+        self._see_to_entrance()
+
+    def handle_given_from_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """Another site's worker gives its state to those who come late here."""
+        for given in self._entrance.given_from_above(give, payload, self._meetings.next_meeting):
+            if given.members and not given.refused:
+                self._meetings.skip_meetings(given.meeting)
+                self._meetings.handle_entered(given.worker, given.life, given.meeting, True)
 
     @property
     def has_left(self) -> bool:
@@ -151,7 +173,8 @@ class SiteShard(Shard):
         self.name, self.in_box = f"the shard of site {self._place.name!r}", _IN_BOX
         self._workers, self._shards = welcome.workers, welcome.shards
         self._handlers[messages.Goodbye] = self._handle_goodbye
-        self.at_once = (messages.WhoIsMissing, messages.Goodbye)
+        # Another site may wait for what a worker gives, and this one for that site.
+        self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
         self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
         self._upstream: Upstream | None = None
         self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
@@ -162,7 +185,9 @@ class SiteShard(Shard):
         self._until: Callable[[], bool] = lambda: False
 
     def _make_log(self, workers: int) -> LogKeeper:
-        self._site_log = SiteLog(workers, self._peers, self._queue, self._meet)
+        self._site_log = SiteLog(
+            workers, self._peers, self._queue, self._meet, self._want_above, self._give_above
+        )
         return self._site_log
 
     @property
@@ -235,6 +260,8 @@ class SiteShard(Shard):
             where=self._where,
         )
         upstream.on(messages.Met, self._handle_met)
+        upstream.on(messages.WantState, self._handle_want_from_above)
+        upstream.on(messages.GiveState, self._handle_given_from_above)
         for number in self._meets:
             self._send_meet(upstream, number)
         return upstream
@@ -286,6 +313,27 @@ class SiteShard(Shard):
     def _end_meeting(self, message: messages.Met, payload: memoryview | None) -> None:
         self._meets.pop(message.number, None)
         self._site_log.end(message, payload)
+
+    # -- who comes late where nobody lives ----------------------------------------------------------------
+
+    def _want_above(self, iteration: int) -> None:
+        if self._upstream is not None:  # else who comes late asks again
+            self._upstream.send(LOG, messages.WantState(iteration=iteration), until=_ENTERING)
+
+    def _give_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        if self._upstream is not None:
+            self._upstream.send(LOG, give, payload)
+
+    def _handle_want_from_above(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, messages.WantState)
+        self._site_log.handle_want_from_above(message)
+
+    def _handle_given_from_above(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, messages.GiveState)
+        assert self._upstream is not None
+        self._upstream.answered(_ENTERING)
+        self._note(_ABOVE, messages.encode(message))  # its payload is only passed on
+        self._site_log.handle_given_from_above(message, payload)
 
     # -- setting up ---------------------------------------------------------------------------------------
 
@@ -399,6 +447,8 @@ class SiteShard(Shard):
         if isinstance(message, messages.Met):
             self._end_meeting(message, payload)
             self._apply_entries()
+        elif isinstance(message, messages.GiveState) and told.role == _ABOVE.role:
+            self._site_log.handle_given_from_above(message, None)
         else:
             super()._hear_again(told, payload)
 
