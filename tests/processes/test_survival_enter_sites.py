@@ -15,7 +15,17 @@ from unittest import mock
 
 import pytest
 import torch
-from test_survival_enter import BATCH, EPOCHS, LENGTH, PATIENCE, Workers, assert_near, merged, plain
+from test_survival_enter import (
+    BATCH,
+    EPOCHS,
+    LENGTH,
+    PATIENCE,
+    SCRIPT,
+    Workers,
+    assert_near,
+    merged,
+    plain,
+)
 
 from atoll.core.config import SITE_VARIABLE
 from atoll.testing.served import ServedRun
@@ -23,8 +33,24 @@ from atoll.testing.served import ServedRun
 NAMES = ("paris", "berlin")
 
 
+# A worker whose rank is in `after` stops between an iteration's backward and its step.
+SCRIPT_AFTER = SCRIPT.replace(
+    "            world = session.world\n",
+    """            world = session.world
+            while at >= plan["after"].get(me, 10**9):
+                pathlib.Path(f"hangs-{name}").touch()
+                time.sleep(0.05)
+""",
+)
+
+
 class SiteWorkers(Workers):
+    def __init__(self, folder: Path, address: str, sync: str, plan: dict[str, Any]) -> None:
+        super().__init__(folder, address, sync, plan)
+        (folder / "script.py").write_text(SCRIPT_AFTER)
+
     def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:
+        plan = {"after": {}, **plan}
         with mock.patch.dict(os.environ, {SITE_VARIABLE: NAMES[rank % 2]}):
             return super().start(name, rank, **plan)
 
@@ -50,12 +76,12 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., SiteWorkers]]:
         assert run.failures == []
 
 
-def enters_again(workers: SiteWorkers, rank: int) -> list[str]:
+def enters_again(workers: SiteWorkers, rank: int, **plan: Any) -> list[str]:
     """A run of three in which the worker of that rank is killed in iteration 5, and started again; the names
     of those who are there at the end."""
     names = ["zero", "one", "two"]
     for each, name in enumerate(names):
-        workers.start(name, each)
+        workers.start(name, each, **plan)
     workers.kill(names[rank])
     workers.start("again", rank, late=True, hang={})
     workers.wait(lambda: bool(workers.notes("again")), "the new worker's first iteration")
@@ -97,6 +123,7 @@ def test_bsp_a_worker_of_a_site_is_killed_and_started_again(
     assert all(torch.equal(first, other) for first, other in zip(ends[0], ends[-1], strict=True))
 
 
+@pytest.mark.soak
 def test_asp_a_worker_of_a_site_is_killed_and_started_again(begin: Callable[..., SiteWorkers]) -> None:
     plan = {"hang": {"2": 5}, "pace": {"0": 8, "1": 8}, "ready": ["again"], "batches": False}
     workers = begin(3, "consistency = 'asp'", **plan)
@@ -137,3 +164,29 @@ def test_all_workers_of_a_site_are_killed_and_one_is_started_again(
             assert end["seen"] == LENGTH * EPOCHS // BATCH
     else:
         assert workers.end("again")["seen"] >= again[-1][0] + 1
+
+
+@pytest.mark.soak
+def test_a_site_whose_workers_die_with_the_mean_steps_as_the_others_say(
+    begin: Callable[..., SiteWorkers],
+) -> None:
+    """What they had contributed counts; who comes back begins with the next iteration."""
+    workers = begin(3, f"global_batch = {BATCH}", pace={"0": 8, "2": 8})
+    left = enters_again(workers, 1, after={"1": 5})
+    again, zero = workers.notes("again"), workers.notes("zero")
+    assert [at for at, *_ in again] == list(range(6, LENGTH * EPOCHS // BATCH))
+    assert len(zero) == LENGTH * EPOCHS // BATCH
+    parts = {}
+    for name in ("zero", "one", "two", "again"):
+        parts |= {(name, at): samples for at, samples, *_ in workers.notes(name)}
+    assert ("one", 5) not in parts  # it had no step, and its samples are in the others'
+    iterations = merged(workers, "zero", "one", "two", "again")
+    used = Counter(index for samples in iterations.values() for index in samples)
+    missing = [index for index in range(LENGTH) if used[index] == EPOCHS - 1]
+    assert sum(used.values()) + len(missing) == LENGTH * EPOCHS
+    assert len(iterations[5]) + len(missing) == BATCH
+    iterations[5] = sorted([*iterations[5], *missing])
+    parameters, average = plain(workers, iterations)
+    for name in left:
+        assert_near(workers.end(name)["model"], parameters)
+        assert_near(workers.end(name)["average"], average)
