@@ -39,6 +39,12 @@ class Entrance:
         self._hand(give, payload)
         return True
 
+    def ask_again(self, worker: int, incarnation: int) -> None:
+        """This one is on a new connection: what it was asked for may not have reached it."""
+        for want in self._wants.values():
+            if want.asked == (worker, incarnation):
+                want.asked = None
+
     def _hand(self, give: messages.GiveState, payload: memoryview | None) -> None:
         """To the newcomer."""
         self._peers.send(self._peers.worker(give.worker, give.life), give, payload)

@@ -104,6 +104,7 @@ class Shard:
     ) -> None:
         self.index, self._server, self._run, self._keys = index, server, run, keys
         self.name = f"shard {index}"  # as its workers know it
+        self.site = ""  # whose shard it is: no site's
         self._hub, self._snapshots, self._emit = hub, snapshots, emit
         self._configured, self._fused = configured, fused
         self._peers = Peers(server, run)
@@ -343,6 +344,12 @@ class Shard:
         if reason:
             return reason
         late = False
+        if hello.role == "worker" and hello.site != self.site:
+            self._peers.forget(
+                peer
+            )  # it looks for another shard, whose port this one has got: see `_welcome`
+            self._welcome(peer, hello, False)
+            return ""
         if hello.role == "worker":
             reach("shard.hello")
             if self._log is not None:
@@ -358,20 +365,23 @@ class Shard:
         if reason:
             self._peers.forget(peer)
             return reason
-        self._peers.send(
-            peer,
-            messages.Welcome(
-                run=self._run,
-                worker=hello.worker,
-                incarnation=hello.incarnation,
-                shard=self.index,
-                comes_back=self._journal is not None,
-                late=late,
-            ),
-        )
+        self._welcome(peer, hello, late)
         if hello.role == "hub" and self._log is not None:
             self._log.greet_hub()
         return ""
+
+    def _welcome(self, peer: bytes, hello: Hello, late: bool) -> None:
+        """Say who this is: who looks for another shard goes on looking."""
+        welcome = messages.Welcome(
+            run=self._run,
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            shard=self.index,
+            sites=[self.site] if self.site else [],
+            comes_back=self._journal is not None,
+            late=late,
+        )
+        self._peers.send(peer, welcome)
 
     # -- setting up ---------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siterecovery import FoundSite, SiteImage, encode_site_image
 from atoll.server.upstream import LOG, Place, Upstream
+from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
 from atoll.store.records import Told
 from atoll.store.shard import AnyPull
@@ -170,6 +171,7 @@ class SiteShard(Shard):
         super().__init__(
             0, server, run=run, workers=welcome.workers, keys=keys, hub=hub, journal=journal, emit=emit
         )
+        self.site = self._place.name
         self.name, self.in_box = f"the shard of site {self._place.name!r}", _IN_BOX
         self._workers, self._shards = welcome.workers, welcome.shards
         self._handlers[messages.Goodbye] = self._handle_goodbye
@@ -245,7 +247,7 @@ class SiteShard(Shard):
         waited = time.monotonic() - self._alone_since
         if self._site_log.has_left:
             self._leave("all its workers have left")
-        elif waited > self._link_up.welcome.patience:
+        elif waited > RETURN_PATIENCES * self._link_up.welcome.patience:
             self._leave(f"all its workers were lost, and nobody came back for {waited:.1f} s")
 
     def _connect_up(self, addresses: list[str]) -> Upstream:

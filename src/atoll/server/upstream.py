@@ -113,7 +113,7 @@ class Upstream:
             name=lambda shard: f"global shard {shard}",
             ends=self._ends,
             where=where,
-            is_it=lambda shard, welcome: welcome.shard in (-1, shard),
+            is_it=lambda shard, welcome: welcome.shard in (-1, shard) and not welcome.sites,
         )
         self._count = len(addresses)
 

@@ -10,7 +10,8 @@ from atoll.store.silence import Patience
 
 RANKS = 4096  # the most workers
 FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
-RETURN_PATIENCES = 3.0  # times the patience: for a site's shard that may be started again to come back
+# Times the patience: for a site's shard that may be started again to come back, or for a site's workers.
+RETURN_PATIENCES = 3.0
 SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
 
 

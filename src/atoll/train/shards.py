@@ -61,7 +61,9 @@ class Shards:
         self.late = False  # the run has begun without this worker, which has yet to arrive
         self._where = where
         self._handlers: dict[type[AnyMessage], Handler] = {}
-        hello = Hello(version=VERSION, run=run, role="worker", worker=worker, incarnation=incarnation)
+        hello = Hello(
+            version=VERSION, run=run, role="worker", worker=worker, incarnation=incarnation, site=site
+        )
         self._links = ReturningLinks(
             addresses,
             keys,
@@ -70,7 +72,9 @@ class Shards:
             name=self._name,
             ends=self._ends,
             where=self._where_they_are,
-            is_it=lambda shard, welcome: bool(site) or welcome.shard in (-1, shard),
+            is_it=lambda shard, welcome: (
+                welcome.shard in (-1, shard) and welcome.sites == [site] * bool(site)
+            ),
         )
         try:
             self._greet()

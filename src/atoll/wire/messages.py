@@ -46,7 +46,8 @@ class Hello(Message, frozen=True):
     and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
     name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a site's
     shard's too, is its directory's.
-    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
+    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own, also to its
+    shard, which knows by it who has come to an old port; a site's shard
     is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
@@ -71,7 +72,7 @@ class Welcome(Message, frozen=True):
     shard how many sites there are, for those are its workers.
 
     From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
-    started again when it dies.
+    started again when it dies; a site's shard names its site in `sites`.
     From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
