@@ -148,6 +148,9 @@ class MortalSites:
         self._start(self._watch)
         return self
 
+    def kill(self, who: str) -> None:
+        self._processes[who].kill()
+
     def _start(self, run: Callable[[], None]) -> None:
         def guarded() -> None:
             try:

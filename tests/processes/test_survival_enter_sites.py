@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from mortal_sites import Kill, MortalSites
 from test_survival_enter import (
     BATCH,
     EPOCHS,
@@ -98,7 +99,11 @@ def test_bsp_a_worker_of_a_site_is_killed_and_started_again(
     """The run ends as if one process had trained on the same samples."""
     plan = {"hang": {str(rank): 5}, "pace": {str(2 - rank): 8}, "ready": ["again"]}
     workers = begin(3, f"global_batch = {BATCH}", **plan)
-    left = enters_again(workers, rank)
+    ends_as_one_process(workers, enters_again(workers, rank))
+
+
+def ends_as_one_process(workers: SiteWorkers, left: list[str]) -> None:
+    """Who has come again did so between two iterations, and each has trained as one process would have."""
     one, again = workers.notes("one"), workers.notes("again")
     assert [at for at, *_ in one] == list(range(len(one)))
     assert again[0][0] > 5
@@ -190,3 +195,31 @@ def test_a_site_whose_workers_die_with_the_mean_steps_as_the_others_say(
     for name in left:
         assert_near(workers.end(name)["model"], parameters)
         assert_near(workers.end(name)["average"], average)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("together", [False, True])
+def test_shards_die_too_while_a_worker_comes_again(tmp_path: Path, together: bool) -> None:
+    """Its site's shard as it says Hello, or with the worker itself; then others."""
+    kills = [] if together else [Kill("paris", "shard.hello", 0, nth=3)]
+    kills += [Kill("berlin", "site.passed", 20), Kill("shard 0", "shard.logged", 30)]
+    (tmp_path / "run").mkdir()
+    with MortalSites(tmp_path / "run", 3, kills, patience=PATIENCE) as run:
+        plan = {"hang": {"2": 5}, "pace": {"0": 8}, "ready": ["again"]}
+        workers = SiteWorkers(tmp_path, run.address, f"global_batch = {BATCH}", plan)
+        try:
+            names = ["zero", "one", "two"]
+            for rank, name in enumerate(names):
+                workers.start(name, rank)
+            workers.kill("two")
+            if together:
+                run.kill("paris")
+            workers.start("again", 2, late=True, hang={})
+            workers.wait(lambda: bool(workers.notes("again")), "the new worker's first iteration")
+            (workers.folder / "all-there").touch()
+            workers.finish("zero", "one", "again")
+        finally:
+            workers.close()
+        assert not run.failures
+        assert run.fired == kills
+    ends_as_one_process(workers, ["zero", "one", "again"])
