@@ -59,6 +59,10 @@ def test_bsp_is_bit_equal_whatever_point_a_global_shard_is_killed_at(
     other = Kill("shard 0", point, 4) if point == "shard.met" else Kill("shard 1", point, 4, nth=2)
     for result in run_with(pool, tmp_path, [Kill("shard 0", point, 2), other], snapshot_seconds=0.1):
         assert_equal(result, unharmed)
+    told = (tmp_path / "paris" / "journal.jsonl").read_text()
+    assert "global shard 0 at tcp://127.0.0.1:" in told
+    assert " is lost, and waited for" in told
+    assert " is back, after " in told
 
 
 @pytest.mark.soak

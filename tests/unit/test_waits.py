@@ -133,6 +133,7 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
+    "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks.handle_welcome: link.client.send(encode(sent.message), sent.payload)": (
         "the same"
     ),

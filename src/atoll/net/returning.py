@@ -17,6 +17,7 @@ from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
 
 _ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
 _ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class _Link:
     welcomed: bool = False  # on this connection
     comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
     lost_at: float | None = None  # monotonic
+    greeted_at: float = field(default_factory=time.monotonic)
 
 
 class ReturningLinks:
@@ -43,7 +45,8 @@ class ReturningLinks:
 
     `name(index)` is who that is, in words; `ends(index)` is the line of the error for one that was lost and
     keeps no journal. `where()` gives the addresses as the hub knows them, or None where it does not now.
-    `is_it(index, welcome)` tells a server from another one that has got its old port.
+    `is_it(index, welcome)` tells a server from another one that has got its old port. `lost(index)` is called
+    when one is lost that is waited for, and `back(index, seconds)` when it is back.
     """
 
     def __init__(
@@ -57,10 +60,13 @@ class ReturningLinks:
         ends: Callable[[int], str],
         where: Callable[[], list[str] | None],
         is_it: Callable[[int, Welcome], bool],
+        lost: Callable[[int], None] = lambda _index: None,
+        back: Callable[[int, float], None] = lambda _index, _seconds: None,
     ) -> None:
         self.come_back = 0  # how often a server was lost and found again
         self._hello, self._keys, self._limit = hello, keys, limit
         self._name, self._ends, self._where, self._is_it = name, ends, where, is_it
+        self._lost, self._back = lost, back
         self._asked_where = 0.0
         self._links: list[_Link] = []
         try:
@@ -140,6 +146,8 @@ class ReturningLinks:
             link.client.check()
             if link.client.losses:
                 self._lose(index, link, grace=grace)
+            if not link.welcomed:
+                self._greet_again(link)
         lost, now = bool(self.strangers), time.monotonic()  # or not found yet
         if now - self._asked_where >= (_ASK_WHERE if lost else _ASK_ANYWAY):
             addresses = self._where() if any(link.comes_back for link in self._links) else None
@@ -147,6 +155,13 @@ class ReturningLinks:
             for index, address in enumerate(addresses or ()):
                 if address != self._links[index].address:
                     self._lose(index, self._links[index], address)
+
+    def _greet_again(self, link: _Link) -> None:
+        """Who did not know yet that it is the one who is looked for may know by now."""
+        if time.monotonic() >= link.greeted_at + _GREET_AGAIN:
+            link.greeted_at = time.monotonic()
+            if link.client.connected:
+                link.client.send(encode(self._hello))
 
     def _lose(self, index: int, link: _Link, address: str = "", grace: float = 0.0) -> None:
         """What was sent on this connection and not answered may be lost: begin another one."""
@@ -156,9 +171,11 @@ class ReturningLinks:
                 raise PeerLostError(self._ends(index))
             return
         link.client.abandon()
+        if link.lost_at is None:
+            link.lost_at = time.monotonic()
+            self._lost(index)
         link.address = address or link.address
-        link.lost_at = link.lost_at or time.monotonic()
-        link.welcomed = False
+        link.welcomed, link.greeted_at = False, time.monotonic()
         link.client = self._connect(index, link.address)
 
     def handle_welcome(self, index: int, welcome: Welcome) -> None:
@@ -168,8 +185,9 @@ class ReturningLinks:
             return  # the hub tells where the lost one is
         link.welcomed, link.comes_back = True, welcome.comes_back
         if link.lost_at is not None:
-            link.lost_at = None
+            away, link.lost_at = time.monotonic() - link.lost_at, None
             self.come_back += 1
+            self._back(index, away)
             for sent in link.sent:
                 link.client.send(encode(sent.message), sent.payload)
 

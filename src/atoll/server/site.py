@@ -260,6 +260,7 @@ class SiteShard(Shard):
             door=self._server,
             meanwhile=self._meanwhile,
             where=self._where,
+            tell=self.warn,
         )
         upstream.on(messages.Met, self._handle_met)
         upstream.on(messages.WantState, self._handle_want_from_above)

@@ -70,7 +70,8 @@ class _Wait:
 
 class Upstream:
     """One connection to each global shard. `timeout` in seconds is the deadline of each wait. `where()` gives
-    the addresses as the hub told them last, and asks it anew.
+    the addresses as the hub told them last, and asks it anew. `tell(line)` is told of global shards that are
+    lost, and back.
 
     `door` is where the site's own workers come in: `meanwhile()` serves them while a wait goes on, tells
     whether it would take more, and ends the wait by raising.
@@ -87,6 +88,7 @@ class Upstream:
         door: Endpoint,
         meanwhile: Callable[[], bool],
         where: Callable[[], list[str] | None] = lambda: None,
+        tell: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.place, self.timeout = place, timeout
         self._door, self._meanwhile = door, meanwhile
@@ -114,6 +116,8 @@ class Upstream:
             ends=self._ends,
             where=where,
             is_it=lambda shard, welcome: welcome.shard in (-1, shard) and not welcome.sites,
+            lost=lambda shard: tell(f"{self._name(shard)} is lost, and waited for"),
+            back=lambda shard, seconds: tell(f"{self._name(shard)} is back, after {seconds:.1f} s"),
         )
         self._count = len(addresses)
 
