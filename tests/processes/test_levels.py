@@ -471,7 +471,7 @@ def test_a_site_that_dies_ends_its_workers_and_the_other_finishes_the_epoch(
     assert not run.failures
     assert (first, third) == ("", "")
     assert one_line(lost).startswith("PeerLostError: worker 1 lost the shard of site 'berlin' at tcp://")
-    assert "its site's, and the others go on" in lost
+    assert "refused: site 'berlin' has ended, and does not come back; the others go on" in lost
     (died,) = decisions(folder, "site died")
     assert "silent" in died["reason"]
 

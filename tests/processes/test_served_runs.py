@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+from killed_runs import services
 from run_command import DEADLINE, Command, wait_for
 
 SAMPLES, EPOCHS, BATCH = 150, 2, 3
@@ -238,11 +240,21 @@ with atoll.join() as session:
 """
 
 
-def test_a_site_whose_shard_is_killed_is_left_out_and_the_other_goes_on(command: Command) -> None:
-    process = served(command, SITES, "consistency = 'asp'", workers=2, shards=1, sites=2)
+@pytest.mark.soak
+def test_a_site_whose_shard_is_killed_too_often_is_left_out_and_the_other_goes_on(command: Command) -> None:
+    options = ("consistency = 'asp'", "[hub]", "patience = '3s'")
+    process = served(command, SITES, *options, workers=2, shards=1, sites=2)
     wait_for(lambda: command.steps() > 3, "a few steps")
-    (shard,) = [each for each in command.alive() if "--site site0 " in " ".join(each.cmdline())]
-    shard.send_signal(signal.SIGKILL)
+    killed: set[int] = set()
+
+    def kill() -> bool:
+        for each in services(command, "atoll.launch.service", "--site", "site0"):
+            if each.pid not in killed:
+                killed.add(each.pid)
+                each.kill()
+        return len(killed) == 4
+
+    wait_for(kill, "the site's shard to be killed four times")
     steps = command.steps()
     wait_for(lambda: command.steps() > steps + 3, "the other site to go on")
     (command.directory / "enough").touch()

@@ -73,3 +73,16 @@ def test_a_newcomer_that_dies_is_forgotten() -> None:
     entrance.look({1: 10}, 3)
     entrance.give(GIVEN, memoryview(b"state"))
     assert peers.take() == []
+
+
+def test_one_who_was_asked_and_has_a_new_connection_is_asked_again() -> None:
+    peers, entrance = made()
+    entrance.want(5, 50, 7)
+    live = {1: 10, 2: 20, 5: 50}
+    entrance.look(live, 3)
+    entrance.ask_again(2, 20)
+    entrance.look(live, 3)
+    assert len(peers.take()) == 1
+    entrance.ask_again(1, 10)
+    entrance.look(live, 3)
+    assert peers.take() == [((1, 10), WantState(iteration=7, worker=5, life=50), None)]

@@ -112,6 +112,54 @@ def test_without_levels_bsp_waits_for_everyone() -> None:
     assert log.waiting_for() == ["worker 0, to commit iteration 0"]
 
 
+# -- sites whose workers are gone --------------------------------------------------------------------------
+
+
+def follow(log: CommitLog, worker: int, iteration: int) -> list[object]:
+    """A site whose workers died with the mean says what the others say."""
+    said = messages.Step(
+        incarnation=worker + 1,
+        iteration=iteration,
+        scale=1.0,
+        hyperparameters=[],
+        accepted=False,
+        follows=True,
+    )
+    outcome = log.handle_step(worker, said)
+    assert not outcome.refused
+    return list(outcome.entries)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_who_follows_holds_nobody_up_and_contradicts_nobody(first: bool) -> None:
+    log = loose_log(2, loose=False)
+    contribute(log, 0, 0)
+    contribute(log, 1, 0)
+    if first:
+        assert follow(log, 0, 0) == []
+        assert log.waiting_for() == ["worker 1, to step iteration 0"]
+        entries = step(log, 1, 0)
+    else:
+        assert step(log, 1, 0) == []
+        entries = follow(log, 0, 0)
+    assert entries == [
+        Step(iteration=0, scale=1.0, hyperparameters=[], edited=[], editor=-1, accepted=True, nobody=False)
+    ]
+    assert follow(log, 0, 0) == []  # said again, when it is over
+    again = CommitLog.restored(log.state())
+    assert members_of(contribute(again, 0, 1) + contribute(again, 1, 1)) == [[0, 1]]
+
+
+def test_where_all_follow_the_step_is_left_out() -> None:
+    log = loose_log(2, loose=False)
+    contribute(log, 0, 0)
+    contribute(log, 1, 0)
+    assert follow(log, 0, 0) == []
+    (left_out,) = follow(CommitLog.restored(log.state()), 1, 0)
+    assert isinstance(left_out, Step)
+    assert (left_out.accepted, left_out.nobody) == (False, True)
+
+
 # -- leases ------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +243,27 @@ def test_workers_are_started_again_only_where_one_may_die_alone() -> None:
         check_run(Config(run=Run(workers=2, restarts=2)))
     check_run(Config(run=Run(workers=2, restarts=2, elastic=True)))
     check_run(Config(run=Run(workers=2, restarts=2, strategy="server")))
+
+
+def test_a_site_s_shard_comes_back_with_its_directory_and_is_the_same() -> None:
+    members = Membership(2, patience=5.0, sites={"paris": 1, "berlin": 1})
+
+    def come(now: float, address: str, token: str) -> tuple[int, str]:
+        found = members.handle_hello(now, "site", address=address, site="paris", token=token)
+        return found.incarnation, found.refused
+
+    assert come(0.0, "tcp://a:1", "mine") == (1, "")
+    assert come(1.0, "tcp://a:2", "other") == (0, "site 'paris' has a shard already, at tcp://a:1")
+    assert come(1.0, "tcp://a:2", "") == (0, "site 'paris' has a shard already, at tcp://a:1")
+    assert come(14.0, "tcp://b:1", "mine") == (1, "")  # three times the patience are borne
+    assert members.site_address("paris") == "tcp://b:1"
+    again = Membership(2, patience=5.0, sites={"paris": 1, "berlin": 1})
+    again.restore(20.0, members.state())
+    assert again.poll_deaths(34.9) == []
+    assert [incarnation for incarnation, _ in again.poll_deaths(35.0)] == [1]
+    assert not again.has_ended("paris")
+    assert again.handle_site_goodbye(1) == "paris"
+    assert again.has_ended("paris")
 
 
 # -- meetings and words ------------------------------------------------------------------------------------

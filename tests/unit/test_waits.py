@@ -133,6 +133,12 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.recv(10)": _PROBE,
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
+    "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
+    "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",
+    "net/returning.py: ReturningLinks.handle_welcome: link.client.send(encode(sent.message), sent.payload)": (
+        "the same"
+    ),
+    "net/returning.py: ReturningLinks.send: link.client.send(encode(message), payload)": "the same",
     "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
     "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
     "server/journal.py: Journal._work: self._items.get()": (

@@ -150,7 +150,10 @@ def server(
             listen=listen,
             run=run,
             folder=directory,
+            snapshot_seconds=snapshot_seconds,
             timeout=deadline,
+            sync=sync,
+            goes_on=lambda line: print(line, flush=True),
             ready=lambda address: print(
                 f"the shard of site {site} of {run} listens at {address}", flush=True
             ),

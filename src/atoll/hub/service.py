@@ -352,13 +352,14 @@ class Hub:
             token=hello.token,
             before=hello.incarnation if hello.role == "shard" else 0,
         )
-        known = self._members.incarnations()
+        known, site_before = self._members.incarnations(), self._members.site_address(hello.site)
         admission = self._book.come(came)
         if admission.refused:
             self._refuse(peer, admission.refused, "Hello")
             return
         again = admission.incarnation in known  # a shard that says Hello once more
-        if not again:
+        moved = again and hello.role == "site" and site_before != hello.address
+        if not again or moved:
             self._new.append(came)
         self._owners[admission.incarnation] = peer
         self._welcome(peer, hello.role, hello.site, admission.worker, admission.incarnation)
@@ -369,7 +370,8 @@ class Hub:
         if not again:
             self._decisions.add(f"{hello.role} joined", self._name(hello, admission), admission.reason)
         elif pid != hello.pid:
-            reason = f"it was started again, at the same address: {hello.address}"
+            where = f"elsewhere: {hello.address}" if moved else f"at the same address: {hello.address}"
+            reason = f"it was started again, {where}"
             self._decisions.add(f"{hello.role} came back", self._name(hello, admission), reason)
 
     def _welcome(self, peer: bytes, role: str, site: str, worker: int, incarnation: int) -> None:
@@ -451,7 +453,11 @@ class Hub:
         if self._members.sites and not incarnation:  # where its shard is depends on who it is
             self._refuse(peer, "say Hello first", "WhereAreShards")
             return
-        self._asking[peer] = self._book.site_of(incarnation)
+        site = self._book.site_of(incarnation)
+        if self._members.has_ended(site):
+            self._refuse(peer, f"site {site!r} has ended, and does not come back", "WhereAreShards")
+            return
+        self._asking[peer] = site
 
     def _reach_site(self, site: str, address: str) -> None:
         try:

@@ -61,9 +61,10 @@ class ServedLaunch:
 
     It ends when all workers have. A worker that ends with an error ends the others, since the error is likely
     the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
-    the others go on, once the run has begun. So is a site whose shard was killed. A hub or a shard that was
-    killed is started again up to three times, with the same arguments: what they go on from is in the
-    directory that each has. A process that stands still (SIGSTOP) for longer than the hub bears is killed.
+    the others go on, once the run has begun. A hub or a shard that was killed, a site's too, is started again
+    up to three times, with the same arguments: what they go on from is in the directory that each has. A site
+    whose shard was killed more often is left out. A process that stands still (SIGSTOP) for longer than the
+    hub bears is killed.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class ServedLaunch:
                 arguments += ["--optimizer", self._config.server.optimizer]
             self._serve(f"server-{shard}", arguments)
         for site in sites:
-            timeout = f"{self._config.timeout_seconds:g}"
-            self._serve(f"site-{site}", ["--hub", address, "--site", site, "--timeout", timeout, *common])
+            arguments = ["--hub", address, "--site", site, *common]
+            arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
+            self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         for rank in range(count):
             self._workers.append(self._worker(rank))
 
@@ -214,9 +216,11 @@ class ServedLaunch:
             site = name.partition("site-")[2]
             if code is None or (site and code == 0):
                 continue
-            if not site and code < 0 and self._serves_again(name, signal_name(-code)):
+            if site not in self._lost_sites and code < 0 and self._serves_again(name, signal_name(-code)):
                 continue
-            if site and code < 0 and self._lost_sites | {site} != set(self._sites):
+            # One that comes too late, for the others to go on with its site, says so and ends.
+            killed = code < 0 or self._restarts[name] > 0
+            if site and killed and self._lost_sites | {site} != set(self._sites):
                 if site not in self._lost_sites:
                     self._lost_sites.add(site)
                     self._leave_out(site)
@@ -252,8 +256,9 @@ class ServedLaunch:
     def _leave_out(self, site: str) -> None:
         """A site's shard was killed, and so its workers end."""
         ranks = [rank for rank, each in enumerate(self._sites) if each == site]
-        how = signal_name(-(self._services[f"site-{site}"].returncode or 0))
-        message = f"the shard of site {site!r} was killed by {how}; the other sites go on without it"
+        code = self._services[f"site-{site}"].returncode or 0
+        how = f"was killed by {signal_name(-code)}" if code < 0 else "could not come back"
+        message = f"the shard of site {site!r} {how}; the other sites go on without it"
         self._write(ranks[0], Warned(time=time.time(), worker=ranks[0], message=message))
 
     def _see_to_killed(self, rank: int, signame: str) -> None:

@@ -75,12 +75,14 @@ def _site(arguments: list[str]) -> None:
     parser.add_argument("--hub", required=True)
     parser.add_argument("--site", required=True)
     parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--snapshot-seconds", type=float, required=True)
     args = parser.parse_args(arguments)
     serve_site(
         args.site,
         args.hub,
         run=args.run,
         folder=args.directory / f"site-{args.site}",
+        snapshot_seconds=args.snapshot_seconds,
         timeout=args.timeout,
     )
 

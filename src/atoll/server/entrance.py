@@ -36,26 +36,42 @@ class Entrance:
         """Pass on what a living worker gives; False where nobody wants it. Given twice: the first counts."""
         if self._wants.pop((give.worker, give.life), None) is None:
             return False
-        self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
+        self._hand(give, payload)
         return True
+
+    def ask_again(self, worker: int, incarnation: int) -> None:
+        """This one is on a new connection: what it was asked for may not have reached it."""
+        for want in self._wants.values():
+            if want.asked == (worker, incarnation):
+                want.asked = None
+
+    def _hand(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """To the newcomer."""
+        self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
+
+    def _has_gone(self, life: Life, live: Mapping[int, int]) -> bool:
+        """Whether a newcomer has died itself."""
+        return live.get(life[0]) != life[1]
 
     def look(self, live: Mapping[int, int], meeting: int) -> None:
         """Ask somebody who lives for what nobody living was asked for; tell newcomers where nobody is left.
         `meeting` is the next one's number."""
         for life, want in list(self._wants.items()):
-            if live.get(life[0]) != life[1]:
-                del self._wants[life]  # it has died itself
+            if self._has_gone(life, live):
+                del self._wants[life]
             elif want.asked is None or live.get(want.asked[0]) != want.asked[1]:
                 self._ask(life, want, live, meeting)
 
     def _ask(self, life: Life, want: _Want, live: Mapping[int, int], meeting: int) -> None:
-        worker, incarnation = life
         givers = [each for each in sorted(live.items()) if each not in self._wants]
         if givers:
             want.asked = givers[0]
-            asked = messages.WantState(iteration=want.iteration, worker=worker, life=incarnation)
+            asked = messages.WantState(iteration=want.iteration, worker=life[0], life=life[1])
             self._peers.send(self._peers.worker(*givers[0]), asked)
-            return
+        else:
+            self._nobody(life, want.iteration, meeting)
+
+    def _nobody(self, life: Life, _iteration: int, meeting: int) -> None:
+        """Nobody is left who could give it."""
         del self._wants[life]
-        nobody = messages.GiveState(worker=worker, life=incarnation, meeting=meeting)
-        self._peers.send(self._peers.worker(worker, incarnation), nobody)
+        self._hand(messages.GiveState(worker=life[0], life=life[1], meeting=meeting), None)

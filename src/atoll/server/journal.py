@@ -61,23 +61,24 @@ class JournalError(RunError):
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whose folder this is. `token` is its own name, by which the hub knows it again; `incarnation` is what
-    the hub gave this shard last; `over`: the run has ended."""
+    the hub gave this shard last; `over`: the run has ended. With `site`, it is that site's shard."""
 
     format: int = 1
     run: str
     shard: int
+    site: str = ""
     token: str = ""
     incarnation: int = 0
     over: bool = False
 
 
 class Folder:
-    """The folder of shard `shard` of `run`, and nobody else's while this is open.
+    """The folder of shard `shard` of `run`, or of the shard of `site`, and nobody else's while this is open.
 
     Raises UserError where it is another run's or another shard's, or a shard is at work there.
     """
 
-    def __init__(self, path: Path, run: str, shard: int) -> None:
+    def __init__(self, path: Path, run: str, shard: int, site: str = "") -> None:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ class Folder:
             raise UserError(f"{path}: cannot keep a shard's journal there: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.identity = self._read(run, shard)
+            self.identity = self._read(run, shard, site)
             if self.identity.over:  # that run has ended: begin anew
                 self.clear()
             if self.identity.over or not self.identity.token:
@@ -101,20 +102,20 @@ class Folder:
             os.close(self._lock)
             raise
 
-    def _read(self, run: str, shard: int) -> Identity:
+    def _read(self, run: str, shard: int, site: str) -> Identity:
         path = self.path / _IDENTITY
         try:
             found = msgspec.json.decode(path.read_bytes(), type=Identity)
         except FileNotFoundError:
-            return Identity(run=run, shard=shard)
+            return Identity(run=run, shard=shard, site=site)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a shard's: {error}") from None
-        if (found.run, found.shard) != (run, shard):
+        if (found.run, found.shard, found.site) != (run, shard, site):
             raise UserError(
-                f"{self.path}: holds shard {found.shard} of run {found.run!r}; this is shard {shard} of run "
-                f"{run!r}: give it another --directory, or remove that one"
+                f"{self.path}: holds {_who(found.shard, found.site)} of run {found.run!r}; this is "
+                f"{_who(shard, site)} of run {run!r}: give it another --directory, or remove that one"
             )
         return found
 
@@ -157,6 +158,10 @@ class Folder:
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+def _who(shard: int, site: str) -> str:
+    return f"the shard of site {site!r}" if site else f"shard {shard}"
 
 
 def read_segments(folder: Folder, first: int) -> Iterator[Item]:
@@ -353,9 +358,9 @@ class Journal:
         self._written = self._count
 
     def _fail(self, error: OSError) -> None:
-        path = self.folder.segment(self.number)
+        path, identity = self.folder.segment(self.number), self.folder.identity
         self._error = (
-            f"shard {self.folder.identity.shard} cannot write its journal {path}: {error.strerror}; "
+            f"{_who(identity.shard, identity.site)} cannot write its journal {path}: {error.strerror}; "
             "it ends rather than acknowledge what it could not keep. Nothing that it has "
             "acknowledged is lost: put that right, and start it again with the same --directory"
         )

@@ -154,6 +154,8 @@ class LogKeeper:
     def handle_join(self, worker: int, incarnation: int) -> str:
         """A worker has said Hello; returns why it may not take part. One that comes late does when it has
         arrived: until then it sets itself up, and nobody waits for it."""
+        self._entrance.ask_again(worker, incarnation)
+        self._see_to_entrance()
         if self.is_late(worker, incarnation):
             return self._meetings.refusal(worker, incarnation)
         return self.handle_arrive(worker, incarnation)

@@ -25,6 +25,7 @@ from atoll.server.links import HubLink
 from atoll.server.recovery import find, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
+from atoll.server.siterecovery import find_site
 from atoll.server.snapshot import Snapshots
 
 LARGEST_FRAME = 2**31 - 1  # bytes
@@ -135,14 +136,18 @@ def serve_site(
     address: str = "",
     run: str = "atoll",
     folder: str | os.PathLike[str] | None = None,
+    snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
+    sync: bool = False,
     ready: Callable[[str], None] = lambda _address: None,
+    goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
 ) -> None:
     """Be the shard of `site`, until SIGTERM or SIGINT, or all of the site's workers have left: see `serve`.
 
-    `folder` gets its journal; it keeps no snapshots, since it has nothing that the global shards have not.
-    `timeout` in seconds is the deadline of each wait for the hub's welcome and for the global shards.
+    `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
+    parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
+    and for the global shards.
     """
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
@@ -150,19 +155,39 @@ def serve_site(
     with ExitStack() as stack:
         stopped = stack.enter_context(_told_to_stop(stop or threading.Event()))
         emit: Callable[[AnyEvent], None] = lambda _event: None  # noqa: E731
+        kept_in, found, journal = None, None, None
         if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            kept_in = Folder(Path(folder), run, 0, site)
+            stack.callback(kept_in.close)
+            found = find_site(kept_in)
+            journal = Journal(kept_in, found.next_segment if found is not None else 0, sync=sync)
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         server = stack.enter_context(
             Server(listen, keys, limit=LARGEST_FRAME, name=f"shard of site {site!r}")
         )
         own = address or _reachable(server.address)
-        hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout)
+        token = kept_in.identity.token if kept_in is not None else ""
+        hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout, token=token)
         stack.callback(hub.close)
-        shard = SiteShard(server, run=run, hub=hub, keys=keys, timeout=timeout, emit=emit)
+        shard = SiteShard(
+            server,
+            run=run,
+            hub=hub,
+            keys=keys,
+            timeout=timeout,
+            journal=journal,
+            image_seconds=snapshot_seconds,
+            emit=emit,
+        )
         stack.callback(shard.close)
+        if found is not None:
+            goes_on(shard.recover_site(found))
+        if journal is not None:
+            journal.begin_segment(fresh=found is None)
         ready(own)
         shard.run(lambda: stopped.is_set() or hub.over)
+        if kept_in is not None and (hub.over or shard.is_over):
+            kept_in.remember(over=True)
 
 
 def _reachable(address: str) -> str:

@@ -104,6 +104,7 @@ class Shard:
     ) -> None:
         self.index, self._server, self._run, self._keys = index, server, run, keys
         self.name = f"shard {index}"  # as its workers know it
+        self.site = ""  # whose shard it is: no site's
         self._hub, self._snapshots, self._emit = hub, snapshots, emit
         self._configured, self._fused = configured, fused
         self._peers = Peers(server, run)
@@ -128,6 +129,7 @@ class Shard:
         self._strangers = 0
         self.refused = 0  # messages refused
         self.in_box = IN_BOX
+        self.at_once: tuple[type, ...] = (messages.WhoIsMissing,)  # handled while chunks are stepped, too
         if index and log_address:
             self._connect(log_address)
         self._handlers: dict[type, Callable[[bytes, Hello, Any, memoryview | None], str]] = {
@@ -343,6 +345,12 @@ class Shard:
         if reason:
             return reason
         late = False
+        if hello.role == "worker" and hello.site != self.site:
+            self._peers.forget(
+                peer
+            )  # it looks for another shard, whose port this one has got: see `_welcome`
+            self._welcome(peer, hello, False)
+            return ""
         if hello.role == "worker":
             reach("shard.hello")
             if self._log is not None:
@@ -358,20 +366,23 @@ class Shard:
         if reason:
             self._peers.forget(peer)
             return reason
-        self._peers.send(
-            peer,
-            messages.Welcome(
-                run=self._run,
-                worker=hello.worker,
-                incarnation=hello.incarnation,
-                shard=self.index,
-                comes_back=self._journal is not None,
-                late=late,
-            ),
-        )
+        self._welcome(peer, hello, late)
         if hello.role == "hub" and self._log is not None:
             self._log.greet_hub()
         return ""
+
+    def _welcome(self, peer: bytes, hello: Hello, late: bool) -> None:
+        """Say who this is: who looks for another shard goes on looking."""
+        welcome = messages.Welcome(
+            run=self._run,
+            worker=hello.worker,
+            incarnation=hello.incarnation,
+            shard=self.index,
+            sites=[self.site] if self.site else [],
+            comes_back=self._journal is not None,
+            late=late,
+        )
+        self._peers.send(peer, welcome)
 
     # -- setting up ---------------------------------------------------------------------------------------
 
@@ -750,8 +761,8 @@ class Shard:
         ready: list[tuple[int, AnyPull]] = []
         while len(self._inbox) < self.in_box and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
-            if isinstance(message, messages.WhoIsMissing):
-                self._handle(received, message)
+            if message is not None and isinstance(message, self.at_once) and hello is not None:
+                self._handle(received, message)  # of one whose Hello does not wait, too
             elif (
                 self._done is None
                 or not isinstance(message, (messages.Pull, messages.PullMean))

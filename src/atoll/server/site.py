@@ -1,29 +1,49 @@
 """A site's shard: one process that is the whole parameter server to the site's workers, and one worker to the
-global shards."""
+global shards.
+
+With a directory it keeps a journal, as other shards do, and may be killed and started again: to the global
+shards it is the same worker then, of the same incarnation, and what was under way is sent up once more.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
+from atoll.core.errors import DeadlineError
 from atoll.core.events import AnyEvent
-from atoll.net.endpoint import Endpoint, Server
+from atoll.core.points import reach
+from atoll.net.endpoint import Endpoint, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.gathered import merge_untrusted, pack
+from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
-from atoll.server.logkeeper import LogKeeper, Outgoing
+from atoll.server.logkeeper import LastMeeting, LogKeeper, Outgoing
 from atoll.server.peers import Peers
+from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
+from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
+from atoll.server.siterecovery import FoundSite, SiteImage, encode_site_image
 from atoll.server.upstream import LOG, Place, Upstream
+from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
+from atoll.store.records import Told
 from atoll.store.shard import AnyPull
 from atoll.wire import messages
-from atoll.wire.messages import AnyMessage, Hello
+from atoll.wire.messages import AnyMessage, Hello, decode_untrusted
 
 _FAREWELL = 0.5  # seconds from the last worker's end to the site's: for what the hub is yet to be told
 _IN_BOX = 4096  # messages of the site's workers that wait while the global shards are waited for
+_LOOK_SECONDS = 0.25  # between looks at the hub, or at the journal, while one is waited for
+_LARGE_JOURNAL = 8  # times what the chunks hold: the journal begins anew
+_SMALL_JOURNAL = 2**28  # bytes that are no reason for it
+_MEETING = "meeting"  # what a Meet is sent again until, with its number
+_ENTERING = "entering"  # the same, of a WantState
+
+_ABOVE = Hello(version=messages.VERSION, run="", role="shard", shard=LOG)  # who says that sites have met
 
 
 class _StoppedError(BaseException):
@@ -32,16 +52,50 @@ class _StoppedError(BaseException):
 
 class SiteLog(LogKeeper):
     """The log of a site's own workers. Their meetings are parts of the sites': `pass_up(number, what, part)`
-    takes each that is complete here, and `end` is told when all sites have come."""
+    takes each that is complete here, and `end` is told when all sites have come. `ask_above` and `give_above`
+    as SiteEntrance's."""
 
     def __init__(
-        self, workers: int, peers: Peers, apply: Outgoing, pass_up: Callable[[int, str, bytes], None]
+        self,
+        workers: int,
+        peers: Peers,
+        apply: Outgoing,
+        pass_up: Callable[[int, str, bytes], None],
+        ask_above: Callable[[int], None],
+        give_above: Callable[[messages.GiveState, memoryview | None], None],
     ) -> None:
         super().__init__(workers, peers, apply)
+        self._entrance: SiteEntrance = SiteEntrance(peers, ask_above, give_above)
         self._pass_up = pass_up
-        self.takes_latecomers = False
         self._complete: dict[int, Meeting] = {}  # meetings that the other sites are waited for in
         self.met = 0  # how many are over
+        self._left: set[tuple[int, int]] = set()  # who has said goodbye: worker, incarnation
+        self._last_gone = (-1, 0)
+
+    def handle_goodbye(self, worker: int, incarnation: int) -> None:
+        """A worker leaves; the hub fences it, too."""
+        self._left.add((worker, incarnation))
+
+    def handle_fence(self, fence: messages.Fence) -> None:
+        self._last_gone = (fence.worker, fence.incarnation)
+        super().handle_fence(fence)
+
+    def handle_want_from_above(self, want: messages.WantState) -> None:
+        """Another site asks for the state of a living worker."""
+        self._entrance.want_from_above(want)
+        self._see_to_entrance()
+
+    def handle_given_from_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        """Another site's worker gives its state to those who come late here."""
+        for given in self._entrance.given_from_above(give, payload, self._meetings.next_meeting):
+            if given.members and not given.refused:
+                self._meetings.skip_meetings(given.meeting)
+                self._meetings.handle_entered(given.worker, given.life, given.meeting, True)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nobody is left, and who was the last has said goodbye: nobody comes back."""
+        return self.is_over and self._last_gone in self._left
 
     @property
     def is_over(self) -> bool:
@@ -75,6 +129,7 @@ class SiteLog(LogKeeper):
         self.met += 1
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._set_idle(worker, incarnation, False)
+        reach("site.met")
         met = messages.Met(
             number=message.number,
             workers=[worker for worker, _ in merged],
@@ -82,6 +137,9 @@ class SiteLog(LogKeeper):
             clock=self._log.next_iteration if self._log is not None else 0,
         )
         whole = b"".join(part for _, part in merged)
+        own = dict(zip(meeting.workers, meeting.incarnations, strict=True))
+        self._last = LastMeeting(met, [own.get(worker, 0) for worker in met.workers])
+        self._last_payload = whole or None
         for worker, incarnation in zip(meeting.workers, meeting.incarnations, strict=True):
             self._peers.send(self._peers.worker(worker, incarnation), met, whole or None)
 
@@ -90,7 +148,8 @@ class SiteShard(Shard):
     """The shard of a site of `run`; `hub` knows which one and who belongs to it.
 
     `server` is where the site's workers come in. `timeout` in seconds is the deadline of each wait for the
-    global shards.
+    global shards. With a `journal`, which begins anew every `image_seconds`, `recover` has it go on where the
+    one before it was killed.
     """
 
     def __init__(
@@ -101,25 +160,42 @@ class SiteShard(Shard):
         hub: HubLink,
         keys: Keys | None = None,
         timeout: float,
+        journal: Journal | None = None,
+        image_seconds: float = 60.0,
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         welcome = hub.welcome
         self._place = Place(welcome.worker, list(welcome.sites), welcome.incarnation)
         self._link_up, self._timeout = hub, timeout
         self._site_log: SiteLog
-        super().__init__(0, server, run=run, workers=welcome.workers, keys=keys, hub=hub, emit=emit)
+        super().__init__(
+            0, server, run=run, workers=welcome.workers, keys=keys, hub=hub, journal=journal, emit=emit
+        )
+        self.site = self._place.name
         self.name, self.in_box = f"the shard of site {self._place.name!r}", _IN_BOX
-        self._workers = welcome.workers
+        self._workers, self._shards = welcome.workers, welcome.shards
+        self._handlers[messages.Goodbye] = self._handle_goodbye
+        # Another site may wait for what a worker gives, and this one for that site.
+        self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
+        self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
         self._upstream: Upstream | None = None
-        self._meets: list[tuple[messages.Meet, memoryview]] = []  # while the global shards are not there
+        self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
+        self._alone_since = math.inf  # monotonic: when the last of its workers was lost
         self._refreshed = 0  # the parameters are those after so many meetings
         self._over = False
         self._ends_at = math.inf  # monotonic
         self._until: Callable[[], bool] = lambda: False
 
     def _make_log(self, workers: int) -> LogKeeper:
-        self._site_log = SiteLog(workers, self._peers, self._queue, self._meet)
+        self._site_log = SiteLog(
+            workers, self._peers, self._queue, self._meet, self._want_above, self._give_above
+        )
         return self._site_log
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the site has ended: nobody is to come back."""
+        return self._over
 
     def waiting_for(self) -> list[str]:
         above = self._upstream.waiting_for() if self._upstream is not None else []
@@ -132,9 +208,13 @@ class SiteShard(Shard):
         is told when the site cannot go on."""
         self._until = until
         try:
+            if self._model is not None:
+                self._go_on()
             super().run(lambda: until() or time.monotonic() > self._ends_at)
         except _StoppedError:
             return
+        except JournalError:
+            raise  # it may be started again
         except Exception:
             if not self._over:
                 self._link_up.goodbye()  # the other sites need not wait until the hub misses it
@@ -155,8 +235,20 @@ class SiteShard(Shard):
             self._upstream = self._connect_up(self._link_up.addresses)
         if self._upstream is not None:
             self._upstream.poll()
-        if self._site_log.is_over and not self._over:
-            self._leave()
+        if not self._over:
+            self._see_to_end()
+
+    def _see_to_end(self) -> None:
+        """A site whose workers have left ends; where they have died, it waits for some to come back."""
+        if not self._site_log.is_over:
+            self._alone_since = math.inf
+            return
+        self._alone_since = min(self._alone_since, time.monotonic())
+        waited = time.monotonic() - self._alone_since
+        if self._site_log.has_left:
+            self._leave("all its workers have left")
+        elif waited > RETURN_PATIENCES * self._link_up.welcome.patience:
+            self._leave(f"all its workers were lost, and nobody came back for {waited:.1f} s")
 
     def _connect_up(self, addresses: list[str]) -> Upstream:
         upstream = Upstream(
@@ -167,12 +259,19 @@ class SiteShard(Shard):
             timeout=self._timeout,
             door=self._server,
             meanwhile=self._meanwhile,
+            where=self._where,
+            tell=self.warn,
         )
         upstream.on(messages.Met, self._handle_met)
-        for meet, payload in self._meets:
-            self._send_meet(upstream, meet, payload)
-        self._meets.clear()
+        upstream.on(messages.WantState, self._handle_want_from_above)
+        upstream.on(messages.GiveState, self._handle_given_from_above)
+        for number in self._meets:
+            self._send_meet(upstream, number)
         return upstream
+
+    def _where(self) -> list[str] | None:
+        self._link_up.ask_where()
+        return self._link_up.addresses or None
 
     def _meanwhile(self) -> bool:
         """While the global shards are waited for: see to what cannot wait; whether there is room for more."""
@@ -182,32 +281,62 @@ class SiteShard(Shard):
         self._serve_meanwhile()
         return len(self._inbox) < self.in_box
 
-    def _leave(self) -> None:
-        """All of the site's workers have left: no other site is to wait for this one."""
+    def _leave(self, reason: str) -> None:
+        """No other site is to wait for this one."""
         self._over, self._ends_at = True, time.monotonic() + _FAREWELL
         if self._upstream is not None:
             self._upstream.leave()
         self._link_up.goodbye()
-        self._decide("site", "over", "all its workers have left")
+        self._decide("site", "over", reason)
 
     # -- meetings -----------------------------------------------------------------------------------------
 
     def _meet(self, number: int, what: str, part: bytes) -> None:
         meet = messages.Meet(incarnation=self._place.incarnation, number=number, what=what)
-        if self._upstream is None:
-            self._meets.append((meet, memoryview(part)))
-        else:
-            self._send_meet(self._upstream, meet, memoryview(part))
+        self._meets[number] = meet, memoryview(part)
+        upstream = self._upstream
+        if upstream is not None:
+            self._peers.when_kept(lambda: self._send_meet(upstream, number))
 
-    def _send_meet(self, upstream: Upstream, meet: messages.Meet, part: memoryview) -> None:
-        upstream.send(LOG, meet, part)
+    def _send_meet(self, upstream: Upstream, number: int) -> None:
+        meet, part = self._meets[number]
+        upstream.send(LOG, meet, part, until=(_MEETING, number))
         upstream.expect(f"every site's part in {meet.what}")
 
     def _handle_met(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, messages.Met)
         assert self._upstream is not None
+        if message.number not in self._meets:
+            return  # the answer to what was sent twice
         self._upstream.came()
+        self._upstream.answered((_MEETING, message.number))
+        self._note(_ABOVE, messages.encode(message), payload)
+        self._end_meeting(message, payload)
+
+    def _end_meeting(self, message: messages.Met, payload: memoryview | None) -> None:
+        self._meets.pop(message.number, None)
         self._site_log.end(message, payload)
+
+    # -- who comes late where nobody lives ----------------------------------------------------------------
+
+    def _want_above(self, iteration: int) -> None:
+        if self._upstream is not None:  # else who comes late asks again
+            self._upstream.send(LOG, messages.WantState(iteration=iteration), until=_ENTERING)
+
+    def _give_above(self, give: messages.GiveState, payload: memoryview | None) -> None:
+        if self._upstream is not None:
+            self._upstream.send(LOG, give, payload)
+
+    def _handle_want_from_above(self, _shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, messages.WantState)
+        self._site_log.handle_want_from_above(message)
+
+    def _handle_given_from_above(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, messages.GiveState)
+        assert self._upstream is not None
+        self._upstream.answered(_ENTERING)
+        self._note(_ABOVE, messages.encode(message))  # its payload is only passed on
+        self._site_log.handle_given_from_above(message, payload)
 
     # -- setting up ---------------------------------------------------------------------------------------
 
@@ -215,20 +344,14 @@ class SiteShard(Shard):
         """All workers make the same sequence of set-ups: the first to come with its n-th begins the n-th."""
         if hello.role != "worker":
             return "a worker brings the Setup"
-        if self._upstream is None:
+        if self._upstream is None and not self._replaying:
             return "the global shards are not all there yet"
         if self._model is not None and setup.digest != self._model.setup.digest:
             return self._trains_another()
-        if self._next_set_up((hello.worker, hello.incarnation)) <= self._generation:
+        if self._next_set_up((hello.worker, hello.incarnation), setup.number) <= self._generation:
             return ""
         try:
-            model = SiteModel(
-                setup,
-                self._upstream,
-                workers=self._workers,
-                used=self._site_log.used,
-                alive=lambda: not self._site_log.is_over,
-            )
+            model = self._make_model(setup, self._generation + 1)
         except Exception as error:  # the sender's mistake, not the shard's
             return (str(error) or type(error).__name__).splitlines()[0]
         bringer = self._site_log.incarnation(setup.first)
@@ -240,11 +363,33 @@ class SiteShard(Shard):
             model.begin()
         return ""
 
+    def _make_model(self, setup: messages.Setup, number: int) -> SiteModel:
+        return SiteModel(
+            setup,
+            self._upstream,
+            number=number,
+            place=self._place,
+            workers=self._workers,
+            shards=self._shards,
+            used=self._site_log.used,
+            alive=lambda: not self._site_log.has_left,
+            settle=self._settle,
+        )
+
     def _handle_ready(self, peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:
         who, model = (hello.worker, hello.incarnation), self._model
         if isinstance(model, SiteModel) and who == self._setter and not model.complete:
             model.begin()  # its values have all gone up
         return super()._handle_ready(peer, hello, message, None)
+
+    def _handle_goodbye(
+        self, _peer: bytes, hello: Hello, goodbye: messages.Goodbye, _: memoryview | None
+    ) -> str:
+        """A worker leaves: the site does not wait for it to come back."""
+        if hello.role == "worker":
+            self._note(hello, messages.encode(goodbye))
+            self._site_log.handle_goodbye(hello.worker, hello.incarnation)
+        return ""
 
     # -- what workers ask for -----------------------------------------------------------------------------
 
@@ -268,3 +413,107 @@ class SiteShard(Shard):
             return "this shard is not set up yet"
         self._model.pass_state(lambda message, payload: self._peers.send(peer, message, payload))
         return ""
+
+    # -- a life after death -------------------------------------------------------------------------------
+
+    def recover_site(self, found: FoundSite) -> str:
+        """Go on where the shard of this site stood that left this; returns what that was, in words."""
+        self._replaying, count = True, 0
+        try:
+            if found.image is not None:
+                self._restore_site(found, found.image)
+            for told, payload in found.told:
+                self._hear_again(told, payload)
+                count += 1
+        finally:
+            self._replaying = False
+        line = f"{self.name} goes on from {count} records of its journal: iteration {self._model_iteration()}"
+        self._decide("shard", "goes on", line)
+        return line
+
+    def _restore_site(self, found: FoundSite, image: SiteImage) -> None:
+        shard = image.shard
+        model = self._make_model(image.between, shard.generation)
+        model.remember(shard.model, found.parts[CONTRIBUTION], {})
+        model.optimizer.set_hyperparameters(image.hyperparameters)
+        model.clock = image.clock
+        self._model, self._setter = model, shard.setter
+        self._generation, self._next_entry = shard.generation, shard.next_entry
+        self._bases, self._readies = dict(shard.bases), dict(shard.readies)
+        assert shard.log is not None
+        last = found.parts[LAST_MEETING].get(0)
+        self._site_log.restore(shard.log, found.parts[MEETING], None if last is None else bytes(last))
+        self._site_log.met = image.met
+
+    def _hear_again(self, told: Told, payload: memoryview | None) -> None:
+        message = decode_untrusted(bytes(told.message))
+        if isinstance(message, messages.Met):
+            self._end_meeting(message, payload)
+            self._apply_entries()
+        elif isinstance(message, messages.GiveState) and told.role == _ABOVE.role:
+            self._site_log.handle_given_from_above(message, None)
+        else:
+            super()._hear_again(told, payload)
+
+    def _go_on(self) -> None:
+        """Before anybody is answered: find the global shards, and have what was under way done."""
+        since = time.monotonic()
+        while not self._link_up.addresses:
+            waited = time.monotonic() - since
+            if waited > self._timeout:
+                raise DeadlineError(
+                    f"site {self._place.name!r} waited {waited:.1f} s for the hub at "
+                    f"{self._link_up.client.address} on the global shards' addresses, to go on from "
+                    f"iteration {self._model_iteration()} (deadline --timeout, {self._timeout:g} s)"
+                )
+            if self._until():
+                raise _StoppedError
+            poll([self._link_up.client], _LOOK_SECONDS)
+            self._link_up.take()
+        self._upstream = self._connect_up(self._link_up.addresses)
+        assert isinstance(self._model, SiteModel)
+        self._model.go_on(self._upstream)
+
+    def _settle(self) -> None:
+        """What is about to go up tells of all that was taken in: wait until that is in the journal."""
+        journal, since = self._journal, time.monotonic()
+        if journal is None:
+            return
+        written = threading.Event()
+        journal.when_written(written.set)
+        while not written.is_set():
+            waited = time.monotonic() - since
+            if waited > self._timeout:
+                raise DeadlineError(
+                    f"site {self._place.name!r} waited {waited:.1f} s for its journal in "
+                    f"{journal.folder.path} to be written, before iteration {self._model_iteration()} "
+                    f"goes up (deadline --timeout, {self._timeout:g} s)"
+                )
+            poll([], _LOOK_SECONDS, journal.fileno)
+            journal.release()
+
+    def _model_iteration(self) -> int:
+        return self._model.iterations if self._model is not None else 0
+
+    def _poll_snapshots(self) -> None:
+        """Now and then the journal begins anew, with all that is remembered: between two iterations, when
+        no payloads have to be written with it but those that came early."""
+        journal, model = self._journal, self._model
+        if journal is None or not isinstance(model, SiteModel) or not model.complete:
+            return
+        large = journal.size > max(_SMALL_JOURNAL, _LARGE_JOURNAL * model.held_bytes)
+        if time.monotonic() < self._image_at and not large:
+            return
+        if self._upstream is None or self._entries or self._meets or model.mean is not None:
+            return
+        self._image_at = time.monotonic() + self._image_seconds
+        shard, parts = self.image()
+        image = SiteImage(
+            shard=shard,
+            between=model.between,
+            hyperparameters=model.optimizer.hyperparameters,
+            clock=model.clock,
+            met=self._site_log.met,
+        )
+        number = journal.begin_segment(encode_site_image(image), parts)
+        journal.when_written(lambda: journal.drop_before(number))

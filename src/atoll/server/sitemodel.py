@@ -4,13 +4,17 @@ Inside the site it is always bsp. Between the sites it is what the run's `sync.c
 the site's mean goes up as soon as it is made, and the global mean and the new parameters come down; under
 `ssp` and `asp` the site's workers see their site's mean, and what their step makes of it goes up as one
 contribution. Each waits for the global shards, chunk by chunk. Source: S4, "The store", levels.
+
+A site's shard that is started again goes through its journal without the global shards. At most one thing
+was on its way up when it was killed, the last: that one it does once more, and what comes twice counts once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -18,13 +22,21 @@ from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
+from atoll.core.points import reach
 from atoll.server.model import Done, Holder, MeanOf, Model
 from atoll.server.payloads import payload_of, tensor_of
-from atoll.server.upstream import LOG, Upstream
+from atoll.server.upstream import LOG, Place, Upstream
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used
+
+# What messages are sent again until, to a global shard that was lost.
+SET_UP, CONTRIBUTION, STEP, STATE = "set-up", "contribution", "step", "state"
+
+Passing: TypeAlias = Callable[[Upstream], None]  # what is to be done with the global shards
+Gradients: TypeAlias = tuple[Tensor, bytes]  # a chunk's, and which of its parameters have one
+Edits: TypeAlias = dict[int, tuple[memoryview, bytes]]  # by chunk
 
 
 class PassingValues:
@@ -62,8 +74,10 @@ class PassingValues:
 
     def check_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
         """Raise UserError for other param groups than the run's; the global shards look closer."""
-        own = [sorted(group) for group in self._hyperparameters]
-        if [sorted(group) for group in hyperparameters] != own:
+        own = self._hyperparameters  # a scheduler adds keys of its own
+        if len(hyperparameters) != len(own) or any(
+            group.keys() - given.keys() for group, given in zip(own, hyperparameters, strict=True)
+        ):
             raise UserError(f"hyperparameters of other param groups than the {len(own)} that the run has")
 
     def set_hyperparameters(self, hyperparameters: Sequence[Mapping[str, Any]]) -> None:
@@ -72,10 +86,12 @@ class PassingValues:
 
 
 class SiteModel(Model):
-    """`setup` is a worker's, for the site as a whole; `workers` is how many the site has.
+    """`setup` is a worker's, for the site as a whole, the `number`-th; `workers` is how many the site has,
+    and `shards` how many global shards there are.
 
     `used()` gives the samples behind the iteration that goes up, and `alive()` says whether any worker of the
-    site is left. Raises UserError where the setup makes no sense.
+    site is left or may come back. `settle()` waits until all that was taken in is in the journal. Without
+    `upstream` a journal is gone through, and `go_on` has what was under way done.
     """
 
     optimizer: PassingValues
@@ -83,70 +99,135 @@ class SiteModel(Model):
     def __init__(
         self,
         setup: Setup,
-        upstream: Upstream,
+        upstream: Upstream | None,
         *,
+        number: int,
+        place: Place,
         workers: int,
+        shards: int,
         used: Callable[[], list[Used]],
         alive: Callable[[], bool],
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         inside = msgspec.structs.replace(setup, consistency="bsp", slack=0, workers=workers, shards=1)
         super().__init__(inside, 0)
-        self._between, self._upstream, self._used, self._alive = setup, upstream, used, alive
+        self.between, self._place, self._shards, self._number = setup, place, shards, number
+        self._above, self._used, self._alive, self._settle = upstream, used, alive, settle
+        self._due: list[Passing] = []  # of a journal: what may not have been done
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
-        places = balance(list(sizes.values()), len(upstream))
+        places = balance(list(sizes.values()), shards)
         self._shard_of = dict(zip(sizes, places, strict=True))
-        self._clock = setup.steps  # iterations of the site that count globally
+        self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
 
     def _hold(self, layout: ChunkMap) -> Holder:
         return PassingValues(layout, self.setup.chunks, self.setup.hyperparameters)
 
+    # -- with the global shards, and without --------------------------------------------------------------
+
+    def _pass(self, passing: Passing, *, begins: bool = True) -> None:
+        """Do this, once what it tells of is in the journal. `begins`: all before it is done."""
+        if self._above is not None:
+            if begins:
+                self._settle()
+                reach("site.passes", self.clock)
+            passing(self._above)
+            return
+        if begins:
+            self._due.clear()
+        self._due.append(passing)
+
+    def go_on(self, upstream: Upstream) -> None:
+        """The journal is at its end: do once more what may not have been done, and fetch the values."""
+        self._above = upstream
+        due, self._due = self._due, []
+        for passing in due:
+            passing(upstream)
+        if self.complete:
+            self.refresh()
+
+    @property
+    def _upstream(self) -> Upstream:
+        assert self._above is not None
+        return self._above
+
     # -- setting up ---------------------------------------------------------------------------------------
 
     def describe(self) -> None:
         """One of this site's workers brings the values: tell the global shards what they are of."""
-        for shard in range(len(self._upstream)):
+        self._pass(self._describe, begins=False)
+
+    def _describe(self, upstream: Upstream) -> None:
+        for shard in range(self._shards):
             setup = msgspec.structs.replace(
-                self._between,
+                self.between,
                 chunks=[chunk for chunk, place in self._shard_of.items() if place == shard],
-                workers=len(self._upstream.place.names),
-                shards=len(self._upstream),
+                workers=len(self._place.names),
+                shards=self._shards,
+                number=self._number,
             )
-            self._upstream.send(shard, setup)
+            upstream.send(shard, setup, until=SET_UP)
 
     def set_chunk(self, message: messages.SetChunk, payload: memoryview | None) -> str:
         """Pass on a chunk's values or a state of its optimizer."""
-        if message.chunk not in self._shard_of:
+        shard = self._shard_of.get(message.chunk)
+        if shard is None:
             return f"there is no chunk {message.chunk} to train"
-        self._upstream.send(self._shard_of[message.chunk], message, payload)
+        passed = msgspec.structs.replace(message, number=self._number)
+        self._pass(lambda upstream: upstream.send(shard, passed, payload, until=SET_UP), begins=False)
         return ""
 
     def begin(self) -> None:
         """Wait until the global shards are set up, and fetch the values."""
-        ready: set[int] = set()
-        self._upstream.on(messages.Ready, lambda shard, _message, _payload: ready.add(shard))
-        self._upstream.send_all(messages.Ready(digest=self.setup.digest))
-        self._upstream.wait(
-            lambda: len(ready) == len(self._upstream),
-            lambda: [shard for shard in range(len(self._upstream)) if shard not in ready],
-            f"the description of the model by worker {self._between.first}",
-        )
-        self.refresh()
+        self._pass(self._begin, begins=False)
         self.complete = True
+
+    def _begin(self, upstream: Upstream) -> None:
+        ready: set[int] = set()
+
+        def take(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+            assert isinstance(message, messages.Ready)
+            if message.number == self._number:
+                ready.add(shard)
+
+        upstream.on(messages.Ready, take)
+        upstream.send_all(messages.Ready(digest=self.setup.digest, number=self._number), until=SET_UP)
+        upstream.wait(
+            lambda: len(ready) == self._shards,
+            lambda: [shard for shard in range(self._shards) if shard not in ready],
+            f"the description of the model by worker {self.between.first}",
+        )
+        upstream.answered(SET_UP)
+        self.refresh()
 
     def refresh(self) -> None:
         """Fetch the parameters as the global shards have them now."""
-        self._fetch(self._clock, _nothing)
+        self._fetch(self.clock, _nothing)
 
     # -- iterations ---------------------------------------------------------------------------------------
 
     def _combine(self, action: CombineChunks, done: Done) -> None:
-        if self._between.consistency != "bsp":
+        if self.between.consistency != "bsp":
             super()._combine(action, done)
+            self._due.clear()
             return
+        used = self._used()
+        if self._above is not None:
+            self._pass(
+                lambda _: self._pass_mean(action, lambda chunk: self._mean_of(action, chunk), used, done)
+            )
+            return
+        # The gradients are let go before this is done, if it is.
+        means = {chunk: self._mean_of(action, chunk) for chunk in self.chunks}
+        self._pass(lambda _: self._pass_mean(action, means.__getitem__, used, _nothing))
+
+    def _pass_mean(
+        self, action: CombineChunks, mean: Callable[[int], Gradients], used: list[Used], done: Done
+    ) -> None:
+        """bsp: the site's mean goes up, and the mean over all sites comes down."""
         for chunk in self.chunks:
-            self._push(chunk, *self._mean_of(action, chunk))
-        self._commit(action.weight, action.samples, [])
+            self._push(chunk, *mean(chunk), self.clock, CONTRIBUTION)
+        self._commit(action.weight, action.samples, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
 
     def _await_mean(self, iteration: int, done: Done) -> None:
@@ -155,23 +236,25 @@ class SiteModel(Model):
 
         def take(shard: int, message: AnyMessage, payload: memoryview | None) -> None:
             assert isinstance(message, messages.Mean)
-            if message.iteration != self._clock or message.chunk not in self._lacking:
+            if message.iteration != self.clock or message.chunk not in self._lacking:
                 return
             if self.mean is None:
                 self.mean = MeanOf(iteration, {}, message.weight, message.samples)
             self.mean.chunks[message.chunk] = self._tensor(message.chunk, payload, shard), message.present
             self._lacking.discard(message.chunk)
+            reach("site.answered", self.clock)
             done(message.chunk)
 
-        self._upstream.on(messages.Mean, take)
+        upstream = self._upstream
+        upstream.on(messages.Mean, take)
         for shard in self._holders():
-            self._upstream.send(
-                shard, messages.PullMean(incarnation=self._incarnation, iteration=self._clock)
-            )
-        self._upstream.wait(lambda: not self._lacking, self._missing, f"the mean of iteration {self._clock}")
+            pull = messages.PullMean(incarnation=self._incarnation, iteration=self.clock)
+            upstream.send(shard, pull, until=CONTRIBUTION)
+        reach("site.passed", self.clock)
+        upstream.wait(lambda: not self._lacking, self._missing, f"the mean of iteration {self.clock}")
+        upstream.answered(CONTRIBUTION)
 
     def _step(self, action: StepChunks, _before: Done, done: Done) -> None:
-        assert self.mean is not None
         mean, self.mean = self.mean, None
         self._replaced.clear()
         self.iterations = action.iteration + 1
@@ -179,73 +262,99 @@ class SiteModel(Model):
             self.optimizer.set_hyperparameters(action.hyperparameters)
         if not self._alive():
             return  # nobody has said this step, and the hub takes the site out of the run
-        if self._between.consistency == "bsp":
-            self._say_step(action)
+        clock, told = self.clock, done if self._above is not None else _nothing
+        edits = {
+            chunk: (self._payloads[handle], present) for chunk, (handle, present) in action.edited.items()
+        }
+        word: Callable[[], None]
+        if self.between.consistency == "bsp":
+            word = partial(self._say_step, action, edits, clock)
         else:
-            self._contribute(action, mean)
-        self._clock += 1
-        self._fetch(self._clock, done)
+            assert mean is not None
+            # What nobody has stepped with is in no step: its samples are dealt again once the site ends.
+            used = self._used()
+            settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
+            word = partial(self._contribute, action, mean, edits, settings, used, clock)
 
-    def _say_step(self, action: StepChunks) -> None:
+        def passing(_upstream: Upstream) -> None:
+            word()
+            self._fetch(clock + 1, told)
+
+        self._pass(passing)
+        self.clock = clock + 1
+
+    def _say_step(self, action: StepChunks, edits: Edits, clock: int) -> None:
         """bsp: have the global shards step with the mean that all sites have."""
-        edits = hashlib.blake2b(digest_size=16)
-        for chunk, (handle, present) in sorted(action.edited.items()):
-            payload = self._payloads[handle]
-            edits.update(present)
-            edits.update(payload)
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk, (payload, present) in sorted(edits.items()):
+            digest.update(present)
+            digest.update(payload)
             replace = messages.Replace(
-                incarnation=self._incarnation, iteration=self._clock, chunk=chunk, present=present
+                incarnation=self._incarnation, iteration=clock, chunk=chunk, present=present
             )
-            self._upstream.send(self._shard_of[chunk], replace, payload)
-        self._upstream.send(
-            LOG,
-            messages.Step(
-                incarnation=self._incarnation,
-                iteration=self._clock,
-                scale=action.scale,
-                hyperparameters=action.hyperparameters,
-                edited=sorted(action.edited),
-                edits=edits.hexdigest() if action.edited else "",
-                accepted=action.accepted,
-            ),
+            self._upstream.send(self._shard_of[chunk], replace, payload, until=STEP)
+        step = messages.Step(
+            incarnation=self._incarnation,
+            iteration=clock,
+            scale=action.scale,
+            hyperparameters=action.hyperparameters,
+            edited=sorted(edits),
+            edits=digest.hexdigest() if edits else "",
+            accepted=action.accepted,
+            follows=action.nobody,
         )
+        self._upstream.send(LOG, step, until=STEP)
 
-    def _contribute(self, action: StepChunks, mean: MeanOf) -> None:
+    def _contribute(
+        self,
+        action: StepChunks,
+        mean: MeanOf,
+        edits: Edits,
+        settings: list[dict[str, Any]],
+        used: list[Used],
+        clock: int,
+    ) -> None:
         """ssp, asp: what the site's workers have made of their mean is the site's contribution."""
         for chunk, (values, present) in mean.chunks.items():
             if not action.accepted:
-                self._push(chunk, torch.zeros_like(values), bytes(len(present)))
-            elif chunk in action.edited:
-                handle, edited = action.edited[chunk]
-                self._push(chunk, self._gradients(chunk, handle), edited)
+                self._push(chunk, torch.zeros_like(values), bytes(len(present)), clock, STEP)
+            elif chunk in edits:
+                payload, edited = edits[chunk]
+                self._push(chunk, tensor_of(payload, self.optimizer.dtype(chunk)), edited, clock, STEP)
             else:
-                self._push(chunk, values if action.scale == 1 else values * action.scale, present)
-        self._commit(mean.weight if action.accepted else 0.0, mean.samples, self.optimizer.hyperparameters)
+                scaled = values if action.scale == 1 else values * action.scale
+                self._push(chunk, scaled, present, clock, STEP)
+        self._commit(mean.weight if action.accepted else 0.0, mean.samples, settings, used, clock, STEP)
 
-    def _push(self, chunk: int, values: Tensor, present: bytes) -> None:
+    def _push(self, chunk: int, values: Tensor, present: bytes, clock: int, until: str) -> None:
         shard = self._shard_of[chunk]
         push = messages.Push(
             incarnation=self._incarnation,
-            iteration=self._clock,
+            iteration=clock,
             chunk=chunk,
             chunks_in_all=sum(place == shard for place in self._shard_of.values()),
             present=present,
         )
-        self._upstream.send(shard, push, payload_of(values))
+        self._upstream.send(shard, push, payload_of(values), until)
 
-    def _commit(self, weight: float, samples: float, hyperparameters: list[dict[str, Any]]) -> None:
-        self._upstream.on(messages.Committed, _ignored)
-        self._upstream.send(
-            LOG,
-            messages.Commit(
-                incarnation=self._incarnation,
-                iteration=self._clock,
-                weight=weight,
-                samples=samples,
-                hyperparameters=hyperparameters,
-                used=self._used(),
-            ),
+    def _commit(
+        self,
+        weight: float,
+        samples: float,
+        hyperparameters: list[dict[str, Any]],
+        used: list[Used],
+        clock: int,
+        until: str,
+    ) -> None:
+        commit = messages.Commit(
+            incarnation=self._incarnation,
+            iteration=clock,
+            weight=weight,
+            samples=samples,
+            hyperparameters=hyperparameters,
+            used=used,
         )
+        self._upstream.send(LOG, commit, until=until)
 
     def _fetch(self, clock: int, done: Done) -> None:
         """Have the parameters with which a site that has committed `clock` iterations goes on."""
@@ -255,44 +364,50 @@ class SiteModel(Model):
             assert isinstance(message, messages.Parameters)
             if message.clock < clock or message.chunk not in self._lacking:
                 return
-            self._clock = message.clock
+            self.clock = message.clock
             self.optimizer.put(message.chunk, self._tensor(message.chunk, payload, shard))
             self._lent.pop(message.chunk, None)
             self.state.note_staleness(message.staleness)
             self._lacking.discard(message.chunk)
+            reach("site.answered", clock - 1)
             done(message.chunk)
 
-        self._upstream.on(messages.Parameters, take)
+        upstream = self._upstream
+        upstream.on(messages.Parameters, take)
         for shard in self._holders():
-            self._upstream.send(shard, messages.Pull(incarnation=self._incarnation, clock=clock))
+            pull = messages.Pull(incarnation=self._incarnation, clock=clock)
+            upstream.send(shard, pull, until=STEP)
+        reach("site.passed", clock - 1)
         what = f"the parameters after iteration {clock - 1}" if clock else "the parameters to begin with"
-        self._upstream.wait(lambda: not self._lacking, self._missing, what)
+        upstream.wait(lambda: not self._lacking, self._missing, what)
+        upstream.answered(STEP)
 
     # -- the optimizer's state ----------------------------------------------------------------------------
 
     def pass_state(self, send: Callable[[AnyMessage, memoryview | None], None]) -> None:
         """Hand the optimizer's state, as the global shards have it, to `send`, message by message."""
-        ended: dict[int, int] = {}
+        upstream, ended = self._upstream, dict[int, int]()
 
         def end(shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
             assert isinstance(message, messages.StateEnd)
             ended[shard] = message.steps
 
-        self._upstream.on(messages.State, lambda _shard, message, payload: send(message, payload))
-        self._upstream.on(messages.StateEnd, end)
-        self._upstream.send_all(messages.PullState(incarnation=self._incarnation))
-        self._upstream.wait(
-            lambda: len(ended) == len(self._upstream),
-            lambda: [shard for shard in range(len(self._upstream)) if shard not in ended],
+        upstream.on(messages.State, lambda _shard, message, payload: send(message, payload))
+        upstream.on(messages.StateEnd, end)
+        upstream.send_all(messages.PullState(incarnation=self._incarnation), until=STATE)
+        upstream.wait(
+            lambda: len(ended) == self._shards,
+            lambda: [shard for shard in range(self._shards) if shard not in ended],
             "the optimizer's state",
         )
+        upstream.answered(STATE)
         send(messages.StateEnd(steps=max(ended.values())), None)
 
     # -- small things -------------------------------------------------------------------------------------
 
     @property
     def _incarnation(self) -> int:
-        return self._upstream.place.incarnation
+        return self._place.incarnation
 
     def _holders(self) -> list[int]:
         return sorted(set(self._shard_of.values()))
@@ -310,7 +425,3 @@ class SiteModel(Model):
 
 def _nothing(_chunk: int) -> None:
     """Nobody waits for it."""
-
-
-def _ignored(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
-    """What counts is seen by the parameters that come."""

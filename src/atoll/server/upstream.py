@@ -1,7 +1,8 @@
 """A site's connections to the global shards, where the whole site is one worker.
 
 What is sent goes out at once; what comes is handed to the handler registered for its type. `wait` blocks, and
-serves the site's own workers meanwhile.
+serves the site's own workers meanwhile. A global shard that keeps a journal is waited for while it is gone,
+as workers do (`net/returning.py`).
 """
 
 from __future__ import annotations
@@ -9,27 +10,35 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
+from atoll.net.returning import ReturningLinks
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Committed,
     Hello,
+    Mean,
     Missing,
+    Parameters,
+    Ready,
     Refused,
+    State,
+    StateEnd,
     Welcome,
     WhoIsMissing,
     WireError,
     decode_untrusted,
-    encode,
 )
 
 Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
+
+_ANSWERS = (Ready, Committed, Mean, Parameters, State, StateEnd)
 
 LOG = 0  # the global shard that keeps the log
 LARGEST_FRAME = 2**31 - 1  # bytes
@@ -60,7 +69,9 @@ class _Wait:
 
 
 class Upstream:
-    """One connection to each global shard. `timeout` in seconds is the deadline of each wait.
+    """One connection to each global shard. `timeout` in seconds is the deadline of each wait. `where()` gives
+    the addresses as the hub told them last, and asks it anew. `tell(line)` is told of global shards that are
+    lost, and back.
 
     `door` is where the site's own workers come in: `meanwhile()` serves them while a wait goes on, tells
     whether it would take more, and ends the wait by raising.
@@ -76,23 +87,18 @@ class Upstream:
         timeout: float,
         door: Endpoint,
         meanwhile: Callable[[], bool],
+        where: Callable[[], list[str] | None] = lambda: None,
+        tell: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.place, self.timeout = place, timeout
-        self.addresses = list(addresses)
         self._door, self._meanwhile = door, meanwhile
-        self._handlers: dict[type, Handler] = {Welcome: _nothing, Missing: self._handle_missing}
+        # The site's shard that was here before may have asked for what comes now.
+        self._handlers: dict[type, Handler] = dict.fromkeys(_ANSWERS, _ignored)
+        self._handlers |= {Welcome: self._handle_welcome, Missing: self._handle_missing}
         self._wait: _Wait | None = None  # that blocks
         self._expected: _Wait | None = None
         self._behind: list[str] = []  # whom the log waits for, as it said last
-        self._lost_at = 0.0
         self._left = False
-        self.clients: list[Client] = []
-        try:
-            for shard, address in enumerate(self.addresses):
-                self.clients.append(Client(address, keys, limit=LARGEST_FRAME, name=f"global shard {shard}"))
-        except BaseException:
-            self.close()
-            raise
         hello = Hello(
             version=VERSION,
             run=run,
@@ -101,32 +107,62 @@ class Upstream:
             incarnation=place.incarnation,
             pid=os.getpid(),
         )
-        self.send_all(hello)
+        self._links = ReturningLinks(
+            addresses,
+            keys,
+            hello=hello,
+            limit=LARGEST_FRAME,
+            name=lambda shard: f"global shard {shard}",
+            ends=self._ends,
+            where=where,
+            is_it=lambda shard, welcome: welcome.shard in (-1, shard) and not welcome.sites,
+            lost=lambda shard: tell(f"{self._name(shard)} is lost, and waited for"),
+            back=lambda shard, seconds: tell(f"{self._name(shard)} is back, after {seconds:.1f} s"),
+        )
+        self._count = len(addresses)
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return self._count
+
+    @property
+    def addresses(self) -> list[str]:
+        return self._links.addresses
+
+    @property
+    def clients(self) -> list[Client]:
+        return self._links.clients
+
+    @property
+    def come_back(self) -> int:
+        """How often a global shard was lost and found again."""
+        return self._links.come_back
 
     def close(self) -> None:
-        for client in self.clients:
-            client.close()
+        self._links.close()
 
     def leave(self) -> None:
         """The site has no workers any more: what the global shards say from now on is nothing to it."""
         self._left, self._expected = True, None
         self.close()
-        self.clients.clear()
 
     def on(self, kind: type[AnyMessage], handler: Handler) -> None:
         """Let `handler` take messages of this kind from now on."""
         self._handlers[kind] = handler
 
-    def send(self, shard: int, message: AnyMessage, payload: memoryview | None = None) -> None:
-        """Send without waiting; nobody may change `payload` any more."""
-        self.clients[shard].send(encode(message), payload)
+    def send(
+        self, shard: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+    ) -> None:
+        """Send without waiting; nobody may change `payload` any more. With `until`, it is sent again to a
+        global shard that was lost, as long as `answered(until)` is not called."""
+        self._links.send(shard, message, payload, until)
 
-    def send_all(self, message: AnyMessage) -> None:
+    def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):
-            self.send(shard, message)
+            self.send(shard, message, until=until)
+
+    def answered(self, until: Hashable) -> None:
+        """What was sent `until` this needs not be sent again."""
+        self._links.answered(until)
 
     # -- waiting ------------------------------------------------------------------------------------------
 
@@ -146,7 +182,7 @@ class Upstream:
                 self._ask(wait)
                 poll([*self.clients, *([self._door] if room else [])], _LOOK_SECONDS)
                 self._take()
-                self._check(0.0)
+                self._links.check()
                 room = self._meanwhile()
         finally:
             self._wait = None
@@ -165,7 +201,7 @@ class Upstream:
         if self._left:
             return
         self._take()
-        self._check(_GRACE_SECONDS)
+        self._links.check(_GRACE_SECONDS)
         if self._expected is not None:
             self._ask(self._expected)
 
@@ -201,7 +237,7 @@ class Upstream:
 
     def _who(self, wait: _Wait) -> str:
         missing = wait.missing()
-        who = " and ".join(f"global shard {shard} at {self.addresses[shard]}" for shard in missing[:4])
+        who = " and ".join(f"{self._name(shard)}{self._links.gone(shard)}" for shard in missing[:4])
         who = who or "a global shard"
         if self._behind:
             behind = self._behind
@@ -211,9 +247,11 @@ class Upstream:
     # -- what comes ---------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        for shard, client in enumerate(self.clients):
-            while (received := client.receive(0)) is not None:
-                self._handle(shard, received[0], received[1])
+        self._links.take(self.clients, self._handle)
+
+    def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
+        assert isinstance(message, Welcome)
+        self._links.handle_welcome(shard, message)
 
     def _handle(self, shard: int, header: bytes, payload: memoryview | None) -> None:
         try:
@@ -228,17 +266,11 @@ class Upstream:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")
         handler(shard, message, payload)
 
-    def _check(self, grace: float) -> None:
-        """Raise for a shard that does not let us in, or has been gone for `grace` seconds."""
-        for shard, client in enumerate(self.clients):
-            client.check()
-            if client.losses:
-                self._lost_at = self._lost_at or time.monotonic()
-                if time.monotonic() - self._lost_at >= grace:
-                    raise PeerLostError(
-                        f"site {self.place.name!r} lost {self._name(shard)}: the connection broke off; a "
-                        "global shard's end is the run's"
-                    )
+    def _ends(self, shard: int) -> str:
+        return (
+            f"site {self.place.name!r} lost {self._name(shard)}: the connection broke off; it keeps no "
+            "journal (--directory), so its end is the run's"
+        )
 
     def _name(self, shard: int) -> str:
         return f"global shard {shard} at {self.addresses[shard]}"
@@ -254,5 +286,5 @@ def in_sites(line: str, names: Sequence[str]) -> str:
     return re.sub(r"\bworker (\d+)\b", name, line).replace(" workers, to join", " sites, to join")
 
 
-def _nothing(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
-    """A welcome needs no answer."""
+def _ignored(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:
+    """Nobody has asked for it, or knows it by what comes with it."""

@@ -34,13 +34,14 @@ class CombineChunks:
 @dataclass(frozen=True)
 class StepChunks:
     """BSP: step the optimizer with the mean times `scale`; with `edited` in the place of the mean's chunks,
-    unscaled. Not `accepted`: only drop the mean."""
+    unscaled. Not `accepted`: only drop the mean. `nobody`: as the log's Step has it."""
 
     iteration: int
     scale: float
     hyperparameters: Hyperparameters
     edited: Parts
     accepted: bool
+    nobody: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class Combine(LogEntry, frozen=True):
 
 class Step(LogEntry, frozen=True):
     """BSP: step the optimizer with `iteration`'s mean times `scale`; for the chunks in `edited`, with what
-    worker `editor` has put in the mean's place (-1 where none is edited). Not `accepted`: no step."""
+    worker `editor` has put in the mean's place (-1 where none is edited). Not `accepted`: no step. `nobody`:
+    all who had the mean were gone before they said a word."""
 
     iteration: Count
     scale: float
@@ -53,6 +54,7 @@ class Step(LogEntry, frozen=True):
     edited: list[Count]
     editor: int
     accepted: bool
+    nobody: bool = False
 
 
 class Apply(LogEntry, frozen=True):

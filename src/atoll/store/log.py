@@ -309,6 +309,10 @@ class CommitLog:
         ):
             self._meetings.bind(worker, incarnation, meeting)
 
+    def skip_meetings(self, number: int) -> None:
+        """The meetings below that number are over elsewhere, if nobody has come to one here."""
+        self._meetings.skip_to(number)
+
     @property
     def next_meeting(self) -> int:
         """The number of the next meeting to take place."""

@@ -63,6 +63,11 @@ class Meetings:
         self._bound[worker] = incarnation
         self._since[worker] = since
 
+    def skip_to(self, number: int) -> None:
+        """Where nobody has brought anything: the next to take place is this one, or a later one."""
+        if not any(self._parts.values()):
+            self._next = max(self._next, number)
+
     def is_bound(self, worker: int, incarnation: int) -> bool:
         """Whether meetings wait for this incarnation."""
         return self._bound.get(worker) == incarnation

@@ -10,6 +10,8 @@ from atoll.store.silence import Patience
 
 RANKS = 4096  # the most workers
 FLOOR_SECONDS = 3.5  # of silence that is always borne: a process that was stopped for 3 s goes on
+# Times the patience: for a site's shard that may be started again to come back, or for a site's workers.
+RETURN_PATIENCES = 3.0
 SUSPECT_BEATS, SUSPECT_SECONDS = 2.0, 1.0  # heartbeats that a suspect may miss, and silence that it may keep
 
 
@@ -130,7 +132,7 @@ class Membership:
         if role == "shard":
             return self._admit_shard(now, shard, address, incarnation, token)
         if role == "site":
-            return self._admit_site(now, site, address)
+            return self._admit_site(now, site, address, token)
         return Admission(refused=f"the hub knows no role {role!r}: worker, shard, site")
 
     def _wrong_site(self, site: str) -> str:
@@ -149,7 +151,8 @@ class Membership:
         said = f"there is no site {site!r}" if site else "this worker names no site"
         return f"{said}; set {SITE_VARIABLE} to one of: {', '.join(self.sites)}"
 
-    def _admit_site(self, now: float, site: str, address: str) -> Admission:
+    def _admit_site(self, now: float, site: str, address: str, token: str) -> Admission:
+        """It keeps its incarnation when it comes back, here or elsewhere: to the logs it is the same one."""
         if not self.sites:
             return Admission(refused="the run has no sites; start the hub with --site NAME=WORKERS for each")
         if site not in self.sites:
@@ -159,13 +162,26 @@ class Membership:
         if not address:
             return Admission(refused=f"the shard of site {site!r} does not say where it is")
         there = self._site_shards.get(site)
-        if there is not None and there.address != address:
+        moved = there is not None and there.address != address
+        if there is not None and moved and not (token and there.token == token):
             return Admission(refused=f"site {site!r} has a shard already, at {there.address}")
         if there is None:
-            there = self._site_shards[site] = self._new(now, address=address)
+            there = self._site_shards[site] = self._new(now, address=address, token=token)
+            there.patience = self._patience_for_site(token)
+        there.address = address
         there.hear(now)
         index = list(self.sites).index(site)
-        return Admission(index, there.incarnation, reason=f"its shard is at {address}")
+        how = "was started again, and " if moved else ""
+        return Admission(index, there.incarnation, reason=f"its shard {how}is at {address}")
+
+    def _patience_for_site(self, token: str) -> Patience:
+        """A site's shard that keeps a journal is waited for while it is started again."""
+        seconds = RETURN_PATIENCES * self.patience
+        return Patience(seconds, seconds) if token else self._fresh_patience()
+
+    def has_ended(self, site: str) -> bool:
+        """Whether a site is no more: its shard does not come back."""
+        return site in self._ended_sites
 
     def _new(self, now: float, address: str = "", token: str = "") -> _Member:
         """With the next incarnation."""
@@ -410,4 +426,6 @@ class Membership:
         self._workers = {rank: alive(each) for rank, each in state.workers.items()}
         self._shards = {index: alive(each) for index, each in state.shards.items()}
         self._site_shards = {site: alive(each) for site, each in state.sites.items()}
+        for there in self._site_shards.values():
+            there.patience = self._patience_for_site(there.token)
         self._ended_sites = set(state.ended)

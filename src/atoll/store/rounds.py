@@ -25,6 +25,7 @@ class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     commits: dict[int, messages.Commit]
     combined: list[Count]
     said: dict[int, messages.Step]
+    follow: list[Count] = []
     entering: dict[int, Count]
 
 
@@ -50,6 +51,7 @@ class Rounds:
         self._commits: dict[int, messages.Commit] = {}
         self._combined: list[int] = []  # the mean's workers, fenced ones included; empty before
         self._said: dict[int, messages.Step] = {}  # a fenced member's word counts too
+        self._follow: set[int] = set()  # whose word is that of the others
         # Who enters with the next iteration, worker -> incarnation: fixed when this one is combined, so that
         # all its members can be told alike.
         self._entering: dict[int, int] = {}
@@ -65,6 +67,7 @@ class Rounds:
             commits=dict(self._commits),
             combined=list(self._combined),
             said=dict(self._said),
+            follow=sorted(self._follow),
             entering=dict(self._entering),
         )
 
@@ -74,7 +77,7 @@ class Rounds:
         rounds._idle, rounds._passed = set(state.idle), set(state.passed)
         rounds._members, rounds._commits = dict(state.members), dict(state.commits)
         rounds._combined, rounds._said = list(state.combined), dict(state.said)
-        rounds._entering = dict(state.entering)
+        rounds._follow, rounds._entering = set(state.follow), dict(state.entering)
         return rounds
 
     def committed(self, _worker: int) -> int:
@@ -104,14 +107,16 @@ class Rounds:
             self._check_same(worker, step, draft)
         elif step.iteration != self._iteration or not self._combined:
             draft.refused = f"worker {worker} steps iteration {step.iteration}, which has no mean yet"
+        elif step.follows:
+            self._follow.add(worker)
         else:
             self._check_same(worker, step, draft)
             if not draft.refused:
                 self._said[worker] = step
 
     def _check_same(self, worker: int, step: messages.Step, draft: Draft) -> None:
-        if step.iteration != self._iteration or not self._said:
-            return  # a late duplicate, or the first to speak
+        if step.iteration != self._iteration or not self._said or step.follows:
+            return  # a late duplicate, or the first to speak, or one who says what the others do
         first = next(iter(self._said))
         difference = _difference(self._said[first], step)
         if difference:
@@ -201,7 +206,7 @@ class Rounds:
         return True
 
     def _try_step(self, draft: Draft) -> bool:
-        if any(worker not in self._said for worker in self._members):
+        if self._silent():
             return False
         speakers = sorted(self._said)
         if speakers:
@@ -220,12 +225,18 @@ class Rounds:
                 edited=said.edited,
                 editor=speakers[0] if said.edited else -1,
                 accepted=said.accepted,
+                nobody=not speakers,
             ),
             reason,
         )
         self._iteration += 1
         self._combined, self._said, self._members = [], {}, {}
+        self._follow.clear()
         return True
+
+    def _silent(self) -> list[int]:
+        """The members whose word on the step is waited for."""
+        return [worker for worker in self._members if worker not in self._said and worker not in self._follow]
 
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, in words."""
@@ -233,8 +244,7 @@ class Rounds:
             missing = self._roster.missing()
             return [missing] if missing else []
         if self._combined:
-            silent = [worker for worker in self._members if worker not in self._said]
-            return [f"worker {worker}, to step iteration {self._iteration}" for worker in silent]
+            return [f"worker {worker}, to step iteration {self._iteration}" for worker in self._silent()]
         lines = []
         for worker, incarnation in self._members.items():
             shards = self._stages.missing(worker, incarnation, self._iteration)

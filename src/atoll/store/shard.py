@@ -316,7 +316,9 @@ class ShardState:
             for chunk in self.versions:
                 self.versions[chunk] += 1
         actions: list[Action] = [
-            StepChunks(entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted)
+            StepChunks(
+                entry.iteration, entry.scale, entry.hyperparameters, edited, entry.accepted, entry.nobody
+            )
         ]
         actions += _release(*self._replaced.values())
         self.steps, self._combined, self._mean_of = entry.iteration + 1, -1, frozenset()

@@ -66,9 +66,9 @@ class Deal:
             need = (max(0, batch - there) if free else 0) if batch else len(free)
             self._early.append((self._taken, need, free))
             self._taken += need
-        self._per_tick = batch or self.world
+        self.per_tick = batch or self.world  # samples that a tick of all members takes
         left = max(0, self.size - self._taken)
-        more = left // self._per_tick if drop_last else -(-left // self._per_tick)
+        more = left // self.per_tick if drop_last else -(-left // self.per_tick)
         self.ticks = self._in_hand + (0 if ended else more)
 
     def slots(self, rank: int, tick: int) -> range:
@@ -76,15 +76,15 @@ class Deal:
         if tick < self._in_hand:
             begin, need, free = self._early[tick]
             return range(begin + free.index(rank), begin + need, len(free)) if rank in free else range(0)
-        begin = self._taken + (tick - self._in_hand) * self._per_tick
-        return range(begin + rank, begin + self._per_tick, self.world)
+        begin = self._taken + (tick - self._in_hand) * self.per_tick
+        return range(begin + rank, begin + self.per_tick, self.world)
 
     def all_slots(self, rank: int, ticks: int) -> Tensor:
         """All slots of the pool that a member takes in its first `ticks`; int64, flat."""
         early = [s for t in range(min(ticks, self._in_hand)) for s in self.slots(rank, t)]
         late = max(0, min(ticks, self.ticks) - self._in_hand)
-        begins = self._taken + self._per_tick * torch.arange(late)
-        within = torch.arange(min(rank, self._per_tick), self._per_tick, self.world)
+        begins = self._taken + self.per_tick * torch.arange(late)
+        within = torch.arange(min(rank, self.per_tick), self.per_tick, self.world)
         slots = torch.cat([torch.tensor(early, dtype=torch.int64), (begins[:, None] + within).flatten()])
         return slots[slots < self.size]
 

@@ -38,7 +38,8 @@ class Entrance(Protocol):
 class ServedEntrance:
     """A worker's part in who comes and goes. `entered()` fetches the parameters once this one takes part, and
     gives the iteration that it makes next. `told_members(n)` is told how many live. `elastic`: all make the
-    same iterations (`bsp`, without sites), and data is dealt anew among them."""
+    same iterations (`bsp`, without sites), and data is dealt anew among them. `fixed`: they do, and it is not
+    (`bsp` between sites): who comes takes a lost worker's rank, and its part of the data."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class ServedEntrance:
         entered: Callable[[], int],
         told_members: Callable[[int], None],
         elastic: bool,
+        fixed: bool = False,
     ) -> None:
         self._shards, self._workers, self._state = shards, workers, state
         self._entered, self._told_members, self._elastic = entered, told_members, elastic
+        self._fixed = fixed
         self._worker = workers.place.rank
         self._members: list[int] = []  # in order; empty while unknown
         self._at: int | None = None  # the iteration whose boundary this is; None: it is none
@@ -92,7 +95,7 @@ class ServedEntrance:
         members = list(give.members) or [self._worker]
         if give.members:
             rank = members.index(self._worker) if self._elastic else None
-            self._state.restore(payload if payload is not None else b"", rank)
+            self._state.restore(payload if payload is not None else b"", rank, self._fixed)
         else:
             self._state.iteration = iteration
         if self._elastic:
@@ -133,13 +136,14 @@ class ServedEntrance:
         at = self._at
         if at is None:
             return
-        due = [want for want in self._wanted if not self._elastic or want.iteration <= at]
+        synchronous = self._elastic or self._fixed
+        due = [want for want in self._wanted if not synchronous or want.iteration <= at]
         if not due:
             return
         self._wanted = [want for want in self._wanted if want not in due]
         refused, payload = "", memoryview(b"")
         try:
-            payload = memoryview(self._state.capture())
+            payload = memoryview(self._state.capture(self._fixed))
         except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
             refused = str(error)[:4000]
         for want in due:

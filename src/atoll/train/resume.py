@@ -105,19 +105,25 @@ class TrainingState:
 
     # From one worker's memory to another's
 
-    def capture(self) -> bytes:
+    def capture(self, fixed: bool = False) -> bytes:
         """All that a worker needs that enters the run here, between two iterations: models with their
         buffers, optimizers, schedulers, registered objects, the samplers' deals, what reducers know, the
         iteration. No pickle: safetensors and JSON, as `tensors.checkpoint.pack` has them.
 
         Where parameters live at the shards of a parameter server they are left out, with the optimizer's
-        state. Nobody else takes part. Raises CheckpointError for what a checkpoint cannot hold.
+        state. `fixed`: the newcomer takes a lost worker's place, and data is not dealt anew. Nobody else
+        takes part. Raises CheckpointError for what a checkpoint cannot hold.
         """
         state = {
             **self._own_state(),
             "held": "all",
             "reducers": [prepared.reducer.member_state() for prepared in self.prepared],
-            "samplers": [sampler.deal_state() for sampler in self.samplers],
+            "samplers": [
+                sampler.lockstep_state()
+                if fixed and isinstance(sampler, DealtSampler)
+                else sampler.deal_state()
+                for sampler in self.samplers
+            ],
             "random": random_state(self._device),
         }
         optimizers: list[Any] = []
@@ -132,10 +138,13 @@ class TrainingState:
             optimizers.append(optimizer)
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
 
-    def restore(self, raw: bytes | bytearray | memoryview, rank: int | None = None) -> None:
+    def restore(
+        self, raw: bytes | bytearray | memoryview, rank: int | None = None, fixed: bool = False
+    ) -> None:
         """Take over what another worker's `capture` gave; then this one goes on at that iteration.
 
-        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows.
+        `rank` is this worker's in the samplers' deals where it is in them already; else `deal_anew` follows,
+        unless it was captured `fixed`.
         The random-number generators are derived from the other's, and the rank. All is checked before
         anything is changed: raises CheckpointError, which names what differs, and has changed nothing.
         """
@@ -145,7 +154,10 @@ class TrainingState:
             self._check(model, trees, where, "session.resume")
             state = trees["state"]
             for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-                sampler.check_deal_state(saved)
+                if fixed and isinstance(sampler, DealtSampler):
+                    sampler.check_state(saved)
+                else:
+                    sampler.check_deal_state(saved)
             if type(state["iteration"]) is not int or state["iteration"] < 0:
                 raise CheckpointError(f"{where}: its iteration is {state['iteration']!r}")
             for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
@@ -157,7 +169,10 @@ class TrainingState:
         for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
             prepared.reducer.load_member_state(saved)
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            sampler.load_deal_state(saved, rank)
+            if fixed and isinstance(sampler, DealtSampler):
+                sampler.load_state_dict(saved)
+            else:
+                sampler.load_deal_state(saved, rank)
         derive_random_state(state["random"], self._workers.place.rank)
 
     def places(self) -> list[Any]:

@@ -222,6 +222,11 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         """This worker has used that many ticks of the new deal."""
         self.consumed = used
 
+    def lockstep_state(self) -> dict[str, Any]:
+        """The place that all members have come to with whole iterations, in the form of `state_dict`: for one
+        who takes a lost member's place in a deal that has not changed."""
+        return self.state_dict(self._committed * self._deal.per_tick)
+
     def deal_state(self) -> dict[str, Any]:
         """The deal as it is: with it, one who comes new and the others deal alike."""
         deal = self._deal

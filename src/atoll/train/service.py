@@ -24,8 +24,8 @@ from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
 from atoll.train.rendezvous import HubRing
-from atoll.train.shards import Shards
-from atoll.wire.messages import Used
+from atoll.train.shards import LOG, Shards
+from atoll.wire.messages import Goodbye, Used
 
 _WITHOUT_HUB = "training goes on while leased samples last"
 _WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
@@ -134,6 +134,8 @@ class Service:
 
     def close(self) -> None:
         """Leave the run: what this worker had leased and not used is the others'."""
+        if self.site:  # else its shard would wait for this worker to come back
+            self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
         self.hub.goodbye()
         self.shards.close()
         self.hub.close()

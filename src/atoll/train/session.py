@@ -522,6 +522,7 @@ class Session:
             entered=lambda: served.entered(),
             told_members=service.told_members,
             elastic=self.config.sync.consistency == "bsp" and not service.site,
+            fixed=self.config.sync.consistency == "bsp" and bool(service.site),
         )
         served = Served(service, self._workers, self.config, entrance)
         self._entrance = entrance

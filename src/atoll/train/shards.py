@@ -1,19 +1,22 @@
 """A worker's connections to the shards of the parameter server, and what it waits for there.
 
 A shard that keeps a journal may be killed and started again, here or elsewhere. Until then a worker waits for
-it, and what it has sent and has no answer to it sends again: what comes twice counts once.
+it, and what it has sent and has no answer to it sends again (`net/returning.py`): what comes twice counts
+once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
-from atoll.net.endpoint import Client, poll
+from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
+from atoll.net.requests import RefusedError
+from atoll.net.returning import ReturningLinks
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -24,7 +27,6 @@ from atoll.wire.messages import (
     Welcome,
     WhoIsMissing,
     decode_untrusted,
-    encode,
 )
 
 Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (shard, message, payload)
@@ -32,32 +34,18 @@ Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (sh
 LOG = 0  # the shard that keeps the log
 _EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
-_ASK_WHERE = 0.25  # seconds between questions where the shards are, while one is lost
-_ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
 _ASK_AFTER = 2.0  # seconds that a shard is waited for, and says nothing, until it is asked for a sign of life
 _SILENCE = 3.0  # seconds without an answer to that, after which people are told
 
 
-@dataclass(frozen=True)
-class _Sent:
-    message: AnyMessage
-    payload: memoryview | None
-    until: Hashable
-
-
 @dataclass
-class _Link:
-    """The connection to one shard, and what was sent there and is not answered."""
+class _Heard:
+    """When a shard said something last, and when it was asked for a sign of life that has not come yet;
+    monotonic. `told`: that it is silent."""
 
-    client: Client
-    address: str
-    sent: list[_Sent] = field(default_factory=list)
-    welcomed: bool = False  # on this connection
-    comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
-    lost_at: float | None = None  # monotonic
-    heard_at: float = 0.0  # monotonic
-    asked_at: float | None = None  # for a sign of life that has not come yet
-    told: bool = False  # that it is silent
+    at: float = 0.0
+    asked_at: float | None = None
+    told: bool = False
 
 
 class Shards:
@@ -87,14 +75,27 @@ class Shards:
         self.run, self.site = run, site
         self.seconds_waited = 0.0  # in all
         self.late = False  # the run has begun without this worker, which has yet to arrive
-        self.come_back = 0  # how often a shard was lost and found again
-        self._keys, self._limit, self._where, self._asked_where = keys, limit, where, 0.0
-        self._tell = tell
+        self._where, self._tell = where, tell
         self._handlers: dict[type[AnyMessage], Handler] = {Missing: _nothing}
-        self._links: list[_Link] = []
+        self._heard = [_Heard() for _ in addresses]
+        hello = Hello(
+            version=VERSION, run=run, role="worker", worker=worker, incarnation=incarnation, site=site
+        )
+        self._links = ReturningLinks(
+            addresses,
+            keys,
+            hello=hello,
+            limit=limit,
+            name=self._name,
+            ends=self._ends,
+            where=self._where_they_are,
+            is_it=lambda shard, welcome: (
+                welcome.shard in (-1, shard) and welcome.sites == [site] * bool(site)
+            ),
+            lost=self._tell_lost,
+            back=self._tell_back,
+        )
         try:
-            for shard, address in enumerate(addresses):
-                self._links.append(_Link(self._connect(shard, address), address))
             self._greet()
         except BaseException:
             self.close()
@@ -105,28 +106,38 @@ class Shards:
 
     @property
     def addresses(self) -> list[str]:
-        return [link.address for link in self._links]
+        return self._links.addresses
 
-    def _connect(self, shard: int, address: str) -> Client:
-        """A new connection, on which the worker says who it is before all else."""
-        client = Client(address, self._keys, limit=self._limit, name=self._name(shard))
-        hello = Hello(
-            version=VERSION,
-            run=self.run,
-            role="worker",
-            worker=self.worker,
-            incarnation=self.incarnation,
-        )
-        client.send(encode(hello))
-        return client
+    @property
+    def come_back(self) -> int:
+        """How often a shard was lost and found again."""
+        return self._links.come_back
 
     def _name(self, shard: int) -> str:
         return f"the shard of site {self.site!r}" if self.site else f"shard {shard}"
 
+    def _ends(self, shard: int) -> str:
+        end = "its site's, and the others go on" if self.site else "the run's"
+        return (
+            f"worker {self.worker} lost {self._name(shard)} at {self.addresses[shard]}: the connection broke "
+            f"off; it keeps no journal (--directory), so its end is {end}: go on from a checkpoint "
+            "(session.save)"
+        )
+
+    def _where_they_are(self) -> list[str] | None:
+        """The addresses, if the hub knows them; a site that has ended has none any more."""
+        try:
+            return self._where()
+        except RefusedError as error:
+            if not self.site:
+                raise
+            raise PeerLostError(
+                f"worker {self.worker} lost {self._name(LOG)} at {self.addresses[LOG]}: {error}; the others "
+                "go on"
+            ) from None
+
     def close(self) -> None:
-        for link in self._links:
-            link.client.close()
-        self._links.clear()
+        self._links.close()
 
     def on(self, kind: type[AnyMessage], handler: Handler) -> None:
         """Let `handler` take messages of this kind from now on."""
@@ -139,11 +150,7 @@ class Shards:
 
         With `until`, it is sent again to a shard that was lost, as long as `answered(until)` is not called.
         """
-        link = self._links[shard]
-        if until is not None:
-            link.sent.append(_Sent(message, payload, until))
-        if link.lost_at is None or until is None:
-            link.client.send(encode(message), payload)
+        self._links.send(shard, message, payload, until)
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):
@@ -152,11 +159,7 @@ class Shards:
     def answered(self, until: Hashable, shard: int | None = None, instead: AnyMessage | None = None) -> None:
         """What was sent `until` this, to `shard` or to all, needs not be sent again; but `instead`, if the
         rest of the answer is lost."""
-        for index, link in enumerate(self._links):
-            if shard is None or index == shard:
-                link.sent = [sent for sent in link.sent if sent.until != until]
-                if instead is not None:
-                    link.sent.append(_Sent(instead, None, until))
+        self._links.answered(until, shard, instead)
 
     def wait(
         self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], what: str | Callable[[], str]
@@ -174,105 +177,77 @@ class Shards:
             if waited > self.timeout:
                 named = what if isinstance(what, str) else what()
                 raise DeadlineError(self._late(missing(), named, waited, self._who_is_missing()))
-            self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
             if waited > _ASK_AFTER and not done():
                 self._look_for_silence(start, missing(), what)
+            self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
         waited = time.monotonic() - start
         self.seconds_waited += waited
         return waited
 
     def _take(self, timeout: float) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""
-        ready = poll([link.client for link in self._links], timeout)
+        ready = poll(self._links.clients, timeout)
         if not ready:
-            self._look_after_connections()
-        for shard, link in enumerate(self._links):
-            client = link.client
-            while client in ready and link.client is client and (got := client.receive(0.0)) is not None:
-                self._hear(shard, link)
-                self._handle(shard, decode_untrusted(got[0]), got[1])
+            self._links.check()
+        self._links.take(ready, self._decode)
 
-    def _hear(self, shard: int, link: _Link) -> None:
+    def _decode(self, shard: int, header: bytes, payload: memoryview | None) -> None:
+        self._hear(shard)
+        self._handle(shard, decode_untrusted(header), payload)
+
+    # -- who is silent, lost or back ----------------------------------------------------------------------
+
+    def _hear(self, shard: int) -> None:
         """A shard has said something."""
-        link.heard_at, link.asked_at = time.monotonic(), None
-        if link.told:
-            link.told = False
-            self._tell(f"worker {self.worker}: {self._name(shard)} at {link.address} answers again")
+        heard = self._heard[shard]
+        heard.at, heard.asked_at = time.monotonic(), None
+        if heard.told:
+            heard.told = False
+            self._tell(f"{self._named(shard)} answers again")
 
     def _look_for_silence(self, start: float, missing: Sequence[int], what: str | Callable[[], str]) -> None:
         """Ask those who are waited for since `start`, and say nothing, for a sign of life, and tell of those
         who do not give it. A shard that only waits for another worker does."""
         now = time.monotonic()
         for shard in missing:
-            link = self._links[shard]
-            if link.lost_at is not None or link.told:
+            heard = self._heard[shard]
+            if heard.told or self._links.gone(shard):
                 continue  # told already
-            if link.asked_at is None:
-                if now - max(start, link.heard_at) > _ASK_AFTER:
-                    link.asked_at = now
+            if heard.asked_at is None:
+                if now - max(start, heard.at) > _ASK_AFTER:
+                    heard.asked_at = now
                     self.send(shard, WhoIsMissing())
-            elif now - link.asked_at > _SILENCE:
-                link.told = True
+            elif now - heard.asked_at > _SILENCE:
+                heard.told = True
                 self._tell(
-                    f"worker {self.worker} waits for {self._name(shard)} at {link.address} on "
+                    f"worker {self.worker} waits for {self._name(shard)} at {self.addresses[shard]} on "
                     f"{what if isinstance(what, str) else what()}: it has not answered for "
-                    f"{now - max(start, link.heard_at):.1f} s (sync.timeout is {self.timeout:g} s)"
+                    f"{now - max(start, heard.at):.1f} s (sync.timeout is {self.timeout:g} s)"
                 )
 
-    def _look_after_connections(self) -> None:
-        """See to shards that were lost. Raises for one that refuses this worker, or will not come back."""
-        lost = False  # or not found yet
-        for shard, link in enumerate(self._links):
-            link.client.check()
-            if link.client.losses:
-                self._lose(shard, link)
-            lost = lost or not link.welcomed
-        now = time.monotonic()
-        if now - self._asked_where >= (_ASK_WHERE if lost else _ASK_ANYWAY):
-            addresses = self._where() if any(link.comes_back for link in self._links) else None
-            self._asked_where = time.monotonic()
-            for shard, address in enumerate(addresses or ()):
-                if address != self._links[shard].address:
-                    self._lose(shard, self._links[shard], address)
+    def _tell_lost(self, shard: int) -> None:
+        heard = self._heard[shard]
+        heard.asked_at, heard.told = None, False
+        self._tell(
+            f"worker {self.worker} lost {self._name(shard)} at {self.addresses[shard]}, and waits for it"
+        )
 
-    def _lose(self, shard: int, link: _Link, address: str = "") -> None:
-        """What was sent on this connection and not answered may be lost: begin another one."""
-        if not link.comes_back:
-            end = "its site's, and the others go on" if self.site else "the run's"
-            raise PeerLostError(
-                f"worker {self.worker} lost {self._name(shard)} at {link.address}: the connection broke off; "
-                f"it keeps no journal (--directory), so its end is {end}: go on from a checkpoint "
-                "(session.save)"
-            )
-        link.client.abandon()
-        link.address = address or link.address
-        if link.lost_at is None:
-            link.lost_at, link.asked_at, link.told = time.monotonic(), None, False
-            self._tell(f"worker {self.worker} lost {self._name(shard)} at {link.address}, and waits for it")
-        link.welcomed = False
-        link.client = self._connect(shard, link.address)
+    def _tell_back(self, shard: int, seconds: float) -> None:
+        self._tell(f"{self._named(shard)} is back, after {seconds:.1f} s")
+
+    def _named(self, shard: int) -> str:
+        return f"worker {self.worker}: {self._name(shard)} at {self.addresses[shard]}"
 
     def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Welcome)
         self.late = self.late or message.late
-        link = self._links[shard]
-        if message.shard not in (-1, shard) and not self.site:
-            return  # another shard, which has got the lost one's old port: the hub tells the new one
-        link.welcomed, link.comes_back = True, message.comes_back
-        if link.lost_at is not None:
-            away, link.lost_at = time.monotonic() - link.lost_at, None
-            self.come_back += 1
-            self._tell(
-                f"worker {self.worker}: {self._name(shard)} at {link.address} is back, after {away:.1f} s"
-            )
-            for sent in link.sent:
-                link.client.send(encode(sent.message), sent.payload)
+        self._links.handle_welcome(shard, message)
 
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
-        if isinstance(message, Refused):
-            raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
         if isinstance(message, Ping):
             return
+        if isinstance(message, Refused):
+            raise UserError(f"{self._name(shard)} at {self.addresses[shard]}: {message.reason}")
         handler = self._handlers.get(type(message))
         if handler is None:
             raise RunError(f"{self._name(shard)} sent a {type(message).__name__}, which nobody asked for")
@@ -282,8 +257,8 @@ class Shards:
         """Wait for each shard's word: versions, run and rank are checked there."""
         self.on(Welcome, self._handle_welcome)
         self.wait(
-            lambda: all(link.welcomed for link in self._links),
-            lambda: [shard for shard, link in enumerate(self._links) if not link.welcomed],
+            lambda: not self._links.strangers,
+            lambda: self._links.strangers,
             "their welcome",
         )
 
@@ -303,7 +278,9 @@ class Shards:
         return lines[0] if lines else []
 
     def _late(self, missing: Sequence[int], what: str, waited: float, behind: Sequence[str]) -> str:
-        named = [f"{self._name(shard)} at {self.addresses[shard]}{self._gone(shard)}" for shard in missing]
+        named = [
+            f"{self._name(shard)} at {self.addresses[shard]}{self._links.gone(shard)}" for shard in missing
+        ]
         who = " and ".join(named) or "a shard"
         if behind:
             who += f", which waits for {'; '.join(behind[:3])}{'; ...' if len(behind) > 3 else ''},"
@@ -311,13 +288,6 @@ class Shards:
             f"worker {self.worker} waited {waited:.1f} s for {who} on {what} "
             f"(deadline sync.timeout, {self.timeout:g} s; set it higher if the workers are only slow)"
         )
-
-    def _gone(self, shard: int) -> str:
-        lost_at = self._links[shard].lost_at
-        if lost_at is None:
-            return ""
-        seconds = time.monotonic() - lost_at
-        return f" (lost {seconds:.1f} s ago; `atoll server` with its --directory would bring it back)"
 
 
 def _nothing(_shard: int, _message: AnyMessage, _payload: memoryview | None) -> None:

@@ -243,8 +243,8 @@ class ServedModel:
     @property
     def _number(self) -> int:
         """Of this set-up, by which shards know it when it is sent again. At a site all workers describe the
-        same one, each with a count of its own, and the site's shard does not come back."""
-        return 0 if self._service.site else self._set_ups
+        same one, each with a count of its own."""
+        return self._set_ups
 
     def _handle_ready(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
         assert isinstance(message, Ready)

@@ -44,9 +44,10 @@ class Hello(Message, frozen=True):
     From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
     the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
     and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
-    name that the sender has made up for itself: said twice, it is one who comes once; a shard's is its
-    directory's.
-    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own; a site's shard
+    name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a site's
+    shard's too, is its directory's.
+    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own, also to its
+    shard, which knows by it who has come to an old port; a site's shard
     is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
@@ -71,7 +72,7 @@ class Welcome(Message, frozen=True):
     shard how many sites there are, for those are its workers.
 
     From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
-    started again when it dies.
+    started again when it dies; a site's shard names its site in `sites`.
     From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
@@ -110,6 +111,7 @@ class Heartbeat(Message, frozen=True):
 class Goodbye(Message, frozen=True):
     """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
     shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
+    To a site's shard, from its worker: it leaves, so that nobody is to come back in its place.
     `finished`: its session came to its end together with the other members' of its ring."""
 
     incarnation: Count
@@ -402,6 +404,7 @@ class Step(Message, frozen=True):
     edited: list[Count] = []
     edits: Name = ""  # a digest of what was made of the edited chunks: the same from all
     accepted: bool = True  # False: leave this step out (NaN, policy "skip")
+    follows: bool = False  # from a site whose workers are gone: whatever the others say
 
 
 class Replace(Message, frozen=True):

@@ -1,0 +1,200 @@
+"""Connections to servers that may be killed and started again, here or elsewhere.
+
+What was sent and has no answer is kept, and sent again once the server is back: what comes twice counts once
+there. Workers hold such connections to their shards, and a site's shard to the global ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from atoll.core.errors import PeerLostError
+from atoll.net.endpoint import Client, Endpoint
+from atoll.net.keys import Keys
+from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
+
+_ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
+_ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered
+
+
+@dataclass(frozen=True)
+class _Sent:
+    message: AnyMessage
+    payload: memoryview | None
+    until: Hashable
+
+
+@dataclass
+class _Link:
+    """The connection to one server, and what was sent there and is not answered."""
+
+    client: Client
+    address: str
+    sent: list[_Sent] = field(default_factory=list)
+    welcomed: bool = False  # on this connection
+    comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
+    lost_at: float | None = None  # monotonic
+    greeted_at: float = field(default_factory=time.monotonic)
+
+
+class ReturningLinks:
+    """One connection to each server, on which `hello` is said before all else.
+
+    `name(index)` is who that is, in words; `ends(index)` is the line of the error for one that was lost and
+    keeps no journal. `where()` gives the addresses as the hub knows them, or None where it does not now.
+    `is_it(index, welcome)` tells a server from another one that has got its old port. `lost(index)` is called
+    when one is lost that is waited for, and `back(index, seconds)` when it is back.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        *,
+        hello: Hello,
+        limit: int,
+        name: Callable[[int], str],
+        ends: Callable[[int], str],
+        where: Callable[[], list[str] | None],
+        is_it: Callable[[int, Welcome], bool],
+        lost: Callable[[int], None] = lambda _index: None,
+        back: Callable[[int, float], None] = lambda _index, _seconds: None,
+    ) -> None:
+        self.come_back = 0  # how often a server was lost and found again
+        self._hello, self._keys, self._limit = hello, keys, limit
+        self._name, self._ends, self._where, self._is_it = name, ends, where, is_it
+        self._lost, self._back = lost, back
+        self._asked_where = 0.0
+        self._links: list[_Link] = []
+        try:
+            for index, address in enumerate(addresses):
+                self._links.append(_Link(self._connect(index, address), address))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [link.address for link in self._links]
+
+    @property
+    def clients(self) -> list[Client]:
+        return [link.client for link in self._links]
+
+    @property
+    def strangers(self) -> list[int]:
+        """Those that have not said their welcome on the connection that there is."""
+        return [index for index, link in enumerate(self._links) if not link.welcomed]
+
+    def _connect(self, index: int, address: str) -> Client:
+        client = Client(address, self._keys, limit=self._limit, name=self._name(index))
+        client.send(encode(self._hello))
+        return client
+
+    def close(self) -> None:
+        for link in self._links:
+            link.client.close()
+        self._links.clear()
+
+    # -- what is sent -------------------------------------------------------------------------------------
+
+    def send(
+        self, index: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+    ) -> None:
+        """Send without waiting; `payload` must not change before the server has answered.
+
+        With `until`, it is sent again to a server that was lost, as long as `answered(until)` is not called.
+        """
+        link = self._links[index]
+        if until is not None:
+            link.sent.append(_Sent(message, payload, until))
+        if link.lost_at is None or until is None:
+            link.client.send(encode(message), payload)
+
+    def answered(self, until: Hashable, index: int | None = None, instead: AnyMessage | None = None) -> None:
+        """What was sent `until` this, to server `index` or to all, needs not be sent again; but `instead`, if
+        the rest of the answer is lost."""
+        for each, link in enumerate(self._links):
+            if index is None or each == index:
+                link.sent = [sent for sent in link.sent if sent.until != until]
+                if instead is not None:
+                    link.sent.append(_Sent(instead, None, until))
+
+    # -- what comes ---------------------------------------------------------------------------------------
+
+    def take(
+        self, ready: Sequence[Endpoint], handle: Callable[[int, bytes, memoryview | None], None]
+    ) -> None:
+        """Hand out what has come on the connections in `ready`: (index, header, payload)."""
+        for index, link in enumerate(list(self._links)):
+            client = link.client
+            while client in ready and link.client is client and (got := client.receive(0.0)) is not None:
+                handle(index, got[0], got[1])
+                if not self._links:
+                    return  # a handler has closed them
+
+    def check(self, grace: float = 0.0) -> None:
+        """See to servers that were lost. Raises for one that refuses this side, and PeerLostError for one
+        that will not come back, when it has been gone for `grace` seconds."""
+        for index, link in enumerate(self._links):
+            link.client.check()
+            if link.client.losses:
+                self._lose(index, link, grace=grace)
+            if not link.welcomed:
+                self._greet_again(link)
+        lost, now = bool(self.strangers), time.monotonic()  # or not found yet
+        if now - self._asked_where >= (_ASK_WHERE if lost else _ASK_ANYWAY):
+            addresses = self._where() if any(link.comes_back for link in self._links) else None
+            self._asked_where = time.monotonic()
+            for index, address in enumerate(addresses or ()):
+                if address != self._links[index].address:
+                    self._lose(index, self._links[index], address)
+
+    def _greet_again(self, link: _Link) -> None:
+        """Who did not know yet that it is the one who is looked for may know by now."""
+        if time.monotonic() >= link.greeted_at + _GREET_AGAIN:
+            link.greeted_at = time.monotonic()
+            if link.client.connected:
+                link.client.send(encode(self._hello))
+
+    def _lose(self, index: int, link: _Link, address: str = "", grace: float = 0.0) -> None:
+        """What was sent on this connection and not answered may be lost: begin another one."""
+        if not link.comes_back:
+            link.lost_at = link.lost_at or time.monotonic()
+            if time.monotonic() - link.lost_at >= grace:
+                raise PeerLostError(self._ends(index))
+            return
+        link.client.abandon()
+        if link.lost_at is None:
+            link.lost_at = time.monotonic()
+            self._lost(index)
+        link.address = address or link.address
+        link.welcomed, link.greeted_at = False, time.monotonic()
+        link.client = self._connect(index, link.address)
+
+    def handle_welcome(self, index: int, welcome: Welcome) -> None:
+        """A server has said its welcome: what it may have lost is sent again."""
+        link = self._links[index]
+        if not self._is_it(index, welcome):
+            return  # the hub tells where the lost one is
+        link.welcomed, link.comes_back = True, welcome.comes_back
+        if link.lost_at is not None:
+            away, link.lost_at = time.monotonic() - link.lost_at, None
+            self.come_back += 1
+            self._back(index, away)
+            for sent in link.sent:
+                link.client.send(encode(sent.message), sent.payload)
+
+    def gone(self, index: int) -> str:
+        """In words, for how long a server has been lost; empty where it is there."""
+        lost_at = self._links[index].lost_at
+        if lost_at is None:
+            return ""
+        seconds = time.monotonic() - lost_at
+        return f" (lost {seconds:.1f} s ago; `atoll server` with its --directory would bring it back)"

@@ -1,0 +1,146 @@
+"""Connections to servers that come back: what is sent again, to whom, and who does not come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from atoll.core.errors import PeerLostError
+from atoll.net.endpoint import Server, poll
+from atoll.net.returning import ReturningLinks
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Hello,
+    Ready,
+    Welcome,
+    WhoIsMissing,
+    decode_untrusted,
+    encode,
+)
+
+HELLO = Hello(version=VERSION, run="r", role="worker", worker=3, incarnation=4)
+DEADLINE = 20.0
+
+
+class Peer:
+    """A server that is where it is until it is ended, and its one client."""
+
+    def __init__(self) -> None:
+        self.server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
+        self.address = self.server.address
+        self.came: list[AnyMessage] = []
+
+    def look(self, shard: int = 0, comes_back: bool = True) -> None:
+        """Take what has come, and welcome whoever says Hello."""
+        poll([self.server], 0.01)
+        while (received := self.server.receive(0)) is not None:
+            message = decode_untrusted(received.header)
+            self.came.append(message)
+            if isinstance(message, Hello):
+                self.server.send(received.peer, encode(Welcome(run="r", shard=shard, comes_back=comes_back)))
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class Links:
+    """The links to one peer, which where() moves."""
+
+    def __init__(self, address: str) -> None:
+        self.where = [address]
+        self.told: list[object] = []
+        self.links = ReturningLinks(
+            self.where,
+            None,
+            hello=HELLO,
+            limit=2**20,
+            name=lambda index: f"shard {index}",
+            ends=lambda index: f"shard {index} is gone for good",
+            where=lambda: self.where,
+            is_it=lambda index, welcome: welcome.shard == index,
+            lost=self.told.append,
+            back=lambda index, seconds: self.told.append((index, 0 < seconds < DEADLINE)),
+        )
+
+    def look(self) -> None:
+        def handle(index: int, header: bytes, _payload: memoryview | None) -> None:
+            message = decode_untrusted(header)
+            assert isinstance(message, Welcome)
+            self.links.handle_welcome(index, message)
+
+        self.links.take(self.links.clients, handle)
+        self.links.check()
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    made: list[Peer] = []
+    yield made
+    for peer in made:
+        peer.close()
+
+
+def until(links: Links, peer: Peer, done: object, **welcome: object) -> None:
+    end = time.monotonic() + DEADLINE
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < end
+        peer.look(**welcome)  # type: ignore[arg-type]
+        links.look()
+
+
+def test_what_is_not_answered_is_sent_again_to_one_that_comes_back_elsewhere(peers: list[Peer]) -> None:
+    peers.append(Peer())
+    links = Links(peers[0].address)
+    first, second, asked = Ready(digest="first"), Ready(digest="second"), WhoIsMissing()
+    links.links.send(0, first, until="a")
+    links.links.send(0, second, until="b")
+    links.links.send(0, asked)
+    until(links, peers[0], lambda: not links.links.strangers and len(peers[0].came) == 4)
+    assert peers[0].came == [HELLO, first, second, asked]
+    links.links.answered("a")
+    peers[0].close()
+    peers[0] = Peer()
+    links.where = [peers[0].address]
+    until(links, peers[0], lambda: links.links.come_back == 1 and len(peers[0].came) >= 2)
+    assert peers[0].came == [HELLO, second]
+    assert links.told == [0, (0, True)]
+    assert links.links.addresses == [peers[0].address]
+    assert links.links.gone(0) == ""
+    links.links.answered("b", instead=asked)
+    peers[0].close()
+    peers[0] = Peer()
+    links.where = [peers[0].address]
+    until(links, peers[0], lambda: len(peers[0].came) >= 2)
+    assert peers[0].came == [HELLO, asked]
+    links.links.close()
+
+
+def test_another_at_the_old_port_is_told_nothing(peers: list[Peer]) -> None:
+    peers.append(Peer())
+    links = Links(peers[0].address)
+    links.links.send(0, Ready(digest="first"), until="a")
+    until(links, peers[0], lambda: not links.links.strangers)
+    peers[0].close()
+    peers[0] = Peer()
+    links.where = [peers[0].address]  # shard 7 says that it is there
+    until(links, peers[0], lambda: len(peers[0].came) >= 1, shard=7)
+    for _ in range(20):
+        peers[0].look(shard=7)
+        links.look()
+    assert set(peers[0].came) == {HELLO}
+    assert links.links.strangers == [0]
+    assert links.links.gone(0).startswith(" (lost ")
+    links.links.close()
+
+
+def test_one_without_a_journal_is_gone_for_good(peers: list[Peer]) -> None:
+    peers.append(Peer())
+    links = Links(peers[0].address)
+    until(links, peers[0], lambda: not links.links.strangers, comes_back=False)
+    peers[0].close()
+    with pytest.raises(PeerLostError, match="shard 0 is gone for good"):
+        until(links, Peer(), lambda: False)
+    links.links.close()
