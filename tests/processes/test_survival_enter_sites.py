@@ -47,7 +47,7 @@ SCRIPT_AFTER = SCRIPT.replace(
 
 class SiteWorkers(Workers):
     def __init__(self, folder: Path, address: str, sync: str, plan: dict[str, Any]) -> None:
-        super().__init__(folder, address, sync, plan)
+        super().__init__(folder, address, "server", sync, plan)
         (folder / "script.py").write_text(SCRIPT_AFTER)
 
     def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:

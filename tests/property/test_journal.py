@@ -288,6 +288,25 @@ def test_a_segment_that_is_not_needed_is_written_over_in_place(tmp_path: Path, s
     assert [(index, len(payload)) for index, payload in told_in(tmp_path, 5)] == [(9, 10), (9, 10)]
 
 
+def test_what_an_earlier_life_left_is_not_written_over_while_it_is_still_in_use(tmp_path: Path) -> None:
+    """Payloads that were read again lie in their segment: a contribution may be in flight for long."""
+    folder = Folder(tmp_path, "run", 1)
+    first = Journal(folder, 0)
+    first.begin_segment(fresh=True)
+    filled(first, 1, 4, 2**20)
+    first.close()
+    payloads = [payload for _, payload in read_segments(folder, 0) if payload is not None]
+    before = [bytes(payload) for payload in payloads]
+    second = Journal(folder, 1)
+    for _ in range(3):
+        second.drop_before(second.begin_segment())
+        second.append(Told("worker", 2, 1, MESSAGE), b"\xff" * 2**23)
+    second.close()
+    assert len(before) == 4
+    assert [bytes(payload) for payload in payloads] == before
+    folder.close()
+
+
 def test_a_segment_that_was_another_before_and_is_not_written_yet_is_empty(tmp_path: Path) -> None:
     written(tmp_path, 3)
     first = tmp_path / "journal-000000.bin"

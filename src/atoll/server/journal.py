@@ -143,10 +143,12 @@ class Folder:
         write over than new ones are to get."""
         return self.path / _SPARE
 
-    def retire_before(self, number: int) -> None:
-        """The segments below `number` are not needed any more: the largest is kept to be written over."""
-        for path in [path for each, path in self.segments().items() if each < number]:
-            if self.spare.exists() and self.spare.stat().st_size >= path.stat().st_size:
+    def retire_before(self, number: int, first: int = 0) -> None:
+        """The segments below `number` are not needed any more: the largest is kept to be written over, but
+        none below `first`: what was read from those may still be in use, in place."""
+        for each, path in [(each, path) for each, path in self.segments().items() if each < number]:
+            small = self.spare.exists() and self.spare.stat().st_size >= path.stat().st_size
+            if small or each < first:
                 path.unlink()
             else:
                 path.replace(self.spare)
@@ -212,6 +214,7 @@ class Journal:
 
     def __init__(self, folder: Folder, number: int, *, sync: bool = False) -> None:
         self.folder, self.number, self._sync = folder, number, sync
+        self._first = number  # those below are of an earlier life
         self.appended = 0  # records
         self.size = 0  # bytes of this segment
         self._stamp = 0
@@ -273,7 +276,7 @@ class Journal:
 
     def drop_before(self, number: int) -> None:
         """Let the segments below `number` go: a snapshot has what they led to."""
-        self._give(lambda: self.folder.retire_before(number))
+        self._give(lambda: self.folder.retire_before(number, self._first))
 
     def when_written(self, act: Callable[[], None]) -> None:
         """Call `act` once all that was appended so far is written: at once, or in a `release`."""
