@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mortal_shards import Kill, assert_equal, run_with
+import torch
+from mortal_shards import (
+    DEADLINE,
+    ITERATIONS,
+    POINTS_OF_SHARDS,
+    Kill,
+    MortalRun,
+    assert_equal,
+    config,
+    counted,
+    run_with,
+)
+from torch import nn
 
+import atoll
 from atoll.testing.pool import WorkerPool
+from atoll.testing.served import served_worker
+from atoll.train.place import Place
+
+OF_A_STANDBY = ("shard.held", "shard.promoted")
+OF_BOTH = [point for point in POINTS_OF_SHARDS if point not in (*OF_A_STANDBY, "shard.snapshot")]
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +42,220 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def unharmed(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    one, other = run_with(pool, tmp_path_factory.mktemp("unharmed"), [], replicas=2, keeps=False)
+    one, other = run_with(pool, tmp_path_factory.mktemp("unharmed"), [])
     assert_equal(one, other)
     return one
 
 
-def test_a_primary_of_each_shard(pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path) -> None:
-    kills = [Kill(0, "shard.stepped", 2), Kill(1, "shard.stepped", 4, nth=2)]
+# -- a table of kills --------------------------------------------------------------------------------------
+
+
+def kills_of_primaries(point: str) -> list[Kill]:
+    """Of shard 0, and later of shard 1; only shard 0 keeps meetings."""
+    if point == "shard.met":
+        return [Kill(0, point, 2)]
+    if point == "shard.copied":  # shard 0's second process: while it copies to its standby, which was primary
+        return [Kill(0, "shard.logged", 2), Kill(0, point, 2, half=1)]
+    return [Kill(0, point, 2), Kill(1, point, 4, nth=2)]
+
+
+def test_under_bsp_primaries_are_killed_without_directories(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path
+) -> None:
+    kills = kills_of_primaries("shard.stepped")
     for result in run_with(pool, tmp_path, kills, replicas=2, keeps=False):
         assert_equal(result, unharmed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", [point for point in OF_BOTH if point != "shard.copied"])
+def test_under_bsp_primaries_are_killed_at_each_point(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, point: str
+) -> None:
+    for keeps in (False, True):
+        folder = tmp_path / str(keeps)
+        for result in run_with(pool, folder, kills_of_primaries(point), replicas=2, keeps=keeps):
+            assert_equal(result, unharmed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_standbys_are_killed_and_come_again(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, consistency: str
+) -> None:
+    kills = [Kill(0, "shard.held", 2, half=1), Kill(1, "shard.held", 4, half=1)]
+    for result in run_with(pool, tmp_path, kills, consistency, replicas=2):
+        if consistency == "bsp":
+            assert_equal(result, unharmed)
+    assert counted(tmp_path) == {"worker 0": ITERATIONS, "worker 1": ITERATIONS}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", OF_BOTH)
+def test_under_asp_each_contribution_counts_once(pool: WorkerPool, tmp_path: Path, point: str) -> None:
+    if point == "shard.combined":
+        pytest.skip("only bsp combines")
+    consistency = "ssp" if point == "shard.stepped" else "asp"
+    kills = kills_of_primaries(point)
+    for result in run_with(pool, tmp_path, kills, consistency, replicas=2, keeps=False):
+        assert set(result["versions"].values()) == {2 * ITERATIONS}
+    assert counted(tmp_path) == {"worker 0": ITERATIONS, "worker 1": ITERATIONS}
+
+
+# -- one thing after another -------------------------------------------------------------------------------
+
+
+def train_in_turns(place: Place, address: str, consistency: str, folder: Path, turns: int) -> dict[str, Any]:
+    """Two iterations in each turn; a turn begins when the test has made the file `turn-N`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(2 * turns, 2, 3, 20, generator=torch.Generator().manual_seed(1))
+    with served_worker(address, place.rank), atoll.join(config(consistency)) as session:
+        session.prepare(model, optimizer)
+        for iteration in range(2 * turns):
+            if iteration % 2 == 0:
+                (folder / f"at-{iteration // 2}-{place.rank}").touch()
+                until = time.monotonic() + DEADLINE
+                while not (folder / f"turn-{iteration // 2}").exists():
+                    assert time.monotonic() < until
+                    time.sleep(0.005)
+            optimizer.zero_grad()
+            model(data[iteration, place.rank]).square().mean().backward()
+            optimizer.step()
+        session.barrier()
+        return {"parameters": [parameter.detach().clone() for parameter in model.parameters()], "state": []}
+
+
+class InTurns:
+    """A run whose workers wait for the test before each of `turns` turns."""
+
+    def __init__(
+        self, pool: WorkerPool, run: MortalRun, folder: Path, turns: int, consistency: str = "bsp"
+    ) -> None:
+        self._folder, self._turns, self._made = folder, turns, 0
+        folder.mkdir()
+        self._threads = ThreadPoolExecutor(1)
+        job = (train_in_turns, run.address, consistency, folder, turns)
+        self._results = self._threads.submit(lambda: pool.run(*job, world=2))
+
+    def turn(self) -> float:
+        """Let them make the next turn; gives the seconds that it took."""
+        self._wait_for(self._made)
+        began = time.monotonic()
+        (self._folder / f"turn-{self._made}").touch()
+        self._made += 1
+        if self._made < self._turns:
+            self._wait_for(self._made)
+        else:
+            self.results()
+        return time.monotonic() - began
+
+    def _wait_for(self, turn: int) -> None:
+        until = time.monotonic() + DEADLINE
+        while len(list(self._folder.glob(f"at-{turn}-*"))) < 2:
+            assert time.monotonic() < until, f"turn {turn}"
+            assert not self._results.done(), self._results.result(0)
+            time.sleep(0.005)
+
+    def results(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._results.result(DEADLINE)
+        self._threads.shutdown()
+        return found
+
+
+@pytest.fixture(scope="module")
+def unharmed_turns(
+    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, Any]]]:
+    found = {}
+    for turns in (3, 4):
+        folder = tmp_path_factory.mktemp("turns")
+        with MortalRun(folder, 2, 2, []) as run:
+            course = InTurns(pool, run, folder / "turns", turns)
+            for _ in range(turns):
+                course.turn()
+            found[turns] = course.results()
+    return found
+
+
+def test_a_primary_is_killed_and_then_its_successor_and_the_run_goes_on_within_seconds(
+    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    with MortalRun(tmp_path, 2, 2, [], replicas=2, keeps=False) as run:
+        course = InTurns(pool, run, tmp_path / "turns", 4)
+        course.turn()
+        run.kill(0, 0)
+        first = course.turn()
+        run.wait_for_decisions("shard 0", 2, "in sync")  # the first process again, as the standby
+        run.kill(0, 1)
+        second = course.turn()
+        run.wait_for_decisions("shard 0", 3, "in sync")
+        run.kill(1, 0)
+        third = course.turn()
+        results = course.results()
+        assert not run.failures
+    for result, expected in zip(results, unharmed_turns[4], strict=True):
+        assert_equal(result, expected)
+    print(f"went on after {first:.2f}, {second:.2f} and {third:.2f} s")
+    assert max(first, second, third) < 5.0
+
+
+def test_a_primary_that_stood_still_too_long_is_replaced_and_can_do_nothing_when_it_wakes(
+    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    with MortalRun(tmp_path, 2, 2, [], replicas=2) as run:
+        course = InTurns(pool, run, tmp_path / "turns", 3)
+        course.turn()
+        os.kill(run.pid(0, 0), signal.SIGSTOP)
+        course.turn()
+        os.kill(run.pid(0, 0), signal.SIGCONT)
+        run.wait_for_decisions("shard 0", 2, "in sync")  # it has ended, and came again as the standby
+        course.turn()
+        results = course.results()
+        assert not run.failures
+        assert "it was given up" in run.log(0, 0)
+    for result, expected in zip(results, unharmed_turns[3], strict=True):
+        assert_equal(result, expected)
+
+
+def test_a_directory_that_another_has_overtaken_is_not_gone_on_from(
+    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    with MortalRun(tmp_path, 2, 2, [], replicas=2, snapshot_seconds=0.2) as run:
+        course = InTurns(pool, run, tmp_path / "turns", 4)
+        course.turn()
+        run.restarts = False
+        run.kill(0, 0)
+        course.turn()  # of which the first process's directory knows nothing
+        run.kill(0, 1)
+        run.wait_for_decisions("shard died", 2)
+        run.start(0, 0)
+        run.wait_for_decisions("shard joined", 5)  # it waits, for it may not go on
+        run.start(0, 1)
+        course.turn()
+        course.turn()
+        results = course.results()
+        assert not run.failures
+        assert "goes on from" in run.log(0, 1)
+        assert "goes on from" not in run.log(0, 0)
+    for result, expected in zip(results, unharmed_turns[4], strict=True):
+        assert_equal(result, expected)
+
+
+def test_a_standby_that_is_killed_for_good_holds_nobody_up(
+    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    with MortalRun(tmp_path, 2, 2, [], replicas=2) as run:
+        run.restarts = False
+        course = InTurns(pool, run, tmp_path / "turns", 3)
+        course.turn()
+        run.kill(0, 1)
+        run.kill(1, 1)
+        took = course.turn()
+        course.turn()
+        results = course.results()
+        assert not run.failures
+    assert took < 5.0
+    for result, expected in zip(results, unharmed_turns[3], strict=True):
+        assert_equal(result, expected)

@@ -114,6 +114,7 @@ class Standby:
     def _turn(self) -> None:
         wake = self._journal.fileno if self._journal is not None else -1
         poll([self._server, self._hub.client], 0.0 if self._pending else _LOOK_SECONDS, wake)
+        self._hub.take()
         self._take_in()
         self._release()
         if self._pending:
@@ -139,7 +140,6 @@ class Standby:
             return
         self._looked = now
         self._hub.steps = self.shard.model.iterations if self.shard.model is not None else 0
-        self._hub.take()
         duty = self._hub.duty
         if duty is None or duty.primary:
             return

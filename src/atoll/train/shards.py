@@ -32,7 +32,8 @@ LOG = 0  # the shard that keeps the log
 _EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
 _ASK_WHERE = 0.25  # seconds between questions where the shards are, while one is lost
-_ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_GREET_AGAIN = 1.0  # seconds between Hellos to a shard that has not answered: it may have been a standby
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class _Link:
     welcomed: bool = False  # on this connection
     comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
     lost_at: float | None = None  # monotonic
+    greeted_at: float = field(default_factory=time.monotonic)
 
 
 class Shards:
@@ -101,15 +103,18 @@ class Shards:
     def _connect(self, shard: int, address: str) -> Client:
         """A new connection, on which the worker says who it is before all else."""
         client = Client(address, self._keys, limit=self._limit, name=self._name(shard))
-        hello = Hello(
+        client.send(encode(self._hello))
+        return client
+
+    @property
+    def _hello(self) -> Hello:
+        return Hello(
             version=VERSION,
             run=self.run,
             role="worker",
             worker=self.worker,
             incarnation=self.incarnation,
         )
-        client.send(encode(hello))
-        return client
 
     def _name(self, shard: int) -> str:
         return f"the shard of site {self.site!r}" if self.site else f"shard {shard}"
@@ -188,6 +193,10 @@ class Shards:
             if link.client.losses:
                 self._lose(shard, link)
             lost = lost or not link.welcomed
+            if not link.welcomed and time.monotonic() >= link.greeted_at + _GREET_AGAIN:
+                link.greeted_at = time.monotonic()
+                if link.client.connected:
+                    link.client.send(encode(self._hello))
         now = time.monotonic()
         if now - self._asked_where >= (_ASK_WHERE if lost else _ASK_ANYWAY):
             addresses = self._where() if any(link.comes_back for link in self._links) else None
@@ -208,7 +217,7 @@ class Shards:
         link.client.abandon()
         link.address = address or link.address
         link.lost_at = link.lost_at or time.monotonic()
-        link.welcomed = False
+        link.welcomed, link.greeted_at = False, time.monotonic()
         link.client = self._connect(shard, link.address)
 
     def _handle_welcome(self, shard: int, message: AnyMessage, _payload: memoryview | None) -> None:
