@@ -30,8 +30,9 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.served import served_worker
 from atoll.train.place import Place
 
-OF_A_STANDBY = ("shard.held", "shard.promoted")
-OF_BOTH = [point for point in POINTS_OF_SHARDS if point not in (*OF_A_STANDBY, "shard.snapshot")]
+TURNS = 4
+OTHERS = ("shard.held", "shard.promoted", "shard.copied", "shard.snapshot")  # have tests of their own
+POINTS = [point for point in POINTS_OF_SHARDS if point not in OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,6 @@ def kills_of_primaries(point: str) -> list[Kill]:
     """Of shard 0, and later of shard 1; only shard 0 keeps meetings."""
     if point == "shard.met":
         return [Kill(0, point, 2)]
-    if point == "shard.copied":  # shard 0's second process: while it copies to its standby, which was primary
-        return [Kill(0, "shard.logged", 2), Kill(0, point, 2, half=1)]
     return [Kill(0, point, 2), Kill(1, point, 4, nth=2)]
 
 
@@ -68,7 +67,7 @@ def test_under_bsp_primaries_are_killed_without_directories(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("point", [point for point in OF_BOTH if point != "shard.copied"])
+@pytest.mark.parametrize("point", POINTS)
 def test_under_bsp_primaries_are_killed_at_each_point(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, point: str
 ) -> None:
@@ -91,15 +90,24 @@ def test_standbys_are_killed_and_come_again(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("point", OF_BOTH)
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "shard.combined"])
 def test_under_asp_each_contribution_counts_once(pool: WorkerPool, tmp_path: Path, point: str) -> None:
-    if point == "shard.combined":
-        pytest.skip("only bsp combines")
     consistency = "ssp" if point == "shard.stepped" else "asp"
     kills = kills_of_primaries(point)
     for result in run_with(pool, tmp_path, kills, consistency, replicas=2, keeps=False):
         assert set(result["versions"].values()) == {2 * ITERATIONS}
     assert counted(tmp_path) == {"worker 0": ITERATIONS, "worker 1": ITERATIONS}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", ["shard.copied", "shard.promoted"])
+def test_the_successor_is_killed_while_it_is_alone(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, point: str
+) -> None:
+    """Its directory goes on, and not that of the first, which comes back meanwhile."""
+    kills = [Kill(0, "shard.stepped", 2), Kill(0, point, 0, half=1)]
+    for result in run_with(pool, tmp_path, kills, replicas=2, snapshot_seconds=0.1):
+        assert_equal(result, unharmed)
 
 
 # -- one thing after another -------------------------------------------------------------------------------
@@ -165,25 +173,20 @@ class InTurns:
 
 
 @pytest.fixture(scope="module")
-def unharmed_turns(
-    pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, list[dict[str, Any]]]:
-    found = {}
-    for turns in (3, 4):
-        folder = tmp_path_factory.mktemp("turns")
-        with MortalRun(folder, 2, 2, []) as run:
-            course = InTurns(pool, run, folder / "turns", turns)
-            for _ in range(turns):
-                course.turn()
-            found[turns] = course.results()
-    return found
+def unharmed_turns(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("turns")
+    with MortalRun(folder, 2, 2, []) as run:
+        course = InTurns(pool, run, folder / "turns", TURNS)
+        for _ in range(TURNS):
+            course.turn()
+        return course.results()
 
 
 def test_a_primary_is_killed_and_then_its_successor_and_the_run_goes_on_within_seconds(
-    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+    pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with MortalRun(tmp_path, 2, 2, [], replicas=2, keeps=False) as run:
-        course = InTurns(pool, run, tmp_path / "turns", 4)
+        course = InTurns(pool, run, tmp_path / "turns", TURNS)
         course.turn()
         run.kill(0, 0)
         first = course.turn()
@@ -195,17 +198,18 @@ def test_a_primary_is_killed_and_then_its_successor_and_the_run_goes_on_within_s
         third = course.turn()
         results = course.results()
         assert not run.failures
-    for result, expected in zip(results, unharmed_turns[4], strict=True):
+    for result, expected in zip(results, unharmed_turns, strict=True):
         assert_equal(result, expected)
     print(f"went on after {first:.2f}, {second:.2f} and {third:.2f} s")
     assert max(first, second, third) < 5.0
 
 
 def test_a_primary_that_stood_still_too_long_is_replaced_and_can_do_nothing_when_it_wakes(
-    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+    pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with MortalRun(tmp_path, 2, 2, [], replicas=2) as run:
-        course = InTurns(pool, run, tmp_path / "turns", 3)
+        course = InTurns(pool, run, tmp_path / "turns", TURNS)
+        course.turn()
         course.turn()
         os.kill(run.pid(0, 0), signal.SIGSTOP)
         course.turn()
@@ -215,15 +219,15 @@ def test_a_primary_that_stood_still_too_long_is_replaced_and_can_do_nothing_when
         results = course.results()
         assert not run.failures
         assert "it was given up" in run.log(0, 0)
-    for result, expected in zip(results, unharmed_turns[3], strict=True):
+    for result, expected in zip(results, unharmed_turns, strict=True):
         assert_equal(result, expected)
 
 
 def test_a_directory_that_another_has_overtaken_is_not_gone_on_from(
-    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+    pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with MortalRun(tmp_path, 2, 2, [], replicas=2, snapshot_seconds=0.2) as run:
-        course = InTurns(pool, run, tmp_path / "turns", 4)
+        course = InTurns(pool, run, tmp_path / "turns", TURNS)
         course.turn()
         run.restarts = False
         run.kill(0, 0)
@@ -239,16 +243,17 @@ def test_a_directory_that_another_has_overtaken_is_not_gone_on_from(
         assert not run.failures
         assert "goes on from" in run.log(0, 1)
         assert "goes on from" not in run.log(0, 0)
-    for result, expected in zip(results, unharmed_turns[4], strict=True):
+    for result, expected in zip(results, unharmed_turns, strict=True):
         assert_equal(result, expected)
 
 
 def test_a_standby_that_is_killed_for_good_holds_nobody_up(
-    pool: WorkerPool, unharmed_turns: dict[int, list[dict[str, Any]]], tmp_path: Path
+    pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with MortalRun(tmp_path, 2, 2, [], replicas=2) as run:
         run.restarts = False
-        course = InTurns(pool, run, tmp_path / "turns", 3)
+        course = InTurns(pool, run, tmp_path / "turns", TURNS)
+        course.turn()
         course.turn()
         run.kill(0, 1)
         run.kill(1, 1)
@@ -257,5 +262,5 @@ def test_a_standby_that_is_killed_for_good_holds_nobody_up(
         results = course.results()
         assert not run.failures
     assert took < 5.0
-    for result, expected in zip(results, unharmed_turns[3], strict=True):
+    for result, expected in zip(results, unharmed_turns, strict=True):
         assert_equal(result, expected)

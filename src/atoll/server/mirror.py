@@ -115,6 +115,7 @@ class Mirror:
         self._welcomed = False  # on this connection
         self._lost = False  # the connection was lost, and there is no other yet
         self._stream, self._number, self._acked = "", 0, 0
+        self._copied = 0  # the number of the last message of its state
         self._gate = 0  # the number at which the gate was closed
         self._sent_at = 0.0  # when the latest message was; monotonic
         self._unacked: deque[_Sent] = deque()
@@ -122,7 +123,7 @@ class Mirror:
         self._copying: deque[int] = deque()  # chunks that are to be copied
         self._model: Model | None = None  # whose they are
         self._held: deque[_Held] = deque()
-        self._history: list[tuple[Told, Any]] | None = []  # before the first Setup; None: too much
+        self._history: list[tuple[Told, Any]] | None = []  # before the first Setup; else None, or if too much
         self._said: dict[type, float] = {}  # when something was last said again; monotonic
 
     # -- what is kept, and what waits for it --------------------------------------------------------------
@@ -153,7 +154,7 @@ class Mirror:
 
     def set_up(self) -> None:
         """The shard has been set up: from now on its state says all."""
-        self._history = []
+        self._history = None
 
     def when_kept(self, act: Callable[[], None]) -> None:
         """Call `act` once all that was appended so far is written here, and held by the standby."""
@@ -225,6 +226,7 @@ class Mirror:
 
     def _forget_stream(self) -> None:
         self._stream, self._number, self._acked, self._bytes = "", 0, 0, 0
+        self._copied = 0
         self._unacked.clear()
         self._copying.clear()
         self._model = None
@@ -303,7 +305,8 @@ class Mirror:
     # -- the state ----------------------------------------------------------------------------------------
 
     def _go_on(self, source: Source) -> None:
-        """Begin the stream, copy the next chunk, and close the gate when all are copied."""
+        """Begin the stream, copy the next chunk, and close the gate once the standby holds all of them: until
+        then nobody waits for it."""
         if not self._welcomed:
             return
         if not self._stream:
@@ -313,7 +316,8 @@ class Mirror:
                 self._copying.clear()  # another Setup has been told of
             elif self.busy:
                 self._copy_chunk(self._copying.popleft())
-        elif not self.gated:
+            self._copied = self._number
+        elif not self.gated and self._acked >= self._copied:
             self.gated, self._gate = True, self._number
             self.changed()
 
@@ -321,7 +325,7 @@ class Mirror:
         model = source.model
         if model is None:
             if self._history is None:
-                return  # too much has happened: when it is set up
+                return  # too much has happened: it begins when the shard is set up
             self._stream = secrets.token_hex(8)
             self._send(Begin(stream=self._stream), None)
             for told, payload in self._history:
@@ -329,6 +333,7 @@ class Mirror:
                     role=told.role, index=told.index, incarnation=told.incarnation, message=told.message
                 )
                 self._send(copy, payload)
+            self._copied = self._number
         elif model.complete and source.is_between_lines:
             image, parts = source.image()
             self._stream = secrets.token_hex(8)
@@ -337,7 +342,7 @@ class Mirror:
             self._send(begin, encode_image(image))
             for part, payload in parts:
                 self._send(CopyPart(kind=part.kind, key=part.key), payload)
-            self._model, self._copying = model, deque(model.chunks)
+            self._model, self._copying, self._copied = model, deque(model.chunks), self._number
 
     def _copy_chunk(self, chunk: int) -> None:
         """A chunk as it is between these two messages; its values are not copied, for they are lent."""
