@@ -58,6 +58,7 @@ def kills_of_primaries(point: str) -> list[Kill]:
     return [Kill(0, point, 2), Kill(1, point, 4, nth=2)]
 
 
+@pytest.mark.soak
 def test_under_bsp_primaries_are_killed_without_directories(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_primary_is_killed_and_then_its_successor_and_the_run_goes_on_within_s
     assert max(first, second, third) < 5.0
 
 
+@pytest.mark.soak
 def test_a_primary_that_stood_still_too_long_is_replaced_and_can_do_nothing_when_it_wakes(
     pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ def test_a_directory_that_another_has_overtaken_is_not_gone_on_from(
         assert_equal(result, expected)
 
 
+@pytest.mark.soak
 def test_a_standby_that_is_killed_for_good_holds_nobody_up(
     pool: WorkerPool, unharmed_turns: list[dict[str, Any]], tmp_path: Path
 ) -> None:
