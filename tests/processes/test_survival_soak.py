@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from atoll.server.links import GivenUpError
 from atoll.testing.supervisor import Supervisor, leaks
 
 WORKERS, SHARDS = 3, 2
@@ -171,17 +172,23 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start(parts: Supervisor, folder: Path, consistency: str, script: str) -> None:
+def shard_names(replicas: int) -> list[str]:
+    return [f"shard {index}{second}" for second in ("", " second")[:replicas] for index in range(SHARDS)]
+
+
+def start(parts: Supervisor, folder: Path, consistency: str, script: str, replicas: int = 1) -> None:
     """Hub, shards and workers, each at an address that its successor has again."""
-    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + SHARDS))
+    names = shard_names(replicas)
+    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + len(names)))
     quiet = {"OMP_NUM_THREADS": "1"}
     serving = ["hub", "--workers", str(WORKERS), "--shards", str(SHARDS), "--run", "soak"]
     serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
+    serving += ["--replicas", str(replicas)]
     parts.add("hub", [*ATOLL, *serving], quiet)
-    for index, address in enumerate(shards):
-        shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
-        shard += ["--directory", str(folder / f"shard-{index}"), "--snapshot-seconds", "10"]
-        parts.add(f"shard {index}", [*ATOLL, *shard], quiet)
+    for name, address in zip(names, shards, strict=True):
+        shard = ["server", "--hub", hub, "--shard", name.split()[1], "--listen", address]
+        shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
+        parts.add(name, [*ATOLL, *shard], quiet)
     path = folder / "train.py"
     path.write_text(script)
     for rank in range(WORKERS):
@@ -205,10 +212,10 @@ class Progress:
         return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
 
 
-def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float:
+def strike(parts: Supervisor, progress: Progress, drawn: random.Random, replicas: int) -> float:
     """One fault, and the wait until every worker goes on; gives the seconds that this took."""
     names = [f"worker {rank}" for rank in range(WORKERS)]
-    name = drawn.choice([*names, *(f"shard {index}" for index in range(SHARDS)), "hub"])
+    name = drawn.choice([*names, *shard_names(replicas), "hub"])
     began = time.monotonic()
     if drawn.random() < 0.5:
         parts.kill(name)
@@ -226,23 +233,27 @@ def strike(parts: Supervisor, progress: Progress, drawn: random.Random) -> float
     return time.monotonic() - began
 
 
-def run(folder: Path, consistency: str, faults: int, seconds: float, script: str = SCRIPT) -> Supervisor:
+def run(
+    folder: Path, consistency: str, faults: int, seconds: float, script: str = SCRIPT, replicas: int = 1
+) -> Supervisor:
     """The whole run, and all that is checked; gives the supervisor, for what it has seen."""
     drawn, progress = random.Random(f"{consistency} {faults}"), Progress(folder)
-    with Supervisor(folder / "logs") as parts:
-        start(parts, folder, consistency, script)
+    with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
+        start(parts, folder, consistency, script, replicas)
         parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
         begin, slowest = time.monotonic(), 0.0
         for number in range(faults):
             due = begin + number * seconds / max(1, faults)
             parts.pause(max(0.0, due - time.monotonic()))
-            slowest = max(slowest, strike(parts, progress, drawn))
+            slowest = max(slowest, strike(parts, progress, drawn, replicas))
         parts.pause(max(0.0, begin + seconds - time.monotonic()))
         last = read_notes(folder).epoch + EPOCHS_AHEAD
         (folder / "last-epoch.partial").write_text(str(last))
         (folder / "last-epoch.partial").rename(folder / "last-epoch")
         parts.wait_for(
-            lambda: len(parts.finished) == 1 + SHARDS + WORKERS, "the end of all parts", END_SECONDS
+            lambda: len(parts.finished) == 1 + replicas * SHARDS + WORKERS,
+            "the end of all parts",
+            END_SECONDS,
         )
         assert not parts.failures, parts.failures
         assert not parts.left()
@@ -274,3 +285,10 @@ def test_without_faults(tmp_path: Path, consistency: str) -> None:
 @pytest.mark.parametrize("consistency", ["asp", "bsp"])
 def test_a_hundred_faults(tmp_path: Path, consistency: str) -> None:
     run(tmp_path, consistency, FAULTS, SECONDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS + START_SECONDS + END_SECONDS + 300)
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_faults_of_a_run_whose_shards_have_standbys(tmp_path: Path, consistency: str) -> None:
+    run(tmp_path, consistency, FAULTS // 2, SECONDS / 2, replicas=2)
