@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from mortal_shards import (
@@ -26,6 +27,7 @@ from mortal_shards import (
 from torch import nn
 
 import atoll
+from atoll.core.config import Chunks
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import served_worker
 from atoll.train.place import Place
@@ -267,3 +269,73 @@ def test_a_standby_that_is_killed_for_good_holds_nobody_up(
     assert took < 5.0
     for result, expected in zip(results, unharmed_turns, strict=True):
         assert_equal(result, expected)
+
+
+# -- what a standby holds that came while all went on ------------------------------------------------------
+
+
+def train_and_look(place: Place, address: str, consistency: str, folder: Path) -> list[dict[str, Any]]:
+    """Train until the test says `enough`; what the shards hold then, and once more after it says `again`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    draw = torch.Generator().manual_seed(place.rank)
+    many = msgspec.structs.replace(config(consistency), chunks=Chunks(size="2KiB"))
+    with served_worker(address, place.rank), atoll.join(many) as session:
+        session.prepare(model, optimizer)
+        found = []
+        for word in ("enough", "again"):
+            until, enough = time.monotonic() + DEADLINE, False
+            while not enough:
+                assert time.monotonic() < until
+                if word == "enough":
+                    optimizer.zero_grad()
+                    model(torch.randn(3, 20, generator=draw)).square().mean().backward()
+                    optimizer.step()
+                    (folder / f"went-on-{place.rank}").write_text(str(session.iteration))
+                enough = any(session.gather((folder / word).exists()))
+            session.barrier()
+            state = optimizer.state_dict()["state"]
+            found.append(
+                {
+                    "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+                    "state": [state[index] for index in sorted(state)],
+                }
+            )
+            (folder / f"looked-{word}-{place.rank}").touch()
+        return found
+
+
+@pytest.mark.parametrize(
+    "consistency", ["asp", *(pytest.param(each, marks=pytest.mark.soak) for each in ("bsp", "ssp"))]
+)
+def test_a_standby_that_came_in_the_middle_of_training_holds_the_same(
+    pool: WorkerPool, tmp_path: Path, consistency: str
+) -> None:
+    """Each chunk is copied at another moment, while the others are stepped."""
+    said = tmp_path / "said"
+    said.mkdir()
+
+    def wait_for(names: str) -> None:
+        until = time.monotonic() + DEADLINE
+        while len(list(said.glob(names))) < 2:
+            assert time.monotonic() < until, names
+            assert not job.done(), job.result(0)
+            time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as threads, MortalRun(tmp_path / "run", 2, 2, [], replicas=2) as run:
+        job = threads.submit(lambda: pool.run(train_and_look, run.address, consistency, said, world=2))
+        wait_for("went-on-*")
+        for shard in range(2):
+            run.kill(shard, 1)
+        for shard in range(2):
+            run.wait_for_decisions(f"shard {shard}", 2, "in sync")
+        (said / "enough").touch()
+        wait_for("looked-enough-*")
+        run.restarts = False
+        for shard in range(2):
+            run.kill(shard, 0)
+        (said / "again").touch()
+        for before, after in job.result(DEADLINE):
+            assert_equal(before, after)
+        assert not run.failures

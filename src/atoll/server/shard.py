@@ -897,8 +897,9 @@ class Shard:
         self._replaying = True
 
     def serves(self) -> None:
-        """Be the primary from now on."""
+        """Be the primary from now on, and say so at once."""
         self._replaying = False
+        self._see_to_links()
 
     def rest(self) -> None:
         """What a standby does between two messages."""
