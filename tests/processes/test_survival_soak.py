@@ -172,8 +172,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def shard_names(replicas: int) -> list[str]:
-    return [f"shard {index}{second}" for second in ("", " second")[:replicas] for index in range(SHARDS)]
+def shard_names(replicas: int) -> dict[str, int]:
+    """The parts that are shards, and which. Shard 1 has no chunks, and so less memory: it is judged apart."""
+    seconds = ("", " second")[:replicas]
+    return {f"shard-{index}{second}": index for second in seconds for index in range(SHARDS)}
 
 
 def start(parts: Supervisor, folder: Path, consistency: str, script: str, replicas: int = 1) -> None:
@@ -185,8 +187,8 @@ def start(parts: Supervisor, folder: Path, consistency: str, script: str, replic
     serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
     serving += ["--replicas", str(replicas)]
     parts.add("hub", [*ATOLL, *serving], quiet)
-    for name, address in zip(names, shards, strict=True):
-        shard = ["server", "--hub", hub, "--shard", name.split()[1], "--listen", address]
+    for (name, index), address in zip(names.items(), shards, strict=True):
+        shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
         shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
         parts.add(name, [*ATOLL, *shard], quiet)
     path = folder / "train.py"

@@ -196,9 +196,22 @@ class Standby:
         if duty is None or duty.primary or hello.role != "primary":
             return
         says = (hello.version, hello.run, hello.shard, hello.incarnation)
-        if says == (VERSION, self._run, self.index, duty.partner):
-            self._primary, self._of, self._lost = peer, duty.partner, False
-            self._offer_standing()
+        if says != (VERSION, self._run, self.index, duty.partner):
+            return
+        if peer != self._primary:
+            self._primary, self._of = None, duty.partner  # nothing more is taken on the connection before
+        self._when_written(lambda: self._welcome(peer))
+
+    def _welcome(self, peer: bytes) -> None:
+        """All that has come is written: from there on the primary is to send."""
+        self._primary, self._lost, self._held = peer, False, self._count
+        self._offer_standing()
+
+    def _when_written(self, act: Callable[[], None]) -> None:
+        if self._journal is not None:
+            self._journal.when_written(act)
+        else:
+            act()
 
     def _offer_standing(self) -> str:
         assert self._primary is not None
@@ -228,10 +241,7 @@ class Standby:
                 if self._primary is not None:
                     self._offer_standing()
 
-        if self._journal is not None:
-            self._journal.when_written(written)
-        else:
-            written()
+        self._when_written(written)
 
     def _begin(self) -> None:
         """Another stream: what was held is nothing any more."""
