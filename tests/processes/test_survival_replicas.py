@@ -271,6 +271,56 @@ def test_a_standby_that_is_killed_for_good_holds_nobody_up(
         assert_equal(result, expected)
 
 
+# -- edits and other set-ups -------------------------------------------------------------------------------
+
+
+def train_with_edits(place: Place, address: str, folder: Path, fired: Path, kills: int) -> dict[str, Any]:
+    """Workers edit the mean in each iteration, and go back to a checkpoint in the middle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(10, 2, 3, 20, generator=torch.Generator().manual_seed(1))
+    with served_worker(address, place.rank), atoll.join(config("bsp")) as session:
+        session.prepare(model, optimizer)
+        for step in range(10):
+            until = time.monotonic() + DEADLINE
+            while step == 8 and len(list(fired.iterdir())) < kills:
+                assert time.monotonic() < until, "not all kills have been"
+                time.sleep(0.01)
+            if step == 3:
+                session.save(folder / "checkpoint")
+            if step == 5:
+                session.load(folder / "checkpoint")
+            optimizer.zero_grad()
+            model(data[step, place.rank]).square().mean().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+        session.barrier()
+        state = optimizer.state_dict()["state"]
+        return {
+            "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+            "state": [state[index] for index in sorted(state)],
+        }
+
+
+@pytest.mark.soak
+def test_edits_and_a_checkpoint_that_is_gone_back_to(pool: WorkerPool, tmp_path: Path) -> None:
+    """Killed: in an edited step; and its successor, and the other, after they were set up anew."""
+    later = [Kill(0, "shard.stepped", 5, half=1), Kill(1, "shard.stepped", 5)]
+    results = []
+    for name, kills in (("plain", []), ("killed", [Kill(0, "shard.stepped", 2), *later])):
+        with MortalRun(tmp_path / name, 2, 2, kills, replicas=2 if kills else 1) as run:
+            fired = tmp_path / name / "fired"
+            job = (train_with_edits, run.address, tmp_path / name, fired, len(kills))
+            results.append(pool.run(*job, world=2))
+            assert run.fired == kills
+            assert not run.failures
+    for expected, result in zip(*results, strict=True):
+        assert_equal(expected, result)
+
+
 # -- what a standby holds that came while all went on ------------------------------------------------------
 
 

@@ -157,6 +157,11 @@ class Pairs:
         where = self._members.half_at(half.incarnation)
         self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
 
+    def has_primary(self, shard: int) -> bool:
+        """Whether a shard that is held twice has its primary."""
+        pair = self._pairs.get(shard)
+        return pair is not None and pair.primary is not None
+
     def lost(self, shard: int) -> None:
         """One of a shard's two processes has died or left: say what that means."""
         pair = self._pairs.get(shard)

@@ -578,7 +578,8 @@ class Hub:
             self._decisions.add(f"worker {how}", _worker(gone.worker, incarnation), reason)
         elif gone.shard is not None:
             self._decisions.add(f"shard {how}", f"shard {gone.shard}", reason)
-            self._known_shards = None
+            if not self._pairs.has_primary(gone.shard):
+                self._known_shards = None
             self._pairs.lost(gone.shard)
         else:
             self._decisions.add(f"site {how}", f"site {gone.site!r}", reason)

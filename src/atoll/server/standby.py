@@ -23,6 +23,7 @@ from atoll.core.points import reach
 from atoll.net.endpoint import Received, Server, poll
 from atoll.server.journal import Journal
 from atoll.server.links import HubLink
+from atoll.server.optimizer import warm_up
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
 from atoll.server.snapshot import OpenRecord, Snapshots
@@ -100,6 +101,7 @@ class Standby:
     def run(self, until: Callable[[], bool]) -> bool:
         """Stand by until the hub makes this the primary (True), or `until()`. Raises RunError when the hub
         refuses it, or it cannot do what its primary did."""
+        warm_up()
         while not until():
             duty = self._hub.duty
             if duty is not None and duty.primary:
