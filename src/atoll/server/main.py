@@ -137,8 +137,10 @@ def serve(
             )
             stack.callback(lambda: standby.shard.close())
             ready(own)
+            goes_on(f"{name} is the standby: it holds what its primary holds, and serves nobody yet")
             if standby.run(until):
                 shard = standby.shard
+                goes_on(shard.takes_over())
         else:
             shard = make()
             stack.callback(shard.close)

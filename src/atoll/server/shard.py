@@ -901,6 +901,13 @@ class Shard:
         self._replaying = False
         self._see_to_links()
 
+    def takes_over(self) -> str:
+        """Say that this was the standby, and is the primary now; returns that, in words."""
+        at = self._model.iterations if self._model is not None else 0
+        line = f"{self.name} takes its primary's place: iteration {at}"
+        self._decide("shard", "takes its primary's place", line)
+        return line
+
     def rest(self) -> None:
         """What a standby does between two messages."""
         if self._log is not None:
