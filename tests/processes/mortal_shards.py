@@ -28,6 +28,7 @@ from atoll.core import points
 from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub import main as hub
 from atoll.server import main as server
+from atoll.server.links import GivenUpError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, served_worker
 from atoll.train.place import Place
@@ -35,6 +36,7 @@ from atoll.wire.messages import Parameters
 
 DEADLINE = 60.0
 ITERATIONS = 8
+GIVEN_UP = GivenUpError.exit_status
 POINTS_OF_SHARDS = sorted(point for point in points.POINTS if point.startswith("shard."))
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["mortal_shards", "atoll.server.main"])
@@ -42,16 +44,18 @@ _context.set_forkserver_preload(["mortal_shards", "atoll.server.main"])
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for a shard at the `nth` time that it reaches a point in an iteration (or later)."""
+    """SIGKILL for a shard at the `nth` time that it reaches a point in an iteration (or later); where shards
+    are held twice, for the first or the second process of it."""
 
     shard: int
     point: str
     iteration: int
     nth: int = 1
+    half: int = 0
 
 
 def _live(
-    index: int, address: str, folder: str, kills: Sequence[Kill], log: str, options: dict[str, Any]
+    index: int, half: int, address: str, folder: str, kills: Sequence[Kill], log: str, options: dict[str, Any]
 ) -> None:
     """A shard's life, in a process of its own."""
     reached: dict[int, int] = {}
@@ -60,7 +64,12 @@ def _live(
     def strike(point: str, iteration: int) -> None:
         for number, kill in enumerate(kills):
             late = iteration >= kill.iteration or iteration == -1
-            if kill.shard != index or kill.point != point or not late or (fired / str(number)).exists():
+            if (
+                (kill.shard, kill.half) != (index, half)
+                or kill.point != point
+                or not late
+                or (fired / str(number)).exists()
+            ):
                 continue
             reached[number] = reached.get(number, 0) + 1
             if reached[number] == kill.nth:
@@ -71,20 +80,24 @@ def _live(
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    server.serve(
-        index,
-        address,
-        run=RUN,
-        folder=folder,
-        timeout=DEADLINE,
-        goes_on=lambda line: print(line, flush=True),
-        **options,
-    )
+    try:
+        server.serve(
+            index,
+            address,
+            run=RUN,
+            folder=folder if options.pop("keeps", True) else None,
+            timeout=DEADLINE,
+            goes_on=lambda line: print(line, flush=True),
+            **options,
+        )
+    except GivenUpError as error:
+        print(f"atoll: {error}", flush=True)
+        os._exit(error.exit_status)
 
 
 class MortalRun:
-    """A hub on a thread, and shards as processes; a shard that is killed is started again, `pause` seconds
-    later. `options` go to `serve`."""
+    """A hub on a thread, and shards as processes, each `replicas` times; a shard that is killed is started
+    again, `pause` seconds later. `options` go to `serve`; `keeps` is whether shards have directories."""
 
     def __init__(
         self,
@@ -93,22 +106,29 @@ class MortalRun:
         shards: int,
         kills: Sequence[Kill] = (),
         pause: float = 0.0,
+        replicas: int = 1,
+        patience: float = 10.0,
         **options: Any,
     ) -> None:
         self.folder, self._workers, self._count = folder, workers, shards
         self.kills, self._pause, self._options = list(kills), pause, options
+        self._replicas, self._patience = replicas, patience
+        self.restarts = True  # of shards that are killed
         self.address = ""
         self.failures: list[str] = []
         self._stop = threading.Event()
-        self._shards: dict[int, BaseProcess] = {}
+        self._shards: dict[tuple[int, int], BaseProcess] = {}
         self._threads: list[threading.Thread] = []
 
     @property
     def fired(self) -> list[Kill]:
         return [self.kills[int(path.name)] for path in sorted((self.folder / "fired").iterdir())]
 
-    def log(self, shard: int) -> str:
-        return (self.folder / f"shard-{shard}.log").read_text()
+    def _name(self, shard: int, half: int) -> str:
+        return f"shard-{shard}{'-second' if half else ''}"
+
+    def log(self, shard: int, half: int = 0) -> str:
+        return (self.folder / f"{self._name(shard, half)}.log").read_text()
 
     def __enter__(self) -> MortalRun:
         (self.folder / "fired").mkdir(parents=True)
@@ -126,17 +146,34 @@ class MortalRun:
                 self._workers,
                 self._count,
                 self.folder / "hub",
-                10.0,
+                self._patience,
                 0.25,
+                replicas=self._replicas,
                 until=self._stop.is_set,
                 ready=ready,
             )
         )
         assert listening.wait(DEADLINE), self.failures
-        for shard in range(self._count):
-            self.start(shard)
+        for half in range(self._replicas):
+            for shard in range(self._count):
+                self.start(shard, half)
+            if half + 1 < self._replicas:  # who comes first is the primary
+                self.wait_for_decisions("shard joined", self._count)
         self._start(self._watch)
         return self
+
+    def wait_for_decisions(self, what: str, count: int = 1, choice: str = "") -> None:
+        until = time.monotonic() + DEADLINE
+        while sum(each["what"] == what and choice in each["choice"] for each in self.decisions()) < count:
+            assert time.monotonic() < until, (
+                f"{count} of {what!r} {choice!r} did not come: {self.decisions()}"
+            )
+            assert not self.failures
+            time.sleep(0.01)
+
+    def decisions(self) -> list[dict[str, Any]]:
+        path = self.folder / "hub" / "decisions.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def _start(self, run: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -149,33 +186,44 @@ class MortalRun:
         self._threads.append(threading.Thread(target=guarded, daemon=True))
         self._threads[-1].start()
 
-    def start(self, shard: int) -> None:
+    def start(self, shard: int, half: int = 0) -> None:
+        name = self._name(shard, half)
         arguments = (
             shard,
+            half,
             self.address,
-            str(self.folder / f"shard-{shard}"),
+            str(self.folder / name),
             self.kills,
-            str(self.folder / f"shard-{shard}.log"),
-            self._options,
+            str(self.folder / f"{name}.log"),
+            dict(self._options),
         )
         process = _context.Process(target=_live, args=arguments, daemon=True)
         process.start()
-        self._shards[shard] = process
+        self._shards[shard, half] = process
 
-    def kill(self, shard: int) -> None:
-        self._shards[shard].kill()
+    def kill(self, shard: int, half: int = 0) -> None:
+        self._shards[shard, half].kill()
+
+    def pid(self, shard: int, half: int = 0) -> int:
+        pid = self._shards[shard, half].pid
+        assert pid is not None
+        return pid
 
     def _watch(self) -> None:
         while not self._stop.is_set():
             wait([process.sentinel for process in self._shards.values()], timeout=0.1)
-            for shard, process in list(self._shards.items()):
+            for (shard, half), process in list(self._shards.items()):
                 if process.exitcode is None or self._stop.is_set():
                     continue
-                if process.exitcode != -signal.SIGKILL:
-                    self.failures.append(f"shard {shard} ended with {process.exitcode}: {self.log(shard)}")
+                if process.exitcode not in (-signal.SIGKILL, GIVEN_UP):
+                    log = self.log(shard, half)
+                    self.failures.append(f"shard {shard} ended with {process.exitcode}: {log}")
                     return
-                time.sleep(self._pause)
-                self.start(shard)
+                if self.restarts:
+                    time.sleep(self._pause)
+                    self.start(shard, half)
+                else:
+                    del self._shards[shard, half]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

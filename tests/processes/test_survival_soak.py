@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from atoll.server.links import GivenUpError
 from atoll.testing.supervisor import Supervisor, leaks
 
 WORKERS, SHARDS = 3, 2
@@ -173,21 +174,25 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def shards_of(mode: str) -> int:
-    return 0 if mode == "ring" else SHARDS
+def shard_names(mode: str, replicas: int) -> dict[str, int]:
+    """The parts that are shards, and which. Shard 1 has no chunks, and so less memory: it is judged apart."""
+    seconds, shards = ("", " second")[:replicas], range(0 if mode == "ring" else SHARDS)
+    return {f"shard-{index}{second}": index for second in seconds for index in shards}
 
 
-def start(parts: Supervisor, folder: Path, mode: str, script: str) -> None:
+def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int = 1) -> None:
     """Hub, shards and workers, each at an address that its successor has again."""
-    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + shards_of(mode)))
+    names = shard_names(mode, replicas)
+    hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + len(names)))
     quiet = {"OMP_NUM_THREADS": "1"}
-    serving = ["hub", "--workers", str(WORKERS), "--shards", str(len(shards)), "--run", "soak"]
+    serving = ["hub", "--workers", str(WORKERS), "--shards", str(len(set(names.values()))), "--run", "soak"]
     serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
+    serving += ["--replicas", str(replicas)]
     parts.add("hub", [*ATOLL, *serving], quiet)
-    for index, address in enumerate(shards):
+    for (name, index), address in zip(names.items(), shards, strict=True):
         shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
-        shard += ["--directory", str(folder / f"shard-{index}"), "--snapshot-seconds", "10"]
-        parts.add(f"shard {index}", [*ATOLL, *shard], quiet)
+        shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
+        parts.add(name, [*ATOLL, *shard], quiet)
     path = folder / "train.py"
     path.write_text(script)
     for rank in range(WORKERS):
@@ -211,10 +216,9 @@ class Progress:
         return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
 
 
-def strike(parts: Supervisor, progress: Progress, shards: int, drawn: random.Random) -> float:
+def strike(parts: Supervisor, progress: Progress, shards: Sequence[str], drawn: random.Random) -> float:
     """One fault, and the wait until every worker goes on; gives the seconds that this took."""
-    names = [f"worker {rank}" for rank in range(WORKERS)]
-    name = drawn.choice([*names, *(f"shard {index}" for index in range(shards)), "hub"])
+    name = drawn.choice([*(f"worker {rank}" for rank in range(WORKERS)), *shards, "hub"])
     began = time.monotonic()
     if drawn.random() < 0.5:
         parts.kill(name)
@@ -232,11 +236,14 @@ def strike(parts: Supervisor, progress: Progress, shards: int, drawn: random.Ran
     return time.monotonic() - began
 
 
-def run(folder: Path, mode: str, faults: int, seconds: float, script: str = SCRIPT) -> Supervisor:
+def run(
+    folder: Path, mode: str, faults: int, seconds: float, script: str = SCRIPT, replicas: int = 1
+) -> Supervisor:
     """The whole run, and all that is checked; gives the supervisor, for what it has seen."""
-    drawn, progress, shards = random.Random(f"{mode} {faults}"), Progress(folder), shards_of(mode)
-    with Supervisor(folder / "logs") as parts:
-        start(parts, folder, mode, script)
+    drawn, progress = random.Random(f"{mode} {faults}"), Progress(folder)
+    shards = list(shard_names(mode, replicas))
+    with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
+        start(parts, folder, mode, script, replicas)
         parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
         begin, slowest = time.monotonic(), 0.0
         for number in range(faults):
@@ -248,7 +255,7 @@ def run(folder: Path, mode: str, faults: int, seconds: float, script: str = SCRI
         (folder / "last-epoch.partial").write_text(str(last))
         (folder / "last-epoch.partial").rename(folder / "last-epoch")
         parts.wait_for(
-            lambda: len(parts.finished) == 1 + shards + WORKERS, "the end of all parts", END_SECONDS
+            lambda: len(parts.finished) == 1 + len(shards) + WORKERS, "the end of all parts", END_SECONDS
         )
         assert not parts.failures, parts.failures
         assert not parts.left()
@@ -280,3 +287,10 @@ def test_without_faults(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hundred_faults(tmp_path: Path, mode: str) -> None:
     run(tmp_path, mode, FAULTS, SECONDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS + START_SECONDS + END_SECONDS + 300)
+@pytest.mark.parametrize("mode", ["asp", "bsp"])
+def test_faults_of_a_run_whose_shards_have_standbys(tmp_path: Path, mode: str) -> None:
+    run(tmp_path, mode, FAULTS // 2, SECONDS / 2, replicas=2)

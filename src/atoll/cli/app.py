@@ -56,6 +56,9 @@ def _run(
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
     shards: Annotated[str | None, typer.Option(metavar="M", help="Shards, for strategy server.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="R", help="Processes that hold each shard: 2 for a standby.")
+    ] = None,
     sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
     config: _ConfigOption = None,
     settings: _SetOption = None,
@@ -64,7 +67,7 @@ def _run(
     """Train SCRIPT on several workers of this machine."""
     from atoll.launch.run import run
 
-    chosen = _load(config, settings, workers, strategy, shards, sites)
+    chosen = _load(config, settings, workers, strategy, shards, replicas, sites)
     raise typer.Exit(run(script, arguments or [], chosen, summary))
 
 
@@ -101,6 +104,7 @@ def _load(
     workers: str | None,
     strategy: str | None,
     shards: str | None,
+    replicas: str | None,
     sites: str | None,
 ) -> Config:
     """The configuration; options of their own are settings by another name, with the same checks."""
@@ -108,6 +112,7 @@ def _load(
         "--workers": ("run.workers", workers),
         "--strategy": ("run.strategy", strategy),
         "--shards": ("run.shards", shards),
+        "--replicas": ("server.replicas", replicas),
         "--sites": ("run.sites", sites),
     }
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]

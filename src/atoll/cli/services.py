@@ -57,6 +57,9 @@ def hub(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(metavar="R", help="Processes that hold each shard: 2 for a standby of each.")
+    ] = 1,
     at_least: Annotated[
         int, typer.Option("--at-least", metavar="M", help="With fewer workers left, a ring ends.")
     ] = 1,
@@ -85,6 +88,7 @@ def hub(
         seconds,
         min(HEARTBEAT, seconds / 10),
         sites=sites,
+        replicas=replicas,
         until_done=until_done,
         at_least=at_least,
     )
@@ -133,7 +137,8 @@ def server(
 ) -> None:
     """Be one shard of a run's parameter server, or of one of its sites, until it is stopped.
 
-    A hub with --until-done ends it too. A site's shard ends when all of the site's workers have left.
+    A hub with --until-done ends it too. A site's shard ends when all of the site's workers have left. Where
+    the hub was started with --replicas 2, the second process of a shard is its standby.
     """
     deadline = parse_seconds(timeout)
     if (shard is None) == (not site):

@@ -71,6 +71,7 @@ class Server(msgspec.Struct, forbid_unknown_fields=True):
 
     optimizer: str = ""  # an optimizer beside torch.optim's that shards may run: "package.module:Class"
     snapshot: str = "1min"  # how often a shard writes its state to disk
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1  # processes that hold each shard; 2: a standby
 
 
 class Hub(msgspec.Struct, forbid_unknown_fields=True):

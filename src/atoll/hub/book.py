@@ -22,6 +22,8 @@ from atoll.hub.records import (
     Knows,
     Left,
     Over,
+    Paired,
+    Promoted,
     Told,
 )
 from atoll.store.leases import Key, Leases
@@ -75,8 +77,9 @@ class Book:
         shards: int = 1,
         sites: Mapping[str, int] | None = None,
         heartbeat: float = 1.0,
+        replicas: int = 1,
     ) -> None:
-        self.members = Membership(workers, patience, shards, sites, heartbeat)
+        self.members = Membership(workers, patience, shards, sites, heartbeat, replicas)
         self.leases = Leases()
         self.rings: RingsOf | None = None
         self.fences: dict[str, set[Key]] = {GLOBAL: set(), **{site: set() for site in self.members.sites}}
@@ -99,6 +102,10 @@ class Book:
         elif isinstance(record, InRing):
             assert self.rings is not None
             self.rings.replay(record.at, record.message)
+        elif isinstance(record, Paired):
+            self.pair(record)
+        elif isinstance(record, Promoted):
+            self.members.pairs[record.shard].promote()
         elif isinstance(record, Over):
             self.over = True
         elif isinstance(record, Knows):
@@ -110,6 +117,16 @@ class Book:
 
     def come(self, record: Came) -> Admission:
         """Somebody says Hello; a refusal changes nothing."""
+        if record.role == "shard" and self.members.pairs:
+            return self.members.handle_half(
+                record.at,
+                record.shard,
+                record.address,
+                record.token,
+                record.life,
+                record.since,
+                record.before,
+            )
         admission = self.members.handle_hello(
             record.at,
             record.role,
@@ -125,6 +142,11 @@ class Book:
                 self._site_of[admission.worker, admission.incarnation] = record.site
             self.begun = self.begun or len(self.members.live()) >= self.members.workers
         return admission
+
+    def pair(self, record: Paired) -> bool:
+        """What a primary says of itself and its standby; gives whether that is new."""
+        pair = self.members.pairs[record.shard]
+        return pair.sync(record.primary, record.standby) if record.standby else pair.serve(record.primary)
 
     def leave(self, record: Left | Died) -> Gone | None:
         """Somebody leaves; None where nobody of this incarnation is there."""

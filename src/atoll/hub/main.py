@@ -22,6 +22,7 @@ from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
 from atoll.store.members import RANKS
+from atoll.store.replicas import REPLICAS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
 DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
@@ -41,6 +42,7 @@ def serve(
     heartbeat: float = HEARTBEAT,
     *,
     sites: Mapping[str, int] | None = None,
+    replicas: int = 1,
     until_done: bool = False,
     at_least: int = 1,
     until: Callable[[], bool] = lambda: False,
@@ -50,6 +52,7 @@ def serve(
     workers are a ring, which has no fewer and no more.
 
     `sites` has the workers of each site, by its name, where the run has levels; together they are `workers`.
+    With `replicas` 2 each shard has a standby, a second process that holds all that it acknowledges.
     `run` is its name; empty: a new one. Decisions go to `folder` (decisions.jsonl), and as lines to stdout.
     `folder` also gets the address, for `listen` may leave the port open (0), and the journal: a hub that is
     started again with the same folder goes on with the same run at the same address. `ready` is called with
@@ -63,6 +66,7 @@ def serve(
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
+    _check_replicas(replicas, shards, sites or {})
     keys = read_keys(keys_file) if keys_file else None
     where = None if not folder else Path(folder)
     with contextlib.ExitStack() as stack:
@@ -70,7 +74,14 @@ def serve(
         if journal is not None:
             stack.callback(journal.close)
         asked = Began(
-            at=0.0, run=run, listen=listen, address="", workers=workers, shards=shards, sites=_pairs(sites)
+            at=0.0,
+            run=run,
+            listen=listen,
+            address="",
+            workers=workers,
+            shards=shards,
+            sites=_pairs(sites),
+            replicas=replicas,
         )
         began = _goes_on(journal, asked) if journal is not None else None
         run = began.run if began is not None else run or _new_name()
@@ -86,7 +97,7 @@ def serve(
         bus.subscribe(_show)
         decisions = Decisions(where, bus)
         stack.callback(decisions.close)
-        book = Book(workers, patience, shards, sites, heartbeat)
+        book = Book(workers, patience, shards, sites, heartbeat, replicas)
         cut = journal.cut if journal is not None else 0
         hub = Hub(
             server,
@@ -104,7 +115,8 @@ def serve(
         decisions.add(
             "hub",
             f"listens at {server.address}" + (" again" if began is not None else ""),
-            f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards, "
+            f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards"
+            f"{', each held twice' if replicas > 1 else ''}, "
             + ("with keys" if keys else "without keys: only this machine can reach it"),
         )
         if began is not None:
@@ -145,6 +157,7 @@ def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
         "listen": (began.listen if asked.listen == began.address else asked.listen, began.listen),
         "workers": (asked.workers, began.workers),
         "shards": (asked.shards, began.shards),
+        "replicas": (asked.replicas, began.replicas),
         "site": (asked.sites, began.sites),
     }
     for option, (now, before) in said.items():
@@ -185,6 +198,15 @@ def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:
     if sites and sum(sites.values()) != workers:
         parts = " + ".join(f"{count} at {name!r}" for name, count in sites.items())
         raise UserError(f"a run of {workers} workers, and the sites have {sum(sites.values())}: {parts}")
+
+
+def _check_replicas(replicas: int, shards: int, sites: Mapping[str, int]) -> None:
+    if not 1 <= replicas <= REPLICAS:
+        raise UserError(f"--replicas {replicas}: 1, or {REPLICAS} for a standby of each shard")
+    if replicas > 1 and sites:
+        raise UserError(f"--replicas {replicas} does not go with --site: sites' shards have no standby yet")
+    if replicas > 1 and not shards:
+        raise UserError(f"--replicas {replicas}: a ring has no shards; give --shards M, from 1")
 
 
 def _at(sites: Mapping[str, int]) -> str:

@@ -36,6 +36,7 @@ class Began(Record, frozen=True):
     workers: int
     shards: int
     sites: list[tuple[str, int]]
+    replicas: int = 1
 
 
 class Came(Record, frozen=True):
@@ -48,6 +49,8 @@ class Came(Record, frozen=True):
     site: str
     token: str
     before: int = 0  # a shard's forerunner's incarnation
+    life: str = ""  # of a shard that is held twice: its process
+    since: int = 0  # the incarnation that this process had before it was given up
 
 
 class Left(Record, frozen=True):
@@ -83,6 +86,20 @@ class InRing(Record, frozen=True):
     message: AnyMessage
 
 
+class Paired(Record, frozen=True):
+    """Of a shard that is held twice: its primary serves (`standby` 0), or has its standby in sync."""
+
+    shard: int
+    primary: int
+    standby: int = 0
+
+
+class Promoted(Record, frozen=True):
+    """The standby of this shard is its primary from now on."""
+
+    shard: int
+
+
 class Over(Record, frozen=True):
     """The run is over: shards are told to end."""
 
@@ -107,7 +124,7 @@ class Knows(Record, frozen=True):
     state: BookState
 
 
-AnyRecord = Union[Began, Came, Left, Died, Asked, Told, InRing, Over, Knows]
+AnyRecord = Union[Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Over, Knows]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)

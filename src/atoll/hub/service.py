@@ -17,6 +17,7 @@ from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import HubJournal
 from atoll.hub.loglink import LogLink
+from atoll.hub.pairs import HubParts, Pairs
 from atoll.hub.records import (
     AnyRecord,
     Asked,
@@ -43,9 +44,12 @@ from atoll.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    InSync,
     Lease,
+    LostTouch,
     Reform,
     Refused,
+    Serves,
     Shards,
     StoreCall,
     Welcome,
@@ -152,6 +156,7 @@ class Hub:
         book.rings = self._rings
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._pids: dict[int, int] = {}  # incarnation of a shard -> its process
+        self._pairs = self._make_pairs()
         self._parked: list[_Parked] = []
         self._rivals: list[_Rival] = []
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
@@ -179,6 +184,23 @@ class Hub:
         if link is not None:
             link.look(rank, incarnation)
 
+    def _make_pairs(self) -> Pairs:
+        parts = HubParts(
+            now=self._now,
+            send=self._send,
+            refuse=lambda peer, reason: self._refuse(peer, reason, "Hello"),
+            welcome=self._welcome_half,
+            owner=self._owners.get,
+            is_gone=self._is_gone,
+            bury=self._bury,
+            keep=self._new.append,
+        )
+        return Pairs(self._book, self._decisions, parts)
+
+    def _welcome_half(self, peer: bytes, incarnation: int) -> None:
+        self._owners[incarnation] = peer
+        self._welcome(peer, "shard", "", -1, incarnation)
+
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Serve until `until`, which is looked at several times a second."""
         while not until() and not self._is_done():
@@ -202,6 +224,7 @@ class Hub:
         self._poll_deaths()
         self._poll_rivals()
         self._poll_parked()
+        self._pairs.poll()
         self._poll_shards()
         self._rings.poll()
         self._commit()
@@ -301,6 +324,9 @@ class Hub:
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
             self._handle_where(peer)
+        elif isinstance(message, (Serves, InSync, LostTouch)):
+            if self._owns(peer, message.incarnation):  # else it hears at its next heartbeat
+                self._pairs.handle(message)
         else:
             name = type(message).__name__
             self._refuse(peer, f"the hub takes no {name}", name)
@@ -312,6 +338,9 @@ class Hub:
             return
         if hello.role == GUEST:
             self._welcome(peer, hello.role, "", -1, 0)
+            return
+        if hello.role == "shard" and self._members.pairs:
+            self._pairs.handle_hello(peer, hello)
             return
         known = self._members.rank_of(hello.incarnation) if hello.incarnation else None
         there = self._members.worker_of(hello.token) if hello.role == "worker" else None
@@ -387,6 +416,7 @@ class Hub:
             heartbeat=self._heartbeat,
             patience=self._members.patience,
             sites=list(sites),
+            replicas=self._members.replicas,
         )
         self._send(peer, welcome)
 
@@ -415,6 +445,7 @@ class Hub:
         else:
             self._broken.beat(peer, beat.incarnation)
             self._rings.beat(peer, beat.incarnation)
+            self._pairs.beat(peer, beat.incarnation)
 
     def _given_up(self, incarnation: int) -> str:
         return (
@@ -480,6 +511,8 @@ class Hub:
                 self._log.connect(addresses[0])
             except UserError as error:  # such an address cannot be used from here
                 self._decisions.add("log", "not reached", str(error))
+            for incarnation in self._members.shard_incarnations():  # one that they know may have moved
+                self._send(self._owners.get(incarnation, b""), Shards(addresses=addresses))
         for peer in [peer for peer, site in self._asking.items() if not site]:
             self._send(peer, Shards(addresses=addresses))
             del self._asking[peer]
@@ -564,7 +597,9 @@ class Hub:
             self._decisions.add(f"worker {how}", _worker(gone.worker, incarnation), reason)
         elif gone.shard is not None:
             self._decisions.add(f"shard {how}", f"shard {gone.shard}", reason)
-            self._known_shards = None
+            if not self._pairs.has_primary(gone.shard):
+                self._known_shards = None
+            self._pairs.lost(gone.shard)
         else:
             self._decisions.add(f"site {how}", f"site {gone.site!r}", reason)
 

@@ -27,6 +27,7 @@ from atoll.launch.tail import last_lines
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
+GIVEN_UP = 75  # the status of a shard that another has taken the place of (server/links.py: GivenUpError)
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
@@ -45,6 +46,11 @@ def check_run(config: Config) -> None:
         )
     if run.sites and run.strategy != "server":
         raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
+    if config.server.replicas > 1 and run.sites:
+        raise UserError(
+            f"server.replicas: {config.server.replicas} processes for each shard do not go with run.sites: "
+            "sites' shards have no standby yet"
+        )
     if run.sites > run.workers:
         raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")
 
@@ -63,8 +69,8 @@ class ServedLaunch:
     the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
     the others go on, once the run has begun. A hub or a shard that was killed, a site's too, is started again
     up to three times, with the same arguments: what they go on from is in the directory that each has. A site
-    whose shard was killed more often is left out. A process that stands still (SIGSTOP) for longer than the
-    hub bears is killed.
+    whose shard was killed more often is left out; of a shard that is held twice one process may end for good.
+    A process that stands still (SIGSTOP) for longer than the hub bears is killed.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class ServedLaunch:
         self._lost_sites: set[str] = set()
         self._standstill = Standstill(config.patience_seconds + _GIVEN_UP_SECONDS)
         self._next_look = 0.0  # monotonic
+        self._left_halves: set[str] = set()  # processes of shards that are not started again
         self._start()
 
     def _start(self) -> None:
@@ -97,7 +104,9 @@ class ServedLaunch:
         patience = ["--patience", f"{self._config.patience_seconds:g}"]
         sites = {site: self._sites.count(site) for site in self._sites if site}
         named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
-        self._serve("hub", ["--workers", str(count), "--shards", str(shards), *named, *patience, *common])
+        replicas = self._config.server.replicas if shards else 1
+        of_run = ["--workers", str(count), "--shards", str(shards), "--replicas", str(replicas)]
+        self._serve("hub", [*of_run, *named, *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
         address = self._address = self._address_in(where)
         for shard in range(shards):
@@ -106,6 +115,8 @@ class ServedLaunch:
             if self._config.server.optimizer:
                 arguments += ["--optimizer", self._config.server.optimizer]
             self._serve(f"server-{shard}", arguments)
+            if replicas > 1:
+                self._serve(f"second-{shard}", [*arguments, "--second"])
         for site in sites:
             arguments = ["--hub", address, "--site", site, *common]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
@@ -115,7 +126,7 @@ class ServedLaunch:
 
     def _serve(self, name: str, arguments: Sequence[str]) -> None:
         """Start the hub or a shard, with a log of its own."""
-        kind, self._arguments[name] = name.partition("-")[0], list(arguments)
+        kind, self._arguments[name] = name.partition("-")[0].replace("second", "server"), list(arguments)
         with (self._directory.logs / f"{name}.log").open("ab") as log:
             self._services[name] = subprocess.Popen(
                 [sys.executable, "-m", "atoll.launch.service", kind, *arguments],
@@ -216,8 +227,10 @@ class ServedLaunch:
             site = name.partition("site-")[2]
             if code is None or (site and code == 0):
                 continue
-            if site not in self._lost_sites and code < 0 and self._serves_again(name, signal_name(-code)):
-                continue
+            if site not in self._lost_sites and (code < 0 or code == GIVEN_UP):
+                how = f"was killed by {signal_name(-code)}" if code < 0 else "was given up by the hub"
+                if self._serves_again(name, how) or self._has_other_half(name, how):
+                    continue
             # One that comes too late, for the others to go on with its site, says so and ends.
             killed = code < 0 or self._restarts[name] > 0
             if site and killed and self._lost_sites | {site} != set(self._sites):
@@ -228,12 +241,26 @@ class ServedLaunch:
                 return name
         return ""
 
-    def _serves_again(self, name: str, signame: str) -> bool:
+    def _serves_again(self, name: str, how: str) -> bool:
         """Start a hub or a shard again that was killed, and say so; False where it was often enough."""
         if self._stopping or self._restarts[name] >= SERVICE_RESTARTS:
             return False
-        self._tell_again(0, name, _called(name), signame, SERVICE_RESTARTS)
+        self._tell_again(0, name, _called(name), how, SERVICE_RESTARTS)
         self._serve(name, self._arguments[name])
+        return True
+
+    def _has_other_half(self, name: str, how: str) -> bool:
+        """Whether a shard is held by another process too, which goes on alone; say so once."""
+        kind, _, shard = name.partition("-")
+        process = self._services.get({"server": "second-", "second": "server-"}.get(kind, "") + shard)
+        if self._stopping or process is None or process.poll() is not None:
+            return False
+        if name not in self._left_halves:
+            self._left_halves.add(name)
+            message = (
+                f"{_called(name)} {how}, {SERVICE_RESTARTS + 1} times by now; the other one goes on alone"
+            )
+            self._write(0, Warned(time=time.time(), worker=0, message=message))
         return True
 
     def _starts_again(self, rank: int, signame: str) -> bool:
@@ -244,13 +271,13 @@ class ServedLaunch:
         lost = self._sites[rank] in self._lost_sites
         if self._stopping or is_over or lost or self._restarts[name] >= most:
             return False
-        self._tell_again(rank, name, name, signame, most)
+        self._tell_again(rank, name, name, f"was killed by {signame}", most)
         self._workers[rank] = self._worker(rank)
         return True
 
-    def _tell_again(self, rank: int, name: str, called: str, signame: str, most: int) -> None:
+    def _tell_again(self, rank: int, name: str, called: str, how: str, most: int) -> None:
         self._restarts[name] += 1
-        message = f"{called} was killed by {signame}, and is started again ({self._restarts[name]} of {most})"
+        message = f"{called} {how}, and is started again ({self._restarts[name]} of {most})"
         self._write(rank, Warned(time=time.time(), worker=rank, message=message))
 
     def _leave_out(self, site: str) -> None:
@@ -356,4 +383,5 @@ class ServedLaunch:
 
 def _called(name: str) -> str:
     """A service's name as a person reads it."""
-    return name.replace("server-", "shard ").replace("site-", "the shard of site ").replace("hub", "the hub")
+    name = name.replace("server-", "shard ").replace("second-", "the second process of shard ")
+    return name.replace("site-", "the shard of site ").replace("hub", "the hub")

@@ -33,6 +33,7 @@ def _hub(arguments: list[str]) -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--patience", type=float, required=True)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--site", action="append", default=[])  # its name and its workers: NAME=N
     args = parser.parse_args(arguments)
     sites = {name: int(count) for name, _, count in (site.partition("=") for site in args.site)}
@@ -46,6 +47,7 @@ def _hub(arguments: list[str]) -> None:
         args.patience,
         min(HEARTBEAT, args.patience / 10),
         sites=sites,
+        replicas=args.replicas,
     )
 
 
@@ -57,12 +59,13 @@ def _server(arguments: list[str]) -> None:
     parser.add_argument("--shard", type=int, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
     parser.add_argument("--optimizer", default="")
+    parser.add_argument("--second", action="store_true")  # of a shard that is held twice
     args = parser.parse_args(arguments)
     serve(
         args.shard,
         args.hub,
         run=args.run,
-        folder=args.directory / f"shard-{args.shard}",
+        folder=args.directory / f"shard-{args.shard}{'-second' if args.second else ''}",
         optimizer=args.optimizer,
         snapshot_seconds=args.snapshot_seconds,
     )

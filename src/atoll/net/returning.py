@@ -16,8 +16,8 @@ from atoll.net.keys import Keys
 from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
 
 _ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
-_ASK_ANYWAY = 5.0  # the same, while all are silent: one may have been given up, and be elsewhere
-_GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered
+_ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up, and be elsewhere
+_GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered: it may have been a standby
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from atoll.core.errors import PeerLostError, RunError
-from atoll.net.endpoint import SOON, Client
+import msgspec
+
+from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.net.endpoint import SOON, Client, poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError, ask
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
+    Duty,
     Entry,
     Follow,
     Goodbye,
@@ -36,10 +40,19 @@ _GRACE = 2.0  # seconds
 _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 
+class GivenUpError(RunError):
+    """The hub has given this process up, and another may have taken its place. Started again it is of use:
+    the status is EX_TEMPFAIL's."""
+
+    exit_status = 75
+
+
 class HubLink:
     """The connection to the hub, of shard `shard` or of the shard of `site`. `timeout` is for how many
     seconds its welcome is waited for; `incarnation` what the hub gave this shard before it was started
     again, and `token` the name of the directory that it keeps.
+
+    Where shards are held twice, `duty` is the hub's latest word on what this one is; else None.
 
     Heartbeats have a thread and a connection of their own, since a shard may be busy for long, taking in a
     large model, say. After a lost connection the hub is told anew who is here: it may be another process.
@@ -75,10 +88,14 @@ class HubLink:
             address=own,
             incarnation=incarnation,
             token=token,
+            life=secrets.token_hex(8),
             pid=os.getpid(),
         )
+        self._told: Duty | None = None  # the latest on each connection
+        self._told_by_beat: Duty | None = None
         try:
             self.welcome = self._join(timeout)
+            self._wait_for_duty(timeout)
         except BaseException:
             self.client.close()
             raise
@@ -97,6 +114,28 @@ class HubLink:
             except PeerLostError:
                 if time.monotonic() > until:
                     raise
+
+    def _wait_for_duty(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while self.welcome.replicas > 1 and self._told is None:
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"waited {timeout:.1f} s for {self.client.name} at {self.client.address} on whether "
+                    "this is the shard's primary or its standby"
+                )
+            poll([self.client], _LOOK_SECONDS)
+            self.take()
+
+    @property
+    def duty(self) -> Duty | None:
+        """The hub's latest word on which of a shard's two processes this is."""
+        one, other = self._told, self._told_by_beat
+        return one if other is None or (one is not None and one.term >= other.term) else other
+
+    def say(self, message: AnyMessage) -> None:
+        """Tell the hub something, where there is a connection: it is said again."""
+        if self.client.connected:
+            self.client.send(encode(message))
 
     def _beat(self, keys: Keys | None) -> None:
         """The thread of heartbeats."""
@@ -117,8 +156,13 @@ class HubLink:
         with contextlib.suppress(WireError):
             message = decode_untrusted(header)
             self.over = self.over or isinstance(message, Over)
+            if isinstance(message, Duty) and message.term >= self._term(self._told_by_beat):
+                self._told_by_beat = message
             if isinstance(message, Refused):
                 self._stranger = self.welcome.incarnation
+
+    def _term(self, duty: Duty | None) -> int:
+        return duty.term if duty is not None else -1
 
     def _stop_beating(self) -> None:
         self._stop.set()
@@ -131,7 +175,8 @@ class HubLink:
         self.client.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def take(self) -> None:
-        """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses."""
+        """Take what the hub has sent, and see that it knows us. Raises RefusedError when it refuses, or
+        GivenUpError where shards are held twice."""
         self._introduce()
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
@@ -139,9 +184,13 @@ class HubLink:
                 self.addresses = list(message.addresses) or self.addresses
             elif isinstance(message, Welcome):
                 self.welcome = message
+            elif isinstance(message, Duty):
+                self._told = message if message.term >= self._term(self._told) else self._told
             elif isinstance(message, Refused) and message.request != "WhereAreShards":  # asked before Hello
                 self._refused = message.reason
         if self._refused and not self._left:
+            if self.welcome.replicas > 1:
+                raise GivenUpError(f"hub at {self.client.address}: {self._refused}")
             raise RefusedError(f"hub at {self.client.address} refused: {self._refused}")
 
     def _introduce(self) -> None:
@@ -151,7 +200,7 @@ class HubLink:
         if self._left or (self.client.losses == self._losses and not given_up):
             return
         self._stranger, self._losses = 0, self.client.losses
-        self.client.send(encode(self._hello))
+        self.client.send(encode(msgspec.structs.replace(self._hello, since=self.welcome.incarnation)))
         if not self.addresses:
             self.client.send(encode(WhereAreShards()))
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,11 +23,13 @@ from atoll.net.keys import read_keys
 from atoll.observe.journal import Journal as Events
 from atoll.server.journal import Folder, Journal
 from atoll.server.links import HubLink
+from atoll.server.mirror import Mirror
 from atoll.server.recovery import find, first_segment
 from atoll.server.shard import Shard
 from atoll.server.site import SiteShard
 from atoll.server.siterecovery import find_site
-from atoll.server.snapshot import Snapshots
+from atoll.server.snapshot import Heading, Snapshots
+from atoll.server.standby import MARK, Standby
 
 LARGEST_FRAME = 2**31 - 1  # bytes
 _JOURNAL = "journal.jsonl"
@@ -75,11 +78,12 @@ def serve(
             snapshots = Snapshots(Path(folder), run=run, shard=index, seconds=snapshot_seconds, failed=warn)
             kept_in = Folder(Path(folder), run, index)
             stack.callback(kept_in.close)
+            if (kept_in.path / MARK).exists():  # of a standby that did not get all of it
+                kept_in.clear()
             found = find(kept_in)
             journal = Journal(
                 kept_in, found.next_segment if found is not None else first_segment(kept_in), sync=sync
             )
-            snapshots.taken = lambda heading: journal.drop_before(heading.journal)
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
         server = stack.enter_context(Server(listen, keys, limit=LARGEST_FRAME, name=name))
@@ -98,33 +102,70 @@ def serve(
         stack.callback(hub.close)
         if kept_in is not None:
             kept_in.remember(incarnation=hub.welcome.incarnation)
-        shard = Shard(
-            index,
-            server,
-            run=run,
-            workers=hub.welcome.workers,
-            keys=keys,
-            hub=hub,
-            configured=optimizer,
-            fused=fused,
-            snapshots=snapshots,
-            journal=journal,
-            emit=emit,
-        )
-        stack.callback(shard.close)
-        if found is not None:
-            goes_on(shard.recover(found))
-        if journal is not None:
-            journal.begin_segment(fresh=found is None)
+
+        def make() -> Shard:
+            mirror = Mirror(index, run, keys, hub, journal) if hub.welcome.replicas > 1 else None
+            made = Shard(
+                index,
+                server,
+                run=run,
+                workers=hub.welcome.workers,
+                keys=keys,
+                hub=hub,
+                configured=optimizer,
+                fused=fused,
+                snapshots=snapshots,
+                journal=journal,
+                mirror=mirror,
+                emit=emit,
+            )
+            if snapshots is not None and journal is not None:
+                snapshots.taken = partial(_drop_older, made, journal)
+            return made
+
+        until: Callable[[], bool] = lambda: stopped.is_set() or hub.over  # noqa: E731
+        shard = None
+        if hub.duty is not None and not hub.duty.primary:
+            standby = Standby(
+                index,
+                run,
+                server,
+                hub,
+                make,
+                journal=journal,
+                folder=kept_in.path if kept_in is not None else None,
+                snapshots=snapshots,
+            )
+            stack.callback(lambda: standby.shard.close())
+            ready(own)
+            goes_on(f"{name} is the standby: it holds what its primary holds, and serves nobody yet")
+            if standby.run(until):
+                shard = standby.shard
+                goes_on(shard.takes_over())
+        else:
+            shard = make()
+            stack.callback(shard.close)
+            if found is not None:
+                goes_on(shard.recover(found))
+            if journal is not None:
+                journal.begin_segment(fresh=found is None)
+            ready(own)
         if kept:
             reason = "chunks come and go; giving their memory back costs page faults"
             emit(
                 Decided(time=time.time(), worker=-1, what="heap", choice="keeps freed memory", reason=reason)
             )
-        ready(own)
-        shard.run(lambda: stopped.is_set() or hub.over)
+        if shard is not None:
+            shard.run(until)
         if kept_in is not None and hub.over:
             kept_in.remember(over=True)
+
+
+def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
+    """A snapshot is whole: with the journal since, it is all that the shard holds."""
+    shard.is_on_disk = True
+    (journal.folder.path / MARK).unlink(missing_ok=True)
+    journal.drop_before(heading.journal)
 
 
 def serve_site(

@@ -17,7 +17,7 @@ from atoll.core.points import reach
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.optimizer import ShardOptimizer
 from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
-from atoll.server.snapshot import Heading
+from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
@@ -26,6 +26,7 @@ from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, 
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
+OPEN = "open."  # before the name of a tensor that a step which is open is made again from
 
 _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
@@ -95,6 +96,9 @@ class Model:
         self.state = ShardState(setup.chunks, setup.consistency, setup.slack, IN_FLIGHT, setup.steps)
         self.mean: MeanOf | None = None
         self.complete = False
+        self.awaited: set[int] = (
+            set()
+        )  # at a standby: chunks that the primary has yet to give, as they are then
         self._valued: set[int] = set()  # chunks whose values have come
         self._given: dict[int, dict[str, Tensor]] = {}  # state that has come: chunk -> key -> values
         self._numbers: dict[int, list[dict[str, Any]]] = {}
@@ -124,6 +128,11 @@ class Model:
     @property
     def chunks(self) -> tuple[int, ...]:
         return self.optimizer.chunks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values are here."""
+        return self.complete and not self.awaited
 
     @property
     def held_bytes(self) -> int:
@@ -235,6 +244,35 @@ class Model:
             lent = self._lent[chunk] = Lent(self.optimizer.values(chunk))
         return lent.payload()
 
+    def receive(
+        self,
+        chunk: int,
+        tensors: Mapping[str, memoryview],
+        slots: list[dict[str, Any]],
+        open_: OpenRecord | None,
+    ) -> None:
+        """Take a chunk as the primary has it now. `tensors` are its values (""), its optimizer's state, and
+        under "open." what an open step is made again from. Raises RunError for what does not fit."""
+        values = tensors.get("")
+        if chunk not in self.awaited or values is None or values.nbytes != self.optimizer.nbytes(chunk):
+            raise RunError(f"the primary sent a chunk {chunk} that is none of those that are awaited")
+        dtype = self.optimizer.dtype(chunk)
+        step: dict[str, Tensor] = {}
+        elements: dict[str, Tensor] = {}
+        for key, payload in tensors.items():
+            if key.startswith(OPEN):
+                name = key.removeprefix(OPEN)
+                state = name.removeprefix("state.")
+                of = dtype if state == name else self.own.state_dtype(chunk, state)
+                step[name] = tensor_of(payload, of)
+            elif key:
+                elements[key] = tensor_of(payload, self.own.state_dtype(chunk, key))
+        self.own.set_values(chunk, tensor_of(values, dtype))
+        self.own.set_state(chunk, elements, slots)
+        if open_ is not None:
+            self.own.set_open_step(chunk, step, open_.present, open_.slots)
+        self.awaited.discard(chunk)
+
     # -- contributions ------------------------------------------------------------------------------------
 
     def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
@@ -340,12 +378,15 @@ class Model:
                 gradients = self._gradients(chunk, handle)
             elif action.scale != 1:
                 gradients = gradients * action.scale  # the mean itself may still be on its way to a worker
-            if self.own.trains(chunk) and any(present):
+            if self._steps(chunk) and any(present):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.step(chunk, gradients, present)
             reach("shard.stepped", action.iteration)
             done(chunk)
+
+    def _steps(self, chunk: int) -> bool:
+        return self.own.trains(chunk) and chunk not in self.awaited
 
     def _make_way(self, chunk: int, before: Done) -> None:
         """A chunk's values are about to change; those on their way to workers stay as they are."""
@@ -358,7 +399,7 @@ class Model:
         self.iterations = max(self.iterations, action.iteration + 1)
         self.optimizer.set_hyperparameters(action.hyperparameters)
         for chunk, (handle, present) in _in_order(action.chunks):
-            if self.own.trains(chunk):
+            if self._steps(chunk):
                 self._make_way(chunk, before)
                 with _told_of(chunk):
                     self.own.contribute(

@@ -522,5 +522,12 @@ def _probe(
     return _Kind(elementwise, {**dict.fromkeys(elementwise, parameter.dtype), **dtypes})
 
 
+def warm_up() -> None:
+    """Have torch load what optimizers need at their first step: a second that others would wait for."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()
+
+
 def _nothing() -> None:
     pass

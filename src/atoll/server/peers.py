@@ -91,6 +91,10 @@ class Peers:
         """The connections of all workers."""
         return [peer for (role, _), peer in self._connections.items() if role == "worker"]
 
+    def shards(self) -> list[bytes]:
+        """The connections of all shards that follow this one."""
+        return [peer for (role, _), peer in self._connections.items() if role == "shard"]
+
     def shard(self, index: int) -> bytes | None:
         return self._connections.get(("shard", index))
 

@@ -17,6 +17,7 @@ from atoll.server.snapshot import Heading, whole_snapshots
 from atoll.store.records import Begun, Part, Record, Told
 
 Parts: TypeAlias = list[tuple[Part, Payload]]
+KeptParts: TypeAlias = dict[str, dict[int, memoryview]]  # payloads by kind and key
 
 # What a Part's payload is of; its key is a handle, or a chunk of the mean.
 CONTRIBUTION, MEAN, MEETING, LAST_MEETING = "contribution", "mean", "meeting", "last meeting"
@@ -42,6 +43,19 @@ def encode_image(image: ShardImage) -> bytes:
     return _encoder.encode(image)
 
 
+def decode_image(raw: bytes | memoryview) -> ShardImage:
+    """What `encode_image` gave; raises CheckpointError for what is none."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"not a shard's state: {str(error)[:200]}") from None
+
+
+def no_parts() -> KeptParts:
+    """Room for the payloads of a state."""
+    return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING)}
+
+
 @dataclass(frozen=True)
 class Found:
     """What lies in a shard's folder: the latest snapshot with the image that goes with it, or neither, and
@@ -49,7 +63,7 @@ class Found:
 
     snapshot: Path | None
     image: ShardImage | None
-    parts: dict[str, dict[int, memoryview]]
+    parts: KeptParts
     told: Iterator[tuple[Told, memoryview | None]]
     next_segment: int
 
@@ -85,11 +99,9 @@ def _begin(
     first: tuple[Record, Payload] | None,
     heading: Heading | None,
     records: Iterator[tuple[Record, Payload]],
-) -> tuple[ShardImage | None, dict[str, dict[int, memoryview]]]:
+) -> tuple[ShardImage | None, KeptParts]:
     """The image at the beginning, and its payloads by kind and key."""
-    parts: dict[str, dict[int, memoryview]] = {
-        kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING)
-    }
+    parts = no_parts()
     begun = first[0] if first is not None else None
     if not isinstance(begun, Begun) or not (begun.fresh or heading is not None):
         raise CheckpointError(
@@ -108,9 +120,9 @@ def _begin(
             raise CheckpointError(f"{folder.segment(heading.journal)}: lacks a part of its state")
         parts[part.kind][part.key] = payload
     try:
-        return _decoder.decode(begun.state), parts
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder.segment(heading.journal)}: not a shard's state: {error}") from None
+        return decode_image(begun.state), parts
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder.segment(heading.journal)}: {error}") from None
 
 
 def _told(records: Iterator[tuple[Record, Payload]]) -> Iterator[tuple[Told, memoryview | None]]:

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +25,7 @@ from atoll.net.keys import Keys
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink, LogLink, earliest
 from atoll.server.logkeeper import LogKeeper, sequence_of
+from atoll.server.mirror import Mirror
 from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
@@ -32,6 +35,7 @@ from atoll.server.recovery import (
     MEAN,
     MEETING,
     Found,
+    KeptParts,
     Parts,
     ShardImage,
     encode_image,
@@ -83,7 +87,8 @@ class Shard:
     `server` is where workers come in. `hub` is the link to the hub, without which `log_address` says where
     shard 0 is. `configured` is the operator's own optimizer ("package.module:Class"); `fused` as in
     ShardOptimizer. `emit` takes core's events, of worker -1. With a `journal` nothing leaves before what it
-    may tell of is written there, and `recover` has a shard go on where the one before it was killed.
+    may tell of is written there, and `recover` has a shard go on where the one before it was killed. With a
+    `mirror` a standby holds it too; a standby's own shard is driven by `server/standby.py` until it `serves`.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Shard:
         fused: bool = False,
         snapshots: Snapshots | None = None,
         journal: Journal | None = None,
+        mirror: Mirror | None = None,
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
         self.index, self._server, self._run, self._keys = index, server, run, keys
@@ -111,6 +117,15 @@ class Shard:
         self._journal, self._replaying = journal, False
         if journal is not None:
             self._peers.when_kept = journal.when_written
+        self._mirror = mirror
+        if mirror is not None:
+            self._peers.when_kept = mirror.when_kept
+            mirror.changed, mirror.tell = self._tell_comes_back, partial(self._decide, self.name)
+        self.is_on_disk = True  # the journal, where there is one, suffices to go on from
+        self.wants_snapshot = False
+        self.meanwhile: Callable[[], None] = lambda: (
+            None
+        )  # called between chunks while messages are heard again
         self._asked_where = 0.0  # when the hub was asked where shard 0 is
         self._log = self._make_log(workers)
         self._link: LogLink | None = None
@@ -162,6 +177,16 @@ class Shard:
         """Messages that were none of ours."""
         return self._server.dropped
 
+    @property
+    def model(self) -> Model | None:
+        """What is trained, once it is described."""
+        return self._model
+
+    @property
+    def is_between_lines(self) -> bool:
+        """Whether no line of the log waits to be applied."""
+        return not self._entries
+
     def waiting_for(self) -> list[str]:
         """Who is waited for and on what, as the log knows it: empty on other shards."""
         return self._log.waiting_for() if self._log is not None else []
@@ -190,6 +215,8 @@ class Shard:
             self._snapshots.close()
         if self._journal is not None:
             self._journal.close()
+        if self._mirror is not None:
+            self._mirror.close()
         if self._link is not None:
             self._link.close()
 
@@ -199,10 +226,11 @@ class Shard:
         now = time.monotonic()
         retry = now + _RETRY if self._peers.busy or self._is_held() else None
         busy = bool(self._inbox) or (self._snapshots is not None and self._snapshots.busy)
-        full = self._journal is not None and self._journal.is_full
+        busy = busy or (self._mirror is not None and self._mirror.busy)
+        full = (self._journal is not None and self._journal.is_full) or self._is_ahead()
         wake = self._journal.fileno if self._journal is not None else -1
         timeout = 0.0 if busy and not full else earliest([deadline, retry], _LONGEST_WAIT)
-        poll([] if full else self._endpoints(), timeout, wake)
+        poll(self._links() if full else self._endpoints(), timeout, wake)
         self._release()
         for _ in range(0 if full else _AT_ONCE):
             if not self._take_one():
@@ -217,22 +245,30 @@ class Shard:
         self._poll_snapshots()
 
     def _release(self) -> None:
-        """Let go what waited for the journal."""
+        """Let go what waited for the journal, and for the standby."""
         if self._journal is not None:
             self._journal.release()
+        if self._mirror is not None:
+            self._mirror.release()
+
+    def _is_ahead(self) -> bool:
+        """Whether the standby is as far behind as it may be."""
+        return self._mirror is not None and self._mirror.is_full
 
     def _poll_snapshots(self) -> None:
         model = self._model
-        if self._snapshots is None or model is None or not model.complete or self._entries:
+        if self._snapshots is None or model is None or not model.is_whole or self._entries:
             return
         journal = self._journal
         large = journal is not None and journal.size > max(_SMALL_JOURNAL, _LARGE_JOURNAL * model.held_bytes)
-        self._snapshots.poll(time.monotonic(), model.own, model.state.versions, self._begin_snapshot, large)
+        wanted = large or self.wants_snapshot
+        self._snapshots.poll(time.monotonic(), model.own, model.state.versions, self._begin_snapshot, wanted)
 
     def _begin_snapshot(self) -> Heading:
         """A snapshot is taken of this moment: from here on the journal goes on in a segment of its own."""
         model = self._model
         assert model is not None
+        self.wants_snapshot = False
         heading = model.heading(self._run, self.index, self._next_entry)
         if self._journal is None or self._snapshots is None:
             return heading
@@ -244,8 +280,12 @@ class Shard:
 
     def _endpoints(self) -> list[Endpoint]:
         """What messages come from."""
-        links = [link.client for link in (self._hub, self._link) if link is not None]
-        return [self._server, *links]
+        return [self._server, *self._links()]
+
+    def _links(self) -> list[Endpoint]:
+        """The connections that this shard has made."""
+        links = (self._hub, self._link, self._mirror)
+        return [link.client for link in links if link is not None and link.client is not None]
 
     def _take_one(self) -> bool:
         """Handle the next message, if there is one."""
@@ -293,10 +333,15 @@ class Shard:
             self._refuse(received.peer, reason, name)
 
     def _note(self, hello: Hello, header: bytes, payload: memoryview | None = None) -> None:
-        """Write into the journal what is about to be handled."""
-        if self._journal is not None and not self._replaying:
-            index = hello.worker if hello.role == "worker" else max(0, hello.shard)
-            self._journal.append(Told(hello.role, index, hello.incarnation, msgspec.Raw(header)), payload)
+        """Write into the journal what is about to be handled, and tell the standby."""
+        if self._replaying or (self._journal is None and self._mirror is None):
+            return
+        index = hello.worker if hello.role == "worker" else max(0, hello.shard)
+        told = Told(hello.role, index, hello.incarnation, msgspec.Raw(header))
+        if self._journal is not None:
+            self._journal.append(told, payload)
+        if self._mirror is not None:
+            self._mirror.append(told, payload)
 
     def _refuse(self, peer: bytes, reason: str, request: str) -> None:
         if self._replaying:
@@ -314,15 +359,19 @@ class Shard:
             self._hub.take()
             if self.index and self._link is None and self._hub.addresses:
                 self._connect(self._hub.addresses[0])
+        if self._mirror is not None:
+            self._mirror.poll(self)
         if self._link is not None:
             self._link.take()
             self._mend_link(self._link, self._hub)
 
     def _mend_link(self, link: LogLink, hub: HubLink | None) -> None:
         """Where shard 0 is not to be reached, and may come back: look for it, here and elsewhere."""
-        if hub is None or (link.client.connected and not link.is_lost):
+        if hub is None:
             return
         moved = bool(hub.addresses) and hub.addresses[0] != link.client.address
+        if link.client.connected and not link.is_lost and not moved:
+            return
         due = time.monotonic() >= self._asked_where + _ASK_WHERE
         if moved or (link.is_lost and due):
             link.close()
@@ -379,10 +428,21 @@ class Shard:
             incarnation=hello.incarnation,
             shard=self.index,
             sites=[self.site] if self.site else [],
-            comes_back=self._journal is not None,
+            comes_back=self._comes_back,
             late=late,
         )
         self._peers.send(peer, welcome)
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether the shard may be waited for when it is lost."""
+        kept = self._journal is not None and self.is_on_disk
+        return kept or (self._mirror is not None and self._mirror.gated)
+
+    def _tell_comes_back(self) -> None:
+        for peer in [*self._peers.workers(), *self._peers.shards()]:
+            welcome = messages.Welcome(run=self._run, shard=self.index, comes_back=self._comes_back)
+            self._peers.send(peer, welcome)
 
     # -- setting up ---------------------------------------------------------------------------------------
 
@@ -419,6 +479,8 @@ class Shard:
         self._generation += 1
         self._next_entry = 0
         self._entries.clear()
+        if self._mirror is not None:
+            self._mirror.set_up()
         if self._log is not None:
             self._log.set_up(setup, model.holders)
         else:
@@ -748,11 +810,14 @@ class Shard:
     def _serve_meanwhile(self) -> None:
         """Answer what came while chunks are stepped, or on their way here, and cannot wait."""
         if self._replaying:
+            self.meanwhile()
             return
         for worker, pull in self._asked_meanwhile():
             for each in self._done or ():
                 self._answer(worker, pull, each)
             self._active.append((worker, pull))
+        if self._mirror is not None:
+            self._mirror.hear()
         self._release()
         self._peers.flush()
 
@@ -808,10 +873,10 @@ class Shard:
         self._replaying = True
         try:
             if found.image is not None and found.snapshot is not None:
-                self._restore(found, found.image)
+                self._restore(found.snapshot, found.image, found.parts)
             count = 0
             for told, payload in found.told:
-                self._hear_again(told, payload)
+                self.hear_again(told, payload)
                 count += 1
         finally:
             self._replaying = False
@@ -821,23 +886,57 @@ class Shard:
         self._decide("shard", "goes on", line)
         return line
 
-    def _restore(self, found: Found, image: ShardImage) -> None:
-        assert found.snapshot is not None
+    def _restore(self, snapshot: Path, image: ShardImage, parts: KeptParts) -> None:
         try:
-            model = Model(image.model.setup, self.index, configured=self._configured, fused=self._fused)
+            model = self.make_model(image)
         except UserError as error:
-            raise CheckpointError(f"{found.snapshot}: {error}") from None
-        model.own.set_hyperparameters(restore(found.snapshot, model.own).heading.hyperparameters)
-        model.remember(image.model, found.parts[CONTRIBUTION], found.parts[MEAN])
+            raise CheckpointError(f"{snapshot}: {error}") from None
+        model.own.set_hyperparameters(restore(snapshot, model.own).heading.hyperparameters)
+        self.stand_as(model, image, parts)
+
+    def make_model(self, image: ShardImage) -> Model:
+        """The model that a primary's state describes, without its chunks. Raises UserError for one that this
+        shard cannot hold."""
+        return Model(image.model.setup, self.index, configured=self._configured, fused=self._fused)
+
+    def stand_as(self, model: Model, image: ShardImage, parts: KeptParts) -> None:
+        """Be as `image` says, with a model whose chunks are as they were then, or are awaited."""
+        model.remember(image.model, parts[CONTRIBUTION], parts[MEAN])
         self._model, self._setter = model, image.setter
         self._generation, self._next_entry = image.generation, image.next_entry
         self._bases, self._readies = dict(image.bases), dict(image.readies)
+        if self._mirror is not None:
+            self._mirror.set_up()
         if self._log is not None and image.log is not None:
-            last = found.parts[LAST_MEETING].get(0)
-            self._log.restore(image.log, found.parts[MEETING], None if last is None else bytes(last))
+            last = parts[LAST_MEETING].get(0)
+            self._log.restore(image.log, parts[MEETING], None if last is None else bytes(last))
 
-    def _hear_again(self, told: Told, payload: memoryview | None) -> None:
-        """Handle once more what the journal has: it leads to what it led to before."""
+    def stand_by(self) -> None:
+        """Hear only what the primary has heard, and answer nobody, until `serves`."""
+        self._replaying = True
+
+    def serves(self) -> None:
+        """Be the primary from now on, and say so at once."""
+        self._replaying = False
+        self._see_to_links()
+
+    def takes_over(self) -> str:
+        """Say that this was the standby, and is the primary now; returns that, in words."""
+        at = self._model.iterations if self._model is not None else 0
+        line = f"{self.name} takes its primary's place: iteration {at}"
+        self._decide("shard", "takes its primary's place", line)
+        return line
+
+    def rest(self) -> None:
+        """What a standby does between two messages."""
+        if self._log is not None:
+            self._log.poll()
+        self._poll_snapshots()
+
+    def hear_again(self, told: Told, payload: memoryview | None) -> None:
+        """Handle once more what the journal has, or what the primary has heard: it leads to the same."""
+        if self._mirror is not None:
+            self._mirror.remember(told, payload)
         message = decode_untrusted(bytes(told.message))
         hello = Hello(
             version=messages.VERSION,

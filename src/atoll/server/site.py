@@ -423,7 +423,7 @@ class SiteShard(Shard):
             if found.image is not None:
                 self._restore_site(found, found.image)
             for told, payload in found.told:
-                self._hear_again(told, payload)
+                self.hear_again(told, payload)
                 count += 1
         finally:
             self._replaying = False
@@ -445,7 +445,8 @@ class SiteShard(Shard):
         self._site_log.restore(shard.log, found.parts[MEETING], None if last is None else bytes(last))
         self._site_log.met = image.met
 
-    def _hear_again(self, told: Told, payload: memoryview | None) -> None:
+    def hear_again(self, told: Told, payload: memoryview | None) -> None:
+        """As a shard's, and what the global shards had said."""
         message = decode_untrusted(bytes(told.message))
         if isinstance(message, messages.Met):
             self._end_meeting(message, payload)
@@ -453,7 +454,7 @@ class SiteShard(Shard):
         elif isinstance(message, messages.GiveState) and told.role == _ABOVE.role:
             self._site_log.handle_given_from_above(message, None)
         else:
-            super()._hear_again(told, payload)
+            super().hear_again(told, payload)
 
     def _go_on(self) -> None:
         """Before anybody is answered: find the global shards, and have what was under way done."""

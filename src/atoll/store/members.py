@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atoll.core.config import SITE_VARIABLE
+from atoll.store.replicas import Half, Pair, PairState
 from atoll.store.silence import Patience
 
 RANKS = 4096  # the most workers
@@ -29,12 +30,14 @@ def broken_seconds(heartbeat: float) -> float:
 
 @dataclass(frozen=True)
 class Admission:
-    """The answer to a Hello: what goes into Welcome, or one line for Refused. `reason` is for the record."""
+    """The answer to a Hello: what goes into Welcome, or one line for Refused. `reason` is for the record.
+    `waits`: a shard's place is taken, by a process that may be dead."""
 
     worker: int = -1
     incarnation: int = 0
     refused: str = ""
     reason: str = ""
+    waits: bool = False
 
 
 @dataclass
@@ -49,14 +52,16 @@ class MemberState:
 
 @dataclass
 class MembershipState:
-    """What `Membership` knows, as plain data: workers by rank, shards by index, sites' shards by site. When
-    each was heard is not part of it."""
+    """What `Membership` knows, as plain data: workers by rank, shards by index, sites' shards by site; where
+    shards are held twice, their processes by incarnation. When each was heard is not part of it."""
 
     incarnations: int
     workers: dict[int, MemberState]
     shards: dict[int, MemberState]
     sites: dict[str, MemberState]
     ended: list[str]
+    halves: dict[int, MemberState] = field(default_factory=dict)
+    pairs: dict[int, PairState] = field(default_factory=dict)
 
 
 @dataclass
@@ -85,7 +90,8 @@ class Membership:
     """Workers by rank and shards by index. `patience` is for how many seconds silence is borne at the most;
     who was heard regularly is borne for less, as measured, but never for less than 3.5 s and 3 heartbeats.
     `heartbeat` is how often members are to be heard, in seconds. `sites` has the number of workers of each
-    site, where the run has levels; each site has a shard of its own.
+    site, where the run has levels; each site has a shard of its own. With `replicas` 2 each shard is held by
+    two processes (store/replicas.py).
 
     A run without shards is a ring, whose ranks are those below `workers` until it is formed (`open`). Else
     any number may come.
@@ -100,8 +106,12 @@ class Membership:
         shards: int = 1,
         sites: Mapping[str, int] | None = None,
         heartbeat: float = 1.0,
+        replicas: int = 1,
     ) -> None:
         self.workers, self.heartbeat = workers, heartbeat
+        self.replicas = replicas
+        self.pairs = {index: Pair() for index in range(shards)} if replicas > 1 else {}
+        self._halves: dict[int, _Member] = {}  # of all pairs, by incarnation
         self.sites = dict(sites or {})
         self._site_shards: dict[str, _Member] = {}
         self._ended_sites: set[str] = set()
@@ -250,6 +260,59 @@ class Membership:
         how = "was started again, and " if before or again else ""
         return Admission(incarnation=there.incarnation, reason=f"shard {shard} {how}is at {address}")
 
+    # -- shards that are held twice -----------------------------------------------------------------------
+
+    def handle_half(
+        self,
+        now: float,
+        shard: int,
+        address: str,
+        token: str = "",
+        life: str = "",
+        since: int = 0,
+        before: int = 0,
+    ) -> Admission:
+        """One of a shard's two processes says Hello; `since` and `before` are what it was given in this life,
+        and before its directory was left."""
+        if not 0 <= shard < self.shards:
+            return Admission(refused=f"there is no shard {shard}: the run has {self.shards}, from 0")
+        if not address or not life:
+            return Admission(refused=f"shard {shard} does not say where it is, or who")
+        if max(before, since) > self._incarnations:
+            return Admission(
+                refused=f"shard {shard} goes on from a run that this hub knows nothing of, though it has its "
+                "name: remove what is in its --directory, or give it another one"
+            )
+        pair = self.pairs[shard]
+        known = pair.known(life)
+        if known is not None:
+            self._halves[known.incarnation].hear(now)
+            return Admission(incarnation=known.incarnation, reason="it is there already")
+        refused = pair.refusal(since)
+        if refused:
+            return Admission(
+                refused=f"shard {shard}, incarnation {since}: {refused}, so it cannot go on; start it again, "
+                "and it is the standby"
+            )
+        if pair.role_for(token, since, before > 0) == "third":
+            return Admission(refused=f"shard {shard} has two processes already", waits=True)
+        member = self._new(now, address=address, token=token)
+        role = pair.come(Half(member.incarnation, life, token), since, before > 0)
+        self._halves[member.incarnation] = member
+        return Admission(incarnation=member.incarnation, reason=f"shard {shard}'s {role} is at {address}")
+
+    def half_at(self, incarnation: int) -> str:
+        """The address of a process of a shard that is held twice; empty where it is not there."""
+        there = self._halves.get(incarnation)
+        return there.address if there is not None else ""
+
+    def pair_of(self, incarnation: int) -> int | None:
+        """The shard that this is a process of, where shards are held twice."""
+        for index, pair in self.pairs.items():
+            if any(half.incarnation == incarnation for half in pair.halves()):
+                return index
+        return None
+
     def elsewhere(self, shard: int, address: str) -> int | None:
         """The incarnation of a shard that is there, at another address than this one."""
         there = self._shards.get(shard)
@@ -295,7 +358,8 @@ class Membership:
             member.heard, member.suspected, member.broken = now, False, False
 
     def _everyone(self) -> list[_Member]:
-        return [*self._workers.values(), *self._shards.values(), *self._site_shards.values()]
+        shards = [*self._shards.values(), *self._halves.values()]
+        return [*self._workers.values(), *shards, *self._site_shards.values()]
 
     def handle_site_goodbye(self, incarnation: int) -> str:
         """All workers of a site have left; gives its name, or nothing where this is no site's shard."""
@@ -318,7 +382,12 @@ class Membership:
         return None
 
     def handle_shard_goodbye(self, incarnation: int) -> int | None:
-        """A shard ends; gives its index, or None where it is not there."""
+        """A shard ends, or one of its two processes; gives its index, or None where it is not there."""
+        index = self.pair_of(incarnation)
+        if index is not None:
+            self.pairs[index].die(incarnation)
+            del self._halves[incarnation]
+            return index
         for index, member in self._shards.items():
             if member.incarnation == incarnation:
                 del self._shards[index]
@@ -330,6 +399,11 @@ class Membership:
         everyone = [(f"worker {rank}", member) for rank, member in sorted(self._workers.items())]
         everyone += [
             (f"shard {index} at {member.address}", member) for index, member in sorted(self._shards.items())
+        ]
+        everyone += [
+            (f"shard {index} at {self._halves[half.incarnation].address}", self._halves[half.incarnation])
+            for index, pair in self.pairs.items()
+            for half in pair.halves()
         ]
         everyone += [(f"its shard at {member.address}", member) for member in self._site_shards.values()]
         dead = []
@@ -368,8 +442,12 @@ class Membership:
         return {rank: member.incarnation for rank, member in sorted(self._workers.items())}
 
     def live_shards(self) -> list[int]:
-        """The shards that are there, by index."""
-        return sorted(self._shards)
+        """The shards that are there, by index; one that is held twice while either process is."""
+        return sorted([*self._shards, *(index for index, pair in self.pairs.items() if pair.halves())])
+
+    def shard_incarnations(self) -> list[int]:
+        """Those of the shards that are there, of both processes where they are held twice."""
+        return [member.incarnation for member in (*self._shards.values(), *self._halves.values())]
 
     def live_sites(self) -> list[str]:
         """The sites whose shards are there."""
@@ -393,7 +471,12 @@ class Membership:
         return next((r for r, member in self._workers.items() if member.incarnation == incarnation), None)
 
     def shard_addresses(self) -> list[str] | None:
-        """All shards' addresses, by index, once all are there."""
+        """All shards' addresses, by index, once all are there; where they are held twice, once each has had a
+        standby in sync, and while each has a primary that knows it."""
+        if self.pairs:
+            primaries = [pair.primary for pair in self.pairs.values() if pair.whole and pair.serves]
+            there = [self._halves[each.incarnation].address for each in primaries if each is not None]
+            return there if len(there) == self.shards else None
         if len(self._shards) < self.shards:
             return None
         return [self._shards[index].address for index in range(self.shards)]
@@ -413,6 +496,8 @@ class Membership:
             {index: member.state() for index, member in sorted(self._shards.items())},
             {site: member.state() for site, member in self._site_shards.items()},
             sorted(self._ended_sites),
+            {incarnation: member.state() for incarnation, member in sorted(self._halves.items())},
+            {index: pair.state() for index, pair in self.pairs.items()},
         )
 
     def restore(self, now: float, state: MembershipState) -> None:
@@ -429,3 +514,6 @@ class Membership:
         for there in self._site_shards.values():
             there.patience = self._patience_for_site(there.token)
         self._ended_sites = set(state.ended)
+        self._halves = {incarnation: alive(each) for incarnation, each in state.halves.items()}
+        if state.pairs:
+            self.pairs = {index: Pair(pair) for index, pair in state.pairs.items()}

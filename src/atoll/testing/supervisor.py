@@ -9,8 +9,9 @@
     assert not parts.failures                        # who ended by itself with another status than 0
     assert not leaks(parts.usage)
 
-A process that ends by itself is not started again: the run's own parts must not. One thread does it all, in
-`tick`, which `wait_for` calls.
+A process that ends by itself is not started again: the run's own parts must not; but for those of a status in
+`again`, with which a shard ends that another has taken the place of. One thread does it all, in `tick`, which
+`wait_for` calls.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Supervisor:
     """Parts by name; `folder` gets what each says, in NAME.log, all of its lives one after another."""
 
     folder: Path
+    again: frozenset[int] = frozenset()
     strikes: list[Strike] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)  # who ended by itself, with status 0
@@ -151,8 +153,8 @@ class Supervisor:
             status = part.process.poll()
             if status is None or name in self.finished:
                 continue
-            if status == -signal.SIGKILL:
-                self.restarts += 1
+            if status == -signal.SIGKILL or status in self.again:
+                self.restarts += status == -signal.SIGKILL
                 part.wakes = 0.0
                 part.process, part.started = self._start(name, part.command, part.environment), now
                 continue

@@ -45,15 +45,16 @@ class Hello(Message, frozen=True):
     the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
     and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
     name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a site's
-    shard's too, is its directory's.
-    From the hub to shard 0, `role` is "hub". Where the run has sites, a worker names its own, also to its
-    shard, which knows by it who has come to an old port; a site's shard
-    is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    shard's too, is its directory's. Where shards are held twice, a shard's `life` is a name of its process
+    alone, and `since` the incarnation that this process has been given already (0: none).
+    From the hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run
+    has sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
+    site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
     """
 
     version: int
     run: Name
-    role: Name  # "worker", "shard", "site", "hub"
+    role: Name  # "worker", "shard", "site", "hub", "primary"
     worker: int = -1
     incarnation: Count = 0
     shard: int = -1
@@ -61,18 +62,21 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     site: Name = ""
     token: Name = ""
+    life: Name = ""
+    since: Count = 0
 
 
 class Welcome(Message, frozen=True):
     """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
     many shards it has (0: its workers are a ring), how often to send a Heartbeat, and for how long silence is
-    borne (seconds).
+    borne (seconds). `replicas` is how many processes hold each shard; with 2, a Duty follows.
 
     With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
     shard how many sites there are, for those are its workers.
 
     From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
-    started again when it dies; a site's shard names its site in `sites`.
+    started again when it dies, or has a standby; it is said again when that changes. A site's shard names its
+    site in `sites`.
     From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
@@ -87,6 +91,7 @@ class Welcome(Message, frozen=True):
     shard: int = -1
     comes_back: bool = False
     late: bool = False
+    replicas: Count = 1
 
 
 class Refused(Message, frozen=True):
@@ -555,12 +560,104 @@ class Entry(Message, frozen=True):
     entry: msgspec.Raw
 
 
+# -- a shard that is held twice ---------------------------------------------------------------------------
+
+
+class Duty(Message, frozen=True):
+    """The hub to a shard that is held twice, at once and in answer to each Heartbeat: which of the two it is.
+
+    To the primary, `partner` is the standby without which it acknowledges nothing once that has caught up (0:
+    it goes on alone), and `address` where that listens; to the standby, the same of its primary. `synced`:
+    the hub knows that the standby has caught up; `serves`: that the primary knows its duty. `term` grows with
+    each of the hub's decisions on this shard: an earlier one that comes late is nothing."""
+
+    term: Count
+    primary: bool
+    partner: Count = 0
+    address: Name = ""
+    synced: bool = False
+    serves: bool = False
+
+
+class Serves(Message, frozen=True):
+    """A shard to the hub: it knows that it is the primary, and serves. Said until Duty says so."""
+
+    incarnation: Count
+
+
+class InSync(Message, frozen=True):
+    """A primary to the hub: its standby holds all that was acknowledged, and from now on nothing is before it
+    holds that too. Said until Duty says so."""
+
+    incarnation: Count
+    standby: Count
+
+
+class LostTouch(Message, frozen=True):
+    """A shard to the hub: the connection to its primary or standby is lost. Said until there is another."""
+
+    incarnation: Count
+    partner: Count
+
+
+class Standing(Message, frozen=True):
+    """A standby to its primary: it holds the first `count` messages of `stream` (empty: of none)."""
+
+    stream: Name
+    count: Count
+
+
+class Begin(Message, frozen=True):
+    """The first message of a stream. The payload is the primary's state (server/recovery.py: ShardImage),
+    whose `parts` follow as CopyPart, and its chunks as CopyChunk, while messages go on; none: it has not been
+    set up, and all that it was told follows."""
+
+    stream: Name
+    parts: Count = 0
+    hyperparameters: Hyperparameters = []
+
+
+class CopyPart(Message, frozen=True):
+    """The payload of a part of the state: `kind` and `key` as in store/records.py: Part."""
+
+    kind: Name
+    key: Count
+
+
+class CopyChunk(Message, frozen=True):
+    """A chunk as it is at this place of the stream: the payload is its values (`key` empty), or else one
+    tensor of its optimizer's. That with the values comes last, and brings the slots' numbers; `present` and
+    `open_slots` are of a step that is open, if one is."""
+
+    chunk: Count
+    key: Name = ""
+    slots: list[dict[str, Any]] = []
+    is_open: bool = False
+    present: list[bool] = []
+    open_slots: list[dict[str, Any]] = []
+
+
+class Copy(Message, frozen=True):
+    """What the primary was told (store/records.py: Told), with its payload."""
+
+    role: Name
+    index: int
+    incarnation: Count
+    message: msgspec.Raw
+
+
+class Probe(Message, frozen=True):
+    """A primary that has long said nothing asks its standby whether it still is one: a message of the stream
+    that means nothing else."""
+
+
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
     Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
     Follow, Staged, Entry,
+    Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

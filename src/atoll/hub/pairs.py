@@ -1,0 +1,207 @@
+"""The hub's part in shards that are held twice: who is primary, who is standby, and who takes whose place.
+
+The decisions on one shard are `store/replicas.py`'s. Here they get their evidence: a process is gone when its
+directory is another's, when both the hub and its partner have lost it, or when it is silent for too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atoll.hub.book import Book
+from atoll.hub.decisions import Decisions
+from atoll.hub.records import AnyRecord, Came, Paired, Promoted
+from atoll.store.members import suspect_seconds
+from atoll.store.replicas import Half, Pair
+from atoll.wire.messages import AnyMessage, Duty, Hello, InSync, LostTouch, Serves
+
+_RIVAL_PART = 1.5  # of a suspect's silence: for so long two processes may take to show that they live
+_MOST_RIVALS = 4096
+
+
+@dataclass(frozen=True)
+class HubParts:
+    """What this needs of the hub. `owner` gives the connection of an incarnation; `is_gone` whether that is
+    no more; `bury(incarnation, reason)` counts it as dead; `keep` writes a record; `refuse(peer, reason)`;
+    `welcome(peer, incarnation)`."""
+
+    now: Callable[[], float]
+    send: Callable[[bytes, AnyMessage], None]
+    refuse: Callable[[bytes, str], None]
+    welcome: Callable[[bytes, int], None]
+    owner: Callable[[int], bytes | None]
+    is_gone: Callable[[int], bool]
+    bury: Callable[[int, str], None]
+    keep: Callable[[AnyRecord], None]
+
+
+@dataclass(frozen=True)
+class _Rival:
+    """A third process of a shard, while one of the two may be dead."""
+
+    peer: bytes
+    hello: Hello
+    since: float
+
+
+class Pairs:
+    """The pairs of the run in `book`; without any, all of this does nothing."""
+
+    def __init__(self, book: Book, decisions: Decisions, hub: HubParts) -> None:
+        self._book, self._members, self._decisions, self._hub = book, book.members, decisions, hub
+        self._told: dict[int, int] = {}  # shard -> the term that both were told of
+        self._rivals: list[_Rival] = []
+
+    @property
+    def _pairs(self) -> dict[int, Pair]:
+        return self._members.pairs
+
+    # -- who comes ----------------------------------------------------------------------------------------
+
+    def handle_hello(self, peer: bytes, hello: Hello) -> None:
+        """A process of a shard comes, or comes again on a new connection."""
+        pair = self._pairs.get(hello.shard)
+        if pair is not None and pair.known(hello.life) is None:
+            for half in pair.halves():
+                if hello.token and half.token == hello.token:
+                    self._hub.bury(half.incarnation, "it was started again, in its directory")
+            self._promote(hello.shard, pair)
+        self._admit(peer, hello)
+
+    def _admit(self, peer: bytes, hello: Hello, may_wait: bool = True) -> None:
+        came = Came(
+            at=self._hub.now(),
+            role="shard",
+            wish=-1,
+            shard=hello.shard,
+            address=hello.address,
+            site="",
+            token=hello.token,
+            before=hello.incarnation,
+            life=hello.life,
+            since=hello.since,
+        )
+        there = self._members.incarnations()
+        admission = self._book.come(came)
+        if admission.waits and may_wait and len(self._rivals) < _MOST_RIVALS:
+            self._rivals = [each for each in self._rivals if each.hello.life != hello.life]
+            self._rivals.append(_Rival(peer, hello, self._hub.now()))
+            return
+        if admission.refused:
+            self._hub.refuse(peer, admission.refused)
+            return
+        if admission.incarnation not in there:
+            self._hub.keep(came)
+            self._decisions.add("shard joined", f"shard {hello.shard}", admission.reason)
+        self._hub.welcome(peer, admission.incarnation)
+        self._tell(peer, admission.incarnation)
+
+    # -- what they say ------------------------------------------------------------------------------------
+
+    def beat(self, peer: bytes, incarnation: int) -> None:
+        """A heartbeat of anybody's: a process of a pair is told its duty again."""
+        if self._pairs:
+            self._tell(peer, incarnation)
+
+    def handle(self, message: Serves | InSync | LostTouch) -> None:
+        """A word of a process that is there, on its own connection."""
+        shard = self._members.pair_of(message.incarnation)
+        if shard is None:
+            return
+        if isinstance(message, LostTouch):
+            self._handle_lost(shard, message)
+            return
+        standby = message.standby if isinstance(message, InSync) else 0
+        paired = Paired(at=self._hub.now(), shard=shard, primary=message.incarnation, standby=standby)
+        if self._book.pair(paired):
+            self._hub.keep(paired)
+            where = self._members.half_at(standby or message.incarnation)
+            if standby:
+                reason = f"it holds all that is acknowledged: {where}"
+                self._decisions.add(f"shard {shard}", "its standby is in sync", reason)
+
+    def _handle_lost(self, shard: int, lost: LostTouch) -> None:
+        partner = self._pairs[shard].partner_of(lost.incarnation)
+        if partner is None or partner.incarnation != lost.partner:
+            return
+        if self._hub.is_gone(partner.incarnation):
+            self._hub.bury(partner.incarnation, "its connections are gone, to the hub and to its partner")
+        else:
+            self._members.handle_suspect(self._hub.now(), partner.incarnation)
+
+    # -- what time brings about ---------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Let standbys take the place of primaries that are gone, and tell all what has changed."""
+        for shard, pair in self._pairs.items():
+            self._promote(shard, pair)
+        self._poll_rivals()
+        for shard, pair in self._pairs.items():
+            if self._told.get(shard) == pair.term:
+                continue
+            self._told[shard] = pair.term
+            for half in pair.halves():
+                self._tell(self._hub.owner(half.incarnation) or b"", half.incarnation)
+
+    def _promote(self, shard: int, pair: Pair) -> None:
+        half = pair.promotable()
+        if half is None or self._book.over:
+            return
+        silence = self._members.silence_of(self._hub.now(), half.incarnation)
+        if silence is None or silence >= suspect_seconds(self._members.heartbeat):
+            return  # it may be dead too: whoever of the two comes back goes on
+        promoted = Promoted(at=self._hub.now(), shard=shard)
+        self._book.apply(promoted)
+        self._hub.keep(promoted)
+        where = self._members.half_at(half.incarnation)
+        self._decisions.add(f"shard {shard}", f"its standby at {where} goes on", "its primary is gone")
+
+    def has_primary(self, shard: int) -> bool:
+        """Whether a shard that is held twice has its primary."""
+        pair = self._pairs.get(shard)
+        return pair is not None and pair.primary is not None
+
+    def lost(self, shard: int) -> None:
+        """One of a shard's two processes has died or left: say what that means."""
+        pair = self._pairs.get(shard)
+        if pair is not None and pair.primary is not None and pair.standby is None and not self._book.over:
+            reason = "its standby is gone; another may come"
+            self._decisions.add(f"shard {shard}", "goes on without a standby", reason)
+
+    def _poll_rivals(self) -> None:
+        now, most = self._hub.now(), suspect_seconds(self._members.heartbeat)
+        for rival in list(self._rivals):
+            pair = self._pairs[rival.hello.shard]
+            for half in pair.halves():
+                self._look_at(half, most)
+            self._promote(rival.hello.shard, pair)
+            is_late = now - rival.since >= _RIVAL_PART * most
+            if len(pair.halves()) < 2 or is_late:
+                self._rivals.remove(rival)
+                self._admit(rival.peer, rival.hello, may_wait=False)
+
+    def _look_at(self, half: Half, most: float) -> None:
+        """A third one has come: one of the two that is not heard is gone."""
+        silence = self._members.silence_of(self._hub.now(), half.incarnation) or 0.0
+        if self._hub.is_gone(half.incarnation):
+            self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
+        elif silence >= most:
+            reason = f"was silent for {silence:.1f} s, and another came in its place"
+            self._hub.bury(half.incarnation, reason)
+
+    def _tell(self, peer: bytes, incarnation: int) -> None:
+        shard = self._members.pair_of(incarnation)
+        if shard is None:
+            return
+        pair = self._pairs[shard]
+        partner = pair.partner_of(incarnation)
+        duty = Duty(
+            term=pair.term,
+            primary=pair.primary is not None and pair.primary.incarnation == incarnation,
+            partner=partner.incarnation if partner is not None else 0,
+            address=self._members.half_at(partner.incarnation) if partner is not None else "",
+            synced=pair.synced,
+            serves=pair.serves,
+        )
+        self._hub.send(peer, duty)

@@ -1,0 +1,320 @@
+"""A standby: it holds what its primary holds, and takes its place when the hub says so.
+
+It listens where it will serve, and hears its primary alone. What comes is written into its own journal, where
+it has a directory, and acknowledged; then it is handled as a shard that was started again handles its
+journal. So it is warm: when it is made the primary, what is left to do is what it has acknowledged and not
+handled yet.
+
+Its directory holds the whole shard once its first snapshot is written. Until then a file, `standby`, says
+that nothing there is to be gone on from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import RunError
+from atoll.core.points import reach
+from atoll.net.endpoint import Received, Server, poll
+from atoll.server.journal import Journal
+from atoll.server.links import HubLink
+from atoll.server.optimizer import warm_up
+from atoll.server.recovery import ShardImage, decode_image, no_parts
+from atoll.server.shard import Shard
+from atoll.server.snapshot import OpenRecord, Snapshots
+from atoll.store.records import Told
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Begin,
+    Copy,
+    CopyChunk,
+    CopyPart,
+    Hello,
+    LostTouch,
+    Probe,
+    Standing,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+MARK = "standby"  # in a directory that does not hold the whole shard yet
+MOST_PENDING = 2**28  # bytes that are acknowledged and not handled yet; beyond, no more are taken
+_LOOK_SECONDS = 0.1  # between looks at the hub and the connection
+_SAY_AGAIN = 0.25  # seconds between the same words to the hub
+_AT_ONCE = 256  # messages taken in one go
+
+
+@dataclass(frozen=True)
+class _Pending:
+    message: AnyMessage
+    payload: memoryview | None
+    size: int
+
+
+class Standby:
+    """The standby of shard `index`. `make` makes a shard that has heard nothing.
+
+    Where there is a `journal`, `folder` is its directory, and `snapshots` those of the shard.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        run: str,
+        server: Server,
+        hub: HubLink,
+        make: Callable[[], Shard],
+        *,
+        journal: Journal | None = None,
+        folder: Path | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.index, self._run, self._server, self._hub, self._make = index, run, server, hub, make
+        self._journal, self._folder, self._snapshots = journal, folder, snapshots
+        self._primary: bytes | None = None  # its connection
+        self._of = 0  # the primary's incarnation
+        self._lost = False  # the primary's connection is gone, and there is no other
+        self._stream, self._count = "", 0  # what has come
+        self._held = 0  # messages of it that are written too, where there is a journal
+        self._pending: deque[_Pending] = deque()
+        self._bytes = 0  # of these
+        self._looked, self._said = 0.0, 0.0  # when; monotonic
+        self._image: ShardImage | None = None  # while its parts come
+        self._parts, self._parts_left = no_parts(), 0
+        self._groups: list[dict[str, Any]] = []
+        self._tensors: dict[str, memoryview] = {}  # of the chunk that comes
+        self.shard = self._anew()
+
+    def _anew(self) -> Shard:
+        shard = self._make()
+        shard.stand_by()
+        shard.meanwhile = self._meanwhile
+        return shard
+
+    def run(self, until: Callable[[], bool]) -> bool:
+        """Stand by until the hub makes this the primary (True), or `until()`. Raises RunError when the hub
+        refuses it, or it cannot do what its primary did."""
+        warm_up()
+        while not until():
+            duty = self._hub.duty
+            if duty is not None and duty.primary:
+                self._take_over()
+                return True
+            self._turn()
+        return False
+
+    def close(self) -> None:
+        self.shard.close()
+
+    def _turn(self) -> None:
+        wake = self._journal.fileno if self._journal is not None else -1
+        poll([self._server, self._hub.client], 0.0 if self._pending else _LOOK_SECONDS, wake)
+        self._hub.take()
+        self._take_in()
+        self._release()
+        if self._pending:
+            self._handle_next()
+        if not self._pending or (self._snapshots is not None and self._snapshots.busy):
+            self.shard.rest()
+        self._look_after()
+
+    def _meanwhile(self) -> None:
+        """Between two chunks of a step: others need not wait for all of it."""
+        self._take_in()
+        self._release()
+        self._look_after()
+
+    def _release(self) -> None:
+        if self._journal is not None:
+            self._journal.release()
+
+    def _look_after(self) -> None:
+        """See whether the primary's connection stands, and tell the hub where it does not."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_SECONDS:
+            return
+        self._looked = now
+        self._hub.steps = self.shard.model.iterations if self.shard.model is not None else 0
+        duty = self._hub.duty
+        if duty is None or duty.primary:
+            return
+        if duty.partner != self._of:
+            self._primary, self._of, self._lost = None, duty.partner, False
+        if self._primary is not None and self._offer_standing() == "gone":
+            self._primary, self._lost = None, True
+        if self._lost and now >= self._said + _SAY_AGAIN:
+            self._said = now
+            self._hub.say(LostTouch(incarnation=self._hub.welcome.incarnation, partner=self._of))
+
+    # -- taking in ----------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Take what has come from the primary; whoever else speaks to this shard asks the hub again."""
+        before = self._count
+        for _ in range(_AT_ONCE):
+            if self._bytes > MOST_PENDING or self._must_rest():
+                break
+            received = self._server.receive(0)
+            if received is None:
+                break
+            self._take(received)
+        if self._count > before and self._primary is not None:
+            reach("shard.held", self.shard.model.iterations if self.shard.model is not None else -1)
+            self._acknowledge()
+
+    def _must_rest(self) -> bool:
+        """Whether a snapshot waits for a moment in which all that came is handled."""
+        return bool(self._pending) and self._is_snapshot_due()
+
+    def _is_snapshot_due(self) -> bool:
+        model = self.shard.model
+        if self._snapshots is None or model is None or not model.is_whole:
+            return False
+        due = self._snapshots.next_deadline()
+        return self.shard.wants_snapshot or (due is not None and time.monotonic() >= due)
+
+    def _take(self, received: Received) -> None:
+        try:
+            message = decode_untrusted(received.header)
+        except WireError:
+            return
+        if isinstance(message, Hello):
+            self._greet(received.peer, message)
+        elif received.peer == self._primary and isinstance(
+            message, (Begin, CopyPart, CopyChunk, Copy, Probe)
+        ):
+            self._note(message, received.payload)
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        """The primary says who it is: the hub must have said so too."""
+        duty = self._hub.duty
+        if duty is None or duty.primary or hello.role != "primary":
+            return
+        says = (hello.version, hello.run, hello.shard, hello.incarnation)
+        if says != (VERSION, self._run, self.index, duty.partner):
+            return
+        if peer != self._primary:
+            self._primary, self._of = None, duty.partner  # nothing more is taken on the connection before
+        self._when_written(lambda: self._welcome(peer))
+
+    def _welcome(self, peer: bytes) -> None:
+        """All that has come is written: from there on the primary is to send."""
+        self._primary, self._lost, self._held = peer, False, self._count
+        self._offer_standing()
+
+    def _when_written(self, act: Callable[[], None]) -> None:
+        if self._journal is not None:
+            self._journal.when_written(act)
+        else:
+            act()
+
+    def _offer_standing(self) -> str:
+        assert self._primary is not None
+        return self._server.offer(self._primary, encode(Standing(stream=self._stream, count=self._held)))
+
+    def _note(self, message: AnyMessage, payload: memoryview | None) -> None:
+        """Hold a message of the stream."""
+        if isinstance(message, Begin):
+            self._stream = message.stream
+            self._begin()
+        elif not self._stream:
+            return
+        elif isinstance(message, Copy) and self._journal is not None:
+            self._journal.append(_told(message), payload)
+        self._count += 1
+        size = 64 + (payload.nbytes if payload is not None else 0)
+        self._pending.append(_Pending(message, payload, size))
+        self._bytes += size
+
+    def _acknowledge(self) -> None:
+        """Tell the primary what is held, once it is written."""
+        stream, count = self._stream, self._count
+
+        def written() -> None:
+            if stream == self._stream:
+                self._held = max(self._held, count)
+                if self._primary is not None:
+                    self._offer_standing()
+
+        self._when_written(written)
+
+    def _begin(self) -> None:
+        """Another stream: what was held is nothing any more."""
+        self._count, self._held, self._bytes = 0, 0, 0
+        self._pending.clear()
+        if self._snapshots is not None:
+            self._snapshots.abandon()
+        self.shard = self._anew()
+        if self._journal is not None and self._folder is not None:
+            (self._folder / MARK).touch()
+            self._journal.folder.clear()
+            self._journal.begin_segment()
+            self.shard.is_on_disk, self.shard.wants_snapshot = False, True
+
+    # -- handling -----------------------------------------------------------------------------------------
+
+    def _handle_next(self) -> None:
+        pending = self._pending.popleft()
+        self._bytes -= pending.size
+        message, payload = pending.message, pending.payload
+        if isinstance(message, Copy):
+            self.shard.hear_again(_told(message), payload)
+        elif isinstance(message, CopyChunk):
+            self._take_chunk(message, payload)
+        elif isinstance(message, CopyPart):
+            if payload is None or message.kind not in self._parts or self._image is None:
+                raise RunError(f"the primary sent a part {message.kind[:40]!r} that nobody knows")
+            self._parts[message.kind][message.key] = payload
+            self._parts_left -= 1
+            self._stand()
+        elif isinstance(message, Begin) and payload is not None:
+            self._image, self._parts, self._parts_left = decode_image(payload), no_parts(), message.parts
+            self._groups = message.hyperparameters
+            self._stand()
+
+    def _stand(self) -> None:
+        """Be what the primary was when the stream began, once all but the chunks is here."""
+        if self._image is None or self._parts_left:
+            return
+        image, self._image = self._image, None
+        model = self.shard.make_model(image)
+        model.own.set_hyperparameters(self._groups)
+        model.awaited = set(model.chunks)
+        self.shard.stand_as(model, image, self._parts)
+
+    def _take_chunk(self, message: CopyChunk, payload: memoryview | None) -> None:
+        model = self.shard.model
+        if model is None or payload is None:
+            raise RunError(f"the primary sent a chunk {message.chunk} that nobody awaits")
+        self._tensors[message.key] = payload
+        if message.key:
+            return
+        tensors, self._tensors = self._tensors, {}
+        opened = OpenRecord(present=message.present, slots=message.open_slots) if message.is_open else None
+        model.receive(message.chunk, tensors, message.slots, opened)
+
+    def _take_over(self) -> None:
+        """Handle what is held, and be the primary. The one before gets no word any more."""
+        self._primary = None
+        while self._pending:
+            self._handle_next()
+            self._release()
+        model = self.shard.model
+        if self._image is not None or (model is not None and model.complete and not model.is_whole):
+            raise RunError(f"shard {self.index} is to take its primary's place, and has not got all of it")
+        until = time.monotonic() + _LOOK_SECONDS
+        while self._server.receive(0) is not None and time.monotonic() < until:
+            pass  # of those who took this one for another: they ask the hub, and come again
+        reach("shard.promoted", model.iterations if model is not None else -1)
+        self.shard.serves()
+
+
+def _told(copy: Copy) -> Told:
+    return Told(copy.role, copy.index, copy.incarnation, copy.message)

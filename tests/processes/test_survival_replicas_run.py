@@ -1,0 +1,65 @@
+"""`atoll run --replicas 2`, whose shards are killed: the standby goes on, and who was killed is the next."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import psutil
+from killed_runs import hub_decisions, start
+from run_command import DEADLINE, Command, wait_for
+from test_survival_run import BATCH, EPOCHS, LEASING, SAMPLES, notes
+
+
+def process_of(command: Command, shard: int, second: bool) -> psutil.Process:
+    """One of a shard's two processes, once it is there."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        found.clear()
+        for process in command.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                line = process.cmdline()
+                serves = {"atoll.launch.service", "server"} <= set(line)
+                if (
+                    serves
+                    and line[line.index("--shard") + 1] == str(shard)
+                    and ("--second" in line) == second
+                ):
+                    found.append(process)
+        return bool(found)
+
+    wait_for(look, f"a process of shard {shard}")
+    return found[0]
+
+
+def in_sync(command: Command, shard: int) -> int:
+    """How often a standby of this shard was in sync."""
+    told = [each for each in hub_decisions(command) if each["what"] == f"shard {shard}"]
+    return sum(each["choice"] == "its standby is in sync" for each in told)
+
+
+def test_both_processes_of_a_shard_are_killed_one_after_the_other(command: Command) -> None:
+    """Under asp, and the hub's directory has no part in it."""
+    process = start(
+        command, LEASING, "shards = 2", "[server]", "replicas = 2", "[sync]", "consistency = 'asp'"
+    )
+    for count, second in ((1, False), (2, True)):
+        wait_for(lambda count=count: in_sync(command, 0) >= count, "a standby in sync")
+        wait_for(lambda count=count: len(notes(command)) >= 8 * count, "some batches")
+        process_of(command, 0, second).kill()
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "killed by SIGKILL, and is started again (1 of 3)" in err
+    counts = Counter(index for batch in notes(command) for index in batch)
+    assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+    assert len(notes(command)) >= EPOCHS * SAMPLES // BATCH
+
+
+def test_sites_have_no_standbys(command: Command) -> None:
+    process = start(command, LEASING, "sites = 2", "[server]", "replicas = 2")
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2
+    assert err.splitlines()[-1].startswith(
+        "atoll: server.replicas: 2 processes for each shard do not go with"
+    )
