@@ -164,12 +164,18 @@ def _quantities(
 
 def _whole(name: str, value: float) -> int:
     if not isinstance(value, Real) or not math.isfinite(value) or value < 1 or value != math.floor(value):
-        raise UserError(f"{name} = {value}: must be a whole number, 1 or more")
+        raise UserError(f"{name} = {_written(value)}: must be a whole number, 1 or more")
     return int(value)
 
 
 def _number(name: str, value: float, above: bool = False) -> float:
     """A finite number that is not negative, nor 0 where it must be `above`."""
     if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (above and value == 0):
-        raise UserError(f"{name} = {value}: must be a number {'above 0' if above else 'that is 0 or more'}")
+        raise UserError(
+            f"{name} = {_written(value)}: must be a number {'above 0' if above else 'that is 0 or more'}"
+        )
     return float(value)
+
+
+def _written(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
