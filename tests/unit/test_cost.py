@@ -67,6 +67,7 @@ def by_the_table(nodes: int, groups: int, **given: float) -> dict[str, Fraction]
 
 
 @given(nodes_and_groups, quantities)
+@settings(deadline=None)
 def test_each_scheme_is_the_table_s(counts: tuple[int, int], given: dict[str, float]) -> None:
     nodes, groups = counts
     expected = by_the_table(nodes, groups, **given)
@@ -76,12 +77,14 @@ def test_each_scheme_is_the_table_s(counts: tuple[int, int], given: dict[str, fl
 
 
 @given(nodes_and_groups, quantities)
+@settings(deadline=None)
 def test_the_comparison_names_the_cheapest(counts: tuple[int, int], given: dict[str, float]) -> None:
     costs = cost.compare(nodes=counts[0], groups=counts[1], **given)
     assert getattr(costs, costs.best) == min(getattr(costs, name) for name in SCHEMES)
 
 
 @given(st.integers(2, 64), st.integers(2, 64), quantities)
+@settings(deadline=None)
 def test_where_k_does_not_divide_n_the_time_lies_between_the_two_sizes_of_groups(
     nodes: int, groups: int, given: dict[str, float]
 ) -> None:
@@ -113,7 +116,7 @@ def followed(size: float, bandwidths: list[float], latencies: list[float], compu
 
 
 @given(st.integers(2, 20), quantities)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_the_ring_s_cost_is_what_its_messages_take(members: int, given: dict[str, float]) -> None:
     alike = [given["bandwidth"]] * members, [given["latency"]] * members
     assert followed(given["size"], *alike, given["compute"]) == pytest.approx(
@@ -126,7 +129,7 @@ def test_the_ring_s_cost_is_what_its_messages_take(members: int, given: dict[str
     st.sampled_from([1e7, 1e9]),
     st.floats(1e3, 1e9),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_a_ring_over_uneven_links_takes_about_what_its_score_says(
     latencies: list[float], bandwidth: float, size: float
 ) -> None:
@@ -168,6 +171,7 @@ def test_the_v100s_rings_as_in_the_worked_example() -> None:
 
 
 @given(st.integers(1, 64), st.floats(0, 1e12), st.floats(1, 1e12))
+@settings(deadline=None)
 def test_devices_cost_what_their_transfers_take(devices: int, size: float, bandwidth: float) -> None:
     transfer = size / bandwidth
     one: dict[str, Any] = {"devices": devices, "size": size, "bandwidth": bandwidth}

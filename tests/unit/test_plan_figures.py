@@ -36,6 +36,7 @@ def best(given: Values, nodes: int, groups: int, latency: float) -> float:
 
 
 @given(values)
+@settings(deadline=None)
 def test_lines_over_the_latency_are_the_costs(given: Values) -> None:
     lines = AgainstLatency(given, given.nodes, given.groups)
     for latency in (0.0, 1e-4, 1.0):
@@ -45,6 +46,7 @@ def test_lines_over_the_latency_are_the_costs(given: Values) -> None:
 
 
 @given(values)
+@settings(deadline=None)
 def test_where_two_lines_cross_they_cost_the_same_and_change_places(given: Values) -> None:
     for crossing in AgainstLatency(given, given.nodes, given.groups).crossings():
         at = given.costs(given.nodes, given.groups, crossing.at)
@@ -54,6 +56,7 @@ def test_where_two_lines_cross_they_cost_the_same_and_change_places(given: Value
 
 
 @given(values)
+@settings(deadline=None)
 def test_the_lowest_over_the_latency_is_the_lowest(given: Values) -> None:
     parts = AgainstLatency(given, given.nodes, given.groups).lowest()
     assert parts[0].start == 0
@@ -67,7 +70,7 @@ def test_the_lowest_over_the_latency_is_the_lowest(given: Values) -> None:
 
 
 @given(values, st.sampled_from(["k", "N/k"]))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_lowest_over_the_workers_is_the_lowest(given: Values, fixed: str) -> None:
     lines = AgainstNodes(given, fixed, given.latencies[0])
     parts = lines.lowest()
@@ -89,7 +92,7 @@ def said(given: Values, panel: str, about: str) -> Claim:
 
 
 @given(values)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_slopes_say_which_claims_stop(given: Values) -> None:
     """As the specification has it: the lead over the parameter server shrinks, always."""
     panel = f"latency: N = {given.nodes}, k = {given.groups}"
@@ -104,7 +107,7 @@ def test_the_slopes_say_which_claims_stop(given: Values) -> None:
 
 
 @given(values)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_with_k_kept_the_hierarchical_ring_is_ahead_or_behind_by_the_same_at_every_n(given: Values) -> None:
     lines = AgainstNodes(given, "k", given.latencies[0])
     leads = [costs["hierarchical"] - costs["ps_hra"] for costs in lines.costs]
@@ -116,7 +119,7 @@ def test_with_k_kept_the_hierarchical_ring_is_ahead_or_behind_by_the_same_at_eve
 
 
 @given(values)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_with_the_size_of_groups_kept_ps_hra_is_flat(given: Values) -> None:
     lines = AgainstNodes(given, "N/k", given.latencies[0])
     assert lines.seconds("ps_hra") == pytest.approx([lines.costs[0]["ps_hra"]] * len(lines.nodes))
@@ -133,7 +136,10 @@ def test_what_is_found_at_the_stated_values() -> None:
     large = said(given, "nodes: N/k = 4 kept, a = 1 ms", "PS-HRA is the lowest")
     assert (large.holds, large.where.split(";")[0]) == ("everywhere", "from N = 176 to N = 1024")
     premise = said(given, "nodes: N/k = 4 kept, a = 1 ms", "the server is free")
-    assert (premise.holds, premise.where.split(":")[0]) == ("in part", "only below N = 20")
+    assert (premise.holds, premise.where.split(":")[0]) == ("in part", "not from N = 20 to N = 1024")
+    assert premise.where.endswith("it is the lowest nowhere")
+    premise = said(given, "nodes: N/k = 4 kept, a = 50 ms", "the server is free")
+    assert premise.where.endswith("it is the lowest from N = 12 to N = 120")
     assert said(given, "nodes: k = 4 kept, a = 50 ms", "the server is free").holds == "everywhere"
 
 

@@ -314,8 +314,10 @@ class AgainstNodes:
         whole = self.values.size / self.values.bandwidth
         added = self.values.size * self.values.compute
         if self.fixed == "N/k":
-            return "as N grows all others grow without end, and PS-HRA does not" + (
-                "" if a else "; but the rings do not at no latency"
+            return (
+                "as N grows all others grow without end, and PS-HRA does not; but see the server's premise"
+                if a
+                else "without latency the rings end at about 2S/B + SC, below PS-HRA"
             )
         lead = (2 * k - 4) * a - (2 * whole + added) / k
         more = "less" if lead > 0 else "more"
@@ -332,7 +334,7 @@ class AgainstNodes:
         why = {
             "parameter_server": "by 2S/B + SC a worker",
             "ring": "by about 2a a worker; without latency it would end at 2S/B + SC",
-            "hierarchical": "by 2a k/N a worker for large N: the ring of leaders grows",
+            "hierarchical": "by 2a/(N/k) a worker for large N: the ring of leaders grows",
         }[rival]
         if rival == "hierarchical" and self.fixed == "k":
             why = "exactly as PS-HRA does: their difference does not depend on N"
@@ -346,16 +348,18 @@ class AgainstNodes:
     def _premise(self) -> Claim:
         """Not the paper's claim, but what its formula stands on."""
         over = [
-            n for n, costs in zip(self.nodes, self.costs, strict=True) if self.server(n) > costs["ps_hra"]
+            (n, costs["ps_hra"])
+            for n, costs in zip(self.nodes, self.costs, strict=True)
+            if self.server(n) > costs["ps_hra"]
         ]
-        if not over:
-            where = "at every N"
-        else:
-            least, most = over[0], over[-1]
-            where = f"not from N = {least} to {most}" if most < self.nodes[-1] else f"only below N = {least}"
+        where = "at every N"
+        if over:
+            (least, _), (most, seconds) = over[0], over[-1]
+            where = f"not at N = {most}" if least == most else f"not from N = {least} to N = {most}"
             where += (
-                f": there the k transfers alone take longer (at N = {most} {span(self.server(most))}, where"
-                f" the formula says {span(self.costs[self.nodes.index(most)]['ps_hra'])}), and groups wait"
+                f": the k transfers alone take longer (at N = {most} {span(self.server(most))}, where the"
+                f" formula says {span(seconds)}), and groups wait; with no less than that for PS-HRA, it is"
+                f" the lowest {self._lowest_at_least()}"
             )
         return self._claim(
             "the server is free when a group comes (what PS-HRA's formula supposes)",
@@ -363,6 +367,15 @@ class AgainstNodes:
             where,
             "each of k groups keeps the server's link busy for S/B each way, and its adder for S C",
         )
+
+    def _lowest_at_least(self) -> str:
+        """From where to where PS-HRA is the lowest if it takes what the server does, where that is more."""
+        lowest = [
+            n
+            for n, costs in zip(self.nodes, self.costs, strict=True)
+            if max(costs["ps_hra"], self.server(n)) < min(costs[rival] for rival in RIVALS)
+        ]
+        return _between(Part("ps_hra", lowest[0], lowest[-1]), _count) if lowest else "nowhere"
 
 
 @dataclass(frozen=True)
