@@ -185,6 +185,15 @@ def test_the_work_bound_stops_a_search() -> None:
     assert sorted(found.tolist()) == list(range(256))
 
 
+def test_latencies_that_differ_by_direction_change_the_ring_and_not_its_slowest_link() -> None:
+    bandwidths, latencies = uneven(40, True, 4), uneven(40, False, 5)
+    ring, without = order(bandwidths, latencies=latencies, tolerance=0.5), order(bandwidths, tolerance=0.5)
+    assert without.bound == ring.bound
+    assert min(ring.slowest, without.slowest) >= 0.5 * ring.bound
+    assert ring.latency < 0.5 * sum(latencies[link] for link in without.links)
+    assert ring.latency <= sum(latencies[target, source] for source, target in ring.links)
+
+
 @pytest.mark.parametrize("members", [20, 64, 128])
 def test_a_ring_is_found_where_links_are_few_and_go_one_way(members: int) -> None:
     ring = order(many("sparse, one way", members))

@@ -200,6 +200,7 @@ def test_the_command_writes_pictures_and_claims(
         (["--nodes", "4.5"], "--nodes: '4.5' is not a whole number"),
         (["--nodes", "2000"], "2000 nodes: the figures begin with 1024 at most"),
         (["--bytes", "0"], "bytes = 0: with nothing to send there is nothing to draw"),
+        (["--latency", "1ms"] * 7, "7 latencies: a figure has room for 6"),
         (["--latency", "soon"], "--latency: 'soon' is not a span of time; write it like 90s, 200ms or 5min"),
     ],
 )

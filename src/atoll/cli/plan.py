@@ -76,7 +76,7 @@ def draw_figures(
     size: _Size = "160MB",
     bandwidth: _Bandwidth = "10Gbit/s",
     latency: Annotated[
-        list[str] | None, typer.Option(metavar="A", help=f"{_LATENCY} May be given twice.")
+        list[str] | None, typer.Option(metavar="A", help=f"{_LATENCY} May be given several times.")
     ] = None,
     compute: _Compute = "1e-10",
 ) -> None:

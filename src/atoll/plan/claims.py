@@ -50,6 +50,8 @@ class Values:
             )
         if self.nodes > 1024:
             raise UserError(f"{self.nodes} nodes: the figures begin with 1024 at most")
+        if len(self.latencies) > 6:
+            raise UserError(f"{len(self.latencies)} latencies: a figure has room for 6")
         if not self.size:
             raise UserError("bytes = 0: with nothing to send there is nothing to draw")
 
@@ -357,7 +359,7 @@ class AgainstNodes:
             (least, _), (most, seconds) = over[0], over[-1]
             where = f"not at N = {most}" if least == most else f"not from N = {least} to N = {most}"
             where += (
-                f": the k transfers alone take longer (at N = {most} {span(self.server(most))}, where the"
+                f": its work for k groups takes longer (at N = {most} {span(self.server(most))}, where the"
                 f" formula says {span(seconds)}), and groups wait; with no less than that for PS-HRA, it is"
                 f" the lowest {self._lowest_at_least()}"
             )

@@ -124,7 +124,7 @@ def _nodes_figure(values: Values, findings: Findings) -> Figure:
             ":",
             color=_BUSY,
             linewidth=1.2,
-            label="k groups' transfers at PS-HRA's server: its formula stops where this is higher",
+            label="the server's work for k groups: where it is higher, PS-HRA's formula stops",
         )
         kept = f"k = {values.groups}" if lines.fixed == "k" else f"N/k = {lines.per}"
         panel.set_title(f"{kept} kept, latency {span(lines.latency)}", fontsize=10)

@@ -104,11 +104,10 @@ def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[lis
     ranked = _ranked(matrix)
     weights = matrix[np.ix_(ranked, ranked)]
     costs = (-weights if delays is None else delays[np.ix_(ranked, ranked)]).copy()
-    symmetric = bool((weights == weights.T).all() and (costs == costs.T).all())
     if len(weights) <= EXACT:
         ring, most, work = _exactly(weights, costs, tolerance)
     else:
-        search = Search(weights, symmetric)
+        search = Search(weights, symmetric=bool((weights == weights.T).all()))
         found, most = search.fastest()
         slowest = search.slowest(found)
         if slowest:

@@ -155,6 +155,9 @@ class Search:
     def cheapest(self, ring: _Order, costs: Matrix, good: _Links) -> _Order:
         """The ring, changed over good links alone while the sum of its links' costs falls by it."""
         n = len(ring)
+        turning = self.symmetric and bool(
+            (costs == costs.T).all()
+        )  # a stretch that is turned round costs the same
         # Enough to outweigh every gain; a swap that brings in a bad link never pays.
         prices = np.where(good, costs, 4 * (np.abs(costs).max() * n + 1.0))
         least = 1e-9 * (float(np.abs(costs).max()) or 1.0)
@@ -172,7 +175,7 @@ class Search:
             i, j = divmod(swap, n - 1)
             swap_gain = -changes[i, j]
             turn_gain, turn = 0.0, 0
-            if self.symmetric:
+            if turning:
                 turns = here[-1, :-2] + here[1:-1, 0] - ahead[:-1] - closing
                 turn = int(turns.argmin())
                 turn_gain = -turns[turn]
