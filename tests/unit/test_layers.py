@@ -51,7 +51,7 @@ TABLE = {
     "wire": Layer({"core"}, BASE, frozenset(IMPURE)),
     **{name: Layer({"core", "chunks", "wire"}, BASE, frozenset(IMPURE)) for name in PURE},
     "sim": Layer(DATA | PURE, BASE),
-    "plan": Layer(DATA | PURE | {"sim"}, BASE),
+    "plan": Layer(DATA | PURE | {"sim"}, BASE | {"matplotlib"}, lazy=frozenset({"matplotlib"})),
     "net": Layer({"core", "wire", "ltp"}, BASE | {"zmq", "cryptography"}),
     "tensors": Layer({"core", "chunks"}, BASE | {"torch", "safetensors"}),
     "memory": Layer({"core", "chunks", "moves", "tensors"}, BASE | {"torch"}),
@@ -201,7 +201,8 @@ def test_the_command_starts_without_torch() -> None:
     modules = [
         ".".join(["atoll", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
         for path in MODULES
-        if path.relative_to(SOURCE).parts[0] in ("core", "chunks", "observe", "lab", "launch", "cli")
+        if path.relative_to(SOURCE).parts[0]
+        in ("core", "chunks", "rings", "plan", "observe", "lab", "launch", "cli")
     ]
     code = (
         f"import sys, {', '.join(modules)}\nprint([m for m in ('torch', 'matplotlib') if m in sys.modules])"
@@ -248,6 +249,10 @@ def test_there_are_modules_to_check() -> None:
         ("observe/report.py", "def f():\n    import torch"),
         ("observe/report.py", "import matplotlib.pyplot"),
         ("observe/report.py", "from atoll.train import session"),
+        ("rings/order.py", "from atoll.plan import cost"),
+        ("rings/order.py", "from atoll.groups import queue"),
+        ("plan/cost.py", "import torch"),
+        ("plan/figures.py", "from matplotlib.figure import Figure"),
         ("launch/run.py", "import torch"),
         ("launch/run.py", "from atoll.tensors import binding"),
         ("launch/run.py", "from atoll.cli import app"),

@@ -1,4 +1,4 @@
-"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py` and `cli/lab.py`, all commands."""
+"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py`, `cli/lab.py` and `cli/plan.py`, all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import atoll
-from atoll.cli import lab, services
+from atoll.cli import lab, plan, services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -37,6 +37,7 @@ _SetOption = Annotated[
 
 services.register(app)
 lab.register(app)
+plan.register(app)
 
 
 @app.callback(invoke_without_command=True)
