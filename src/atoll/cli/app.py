@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import atoll
-from atoll.cli import lab, services
+from atoll.cli import lab, plan_groups, services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -37,6 +37,9 @@ _SetOption = Annotated[
 
 services.register(app)
 lab.register(app)
+plan = typer.Typer(help="What to expect of a cluster, before it runs.", rich_markup_mode=None)
+plan_groups.register(plan)
+app.add_typer(plan, name="plan")
 
 
 @app.callback(invoke_without_command=True)
