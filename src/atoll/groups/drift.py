@@ -155,18 +155,12 @@ class Regrouper:
         """A new grouping, if it is time for one. To be asked after measurements, and at `next_deadline`."""
         if not self._known:
             return None
-        if self._wish is None:
-            if self._moved_on and now >= self._next_look:
-                self._moved_on = False
-                if self._drifted():
-                    self._look(now)
-            return None
-        if self._moved_on:
-            self._moved_on = False
-            if self._gain(self._wish) < self._rules.threshold:
-                self._wish, self._moved_on = None, True
-                return None
-        return self._propose(now) if now >= self._due() else None
+        if self._wish is not None and self._moved_on and self._gain(self._wish) < self._rules.threshold:
+            self._wish = None
+        if self._wish is None and self._moved_on and now >= self._next_look and self._drifted():
+            self._look(now)
+        self._moved_on = self._moved_on and self._wish is None and now < self._next_look
+        return self._propose(now) if self._wish is not None and now >= self._due() else None
 
     def next_deadline(self) -> float | None:
         """When `poll` may next have a proposal, if nothing is measured before."""
@@ -216,7 +210,8 @@ class Regrouper:
         reason = (
             f"{changed}{show(choice.grouping, self._name)} is predicted to give {there:.4g} samples/s, "
             f"{show(before, self._name)} gives {here:.4g} ({gain:+.0%}, for "
-            f"{format_seconds(now - self._since)}). The next change comes in {format_seconds(self._pause)} at the soonest."
+            f"{format_seconds(now - self._since)}). The next change comes in {format_seconds(self._pause)} "
+            "at the soonest."
         )
         return Proposal(self.grouping, reason)
 
