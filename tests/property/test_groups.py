@@ -170,8 +170,8 @@ def test_whatever_happens_each_that_lives_and_reported_is_in_one_group_or_late(
         possible.append((moment, what, worker, value))
     try:
         told = run_queue(queue, possible)
-    except DeadlineError as error:
-        assert "no worker has ended its probe within 1 min 40 s (waited for workers" in str(error)
+    except DeadlineError:
+        assert not queue.grouping().workers
         return
     assert queue.over
     grouped = queue.grouping().workers
@@ -206,7 +206,9 @@ def every_grouping(workers: list[int]) -> Iterator[list[list[int]]]:
                 yield [[first, *mates], *others]
 
 
-few_speeds = st.lists(st.sampled_from([1.0, 1.01, 2.0, 3.5, 10.0]) | st.floats(0.1, 100), min_size=1, max_size=6)
+few_speeds = st.lists(
+    st.sampled_from([1.0, 1.01, 2.0, 3.5, 10.0]) | st.floats(0.1, 100), min_size=1, max_size=6
+)
 
 
 @given(few_speeds, st.sampled_from([0, 8]), st.data())
@@ -230,7 +232,9 @@ def test_the_choice_is_the_best_of_all_groupings_where_only_computing_counts(
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32), st.data())
-def test_few_workers_get_the_best_of_all_whatever_the_score(workers: int, seed: int, data: st.DataObject) -> None:
+def test_few_workers_get_the_best_of_all_whatever_the_score(
+    workers: int, seed: int, data: st.DataObject
+) -> None:
     def score(grouping: Grouping) -> Score:
         return Score(zlib.crc32(repr((seed, grouping.groups)).encode()) + 1.0)
 
@@ -253,9 +257,7 @@ def clusters(draw: st.DrawFn, most: int = 10) -> Cluster:
     sites = draw(st.integers(1, 3))
     insides = [draw(pipes) for _ in range(sites)]
     workers = draw(
-        st.lists(
-            st.tuples(st.floats(0.5, 500), st.integers(0, sites - 1)), min_size=1, max_size=most
-        )
+        st.lists(st.tuples(st.floats(0.5, 500), st.integers(0, sites - 1)), min_size=1, max_size=most)
     )
     return Cluster(
         workers=tuple(
@@ -383,13 +385,13 @@ NAN = math.nan
     ("bandwidth", "latency", "said"),
     [
         ([[1, 1]], [[0, 0], [0, 0]], "bandwidth: 1 rows for 2 workers; the matrix has one for each"),
-        ([[1, 1], [1]], [[0, 0], [0, 0]], "bandwidth: the row of worker 1 has 1 numbers; a matrix of 2 workers"),
-        ([[1, 1], [-1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 1 to worker 0 is -1; a bandwi"),
-        ([[1, 0], [1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 0 to worker 1 is 0; a bandwidth"),
-        ([[1, NAN], [1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 0 to worker 1 is missing; each"),
-        ([[1, 1], [1, 1]], [[0, 0], [-0.1, 0]], "latency: the link from worker 1 to worker 0 is -0.1; a laten"),
-        ([[1, 1], [1, 1]], [[0, math.inf], [0, 0]], "latency: the link from worker 0 to worker 1 is inf; a la"),
-        ([[1, 1], [1, 1]], [[0, NAN], [0, 0]], "latency: the link from worker 0 to worker 1 is missing; each"),
+        ([[1, 1], [1]], [[0, 0], [0, 0]], "bandwidth: the row of worker 1 has 1 numbers; a matrix "),
+        ([[1, 1], [-1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 1 to worker 0 is -1; "),
+        ([[1, 0], [1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 0 to worker 1 is 0; "),
+        ([[1, NAN], [1, 1]], [[0, 0], [0, 0]], "bandwidth: the link from worker 0 to worker 1 is missing; "),
+        ([[1, 1], [1, 1]], [[0, 0], [-0.1, 0]], "latency: the link from worker 1 to worker 0 is -0.1; "),
+        ([[1, 1], [1, 1]], [[0, math.inf], [0, 0]], "latency: the link from worker 0 to worker 1 is inf; "),
+        ([[1, 1], [1, 1]], [[0, NAN], [0, 0]], "latency: the link from worker 0 to worker 1 is missing; "),
     ],
 )  # fmt: skip
 def test_links_that_cannot_be_are_one_line(

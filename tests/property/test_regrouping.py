@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -107,7 +108,7 @@ def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: floa
     regrouper = start(**dict.fromkeys(("w0", "w1", "w2", "w3"), 1.0))
     proposals = run(regrouper, span, seconds)
     times = [moment for moment, _ in proposals]
-    assert all(after - before >= RULES.interval for before, after in zip(times, times[1:], strict=False))
+    assert all(after - before >= RULES.interval for before, after in pairwise(times))
     # 60 s, then 120, 240, ... while they follow one another within four pauses.
     assert len(proposals) <= 1 + math.log2(span / RULES.interval) + 2
     assert regrouper._choose.asked <= 2 * span / RULES.hold  # type: ignore[attr-defined]
@@ -144,7 +145,10 @@ def test_a_second_slow_down_long_after_is_answered_too() -> None:
         return FAST * (4 if (worker == 1 and now >= 50) or (worker == 2 and now >= 500) else 1)
 
     proposals = run(regrouper, 900, seconds)
-    assert [each.grouping for _, each in proposals] == [Grouping([[0, 2, 3], [1]]), Grouping([[0, 3], [1, 2]])]
+    assert [each.grouping for _, each in proposals] == [
+        Grouping([[0, 2, 3], [1]]),
+        Grouping([[0, 3], [1, 2]]),
+    ]
     assert [moment // 60 for moment, _ in proposals] == [1, 8]
 
 
@@ -195,7 +199,9 @@ def test_who_comes_is_placed_where_it_helps_most() -> None:
     )
     fast = regrouper.handle_joined(1.0, 4, 0.1)
     assert fast.grouping == Grouping([[0, 1, 4], [2, 3]])
-    assert fast.reason == "worker 4 comes with 10 samples/s and is best with 0 1: 34 samples/s predicted of all"
+    assert (
+        fast.reason == "worker 4 comes with 10 samples/s and is best with 0 1: 34 samples/s predicted of all"
+    )
     slow = regrouper.handle_joined(2.0, 5, 2.0)
     assert slow.grouping == Grouping([[0, 1, 4], [2, 3], [5]])
     assert "is best in a group of its own" in slow.reason

@@ -37,9 +37,9 @@ _SetOption = Annotated[
 
 services.register(app)
 lab.register(app)
-plan = typer.Typer(help="What to expect of a cluster, before it runs.", rich_markup_mode=None)
-plan_groups.register(plan)
-app.add_typer(plan, name="plan")
+_plan = typer.Typer(help="What to expect of a cluster, before anything is started.", rich_markup_mode=None)
+plan_groups.register(_plan)
+app.add_typer(_plan, name="plan")
 
 
 @app.callback(invoke_without_command=True)

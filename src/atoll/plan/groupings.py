@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atoll.core.config import nearest
 from atoll.core.errors import UserError
 from atoll.groups.chooser import Choice, choose
 from atoll.groups.grouping import Grouping, show, sizes_of
@@ -48,7 +49,7 @@ def compare(cluster: Cluster, by: str = "joint", groups: int | None = None) -> C
     """Score the groupings by speed, by site and by both, of `groups` groups if that is given, and choose the
     one that `by` says. Raises UserError for a number of groups that cannot be had."""
     if by not in WAYS:
-        raise UserError(f"no such way {by!r} to group (one of: {', '.join(WAYS)})")
+        raise UserError(f"no such way {by!r} to group{nearest(by, WAYS)} (one of: {', '.join(WAYS)})")
     workers = range(len(cluster.workers))
     if groups is not None:
         sizes_of(len(workers), groups)
