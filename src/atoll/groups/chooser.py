@@ -30,7 +30,7 @@ from atoll.groups.grouping import Grouping, show, sizes_of
 from atoll.groups.links import Links, sites_grouping
 
 MOST_WORKERS = 256
-MOST_SCORES = 20_000
+MOST_SCORES = 6_000
 EXHAUSTIVE = 8  # workers: they have 4140 groupings
 TOLERANCE = 0.02  # the share of samples/s that fewer groups may cost: measured figures are no better
 
@@ -238,18 +238,12 @@ class _Search:
         return min(near, key=lambda each: len(each.grouping), default=None)
 
     def _runner_up(self, chosen: Candidate, ranked: list[Candidate]) -> Candidate | None:
-        """The best that is another one in more than the names of like workers, and not only a part of the
-        chosen groups cut up for what lies within the tolerance."""
-        most = (
-            chosen.score.samples_per_second / (1 - self._tolerance) if self._tolerance < 1 else float("inf")
-        )
+        """The best that is another one in more than the names of like workers, and has no more groups; where
+        there is none, with more."""
         shape = self.order.shape(chosen.grouping)
-        others = [each for each in ranked if self.order.shape(each.grouping) != shape]
-        for each in others:
-            near = each.score.samples_per_second <= most
-            if not (near and _is_cut_from(each.grouping, chosen.grouping)):
-                return each
-        return None
+        others = (each for each in ranked if self.order.shape(each.grouping) != shape)
+        fewer = [each for each in ranked if len(each.grouping) <= len(chosen.grouping)]
+        return next((each for each in fewer if self.order.shape(each.grouping) != shape), next(others, None))
 
     def _reason(
         self,
@@ -284,12 +278,6 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
     """More samples first, then fewer groups; scores that differ by rounding alone are one. Of equals the one
     that was looked at first counts, and the order of looking is that of the workers' speeds."""
     return -float(f"{candidate.score.samples_per_second:.9e}"), len(candidate.grouping)
-
-
-def _is_cut_from(finer: Grouping, grouping: Grouping) -> bool:
-    """Whether each of the groups of `finer` lies within one of `grouping`."""
-    home = {worker: place for place, group in enumerate(grouping) for worker in group}
-    return all(len({home[worker] for worker in group}) == 1 for group in finer)
 
 
 def _figure(candidate: Candidate) -> str:

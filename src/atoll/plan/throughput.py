@@ -8,68 +8,28 @@ On equal nodes and links a group's period is the time of the table in spec S1 be
 row "ring" for one group, the row "PS-HRA" for more (`tests/unit/test_throughput.py` writes them down). Where
 links differ, each step of a ring lasts as long as its slowest link. The order of a ring goes site after site.
 A site's link and the server's are shared: where groups together ask for more than such a link carries, what
-they send over it is stretched until they do not. Groups that only meet there now and then, by chance, do not
-slow one another down in this model; they do in truth, by a little.
+they send over it is stretched until they do not (`plan/contention.py`). Groups that only meet there now and
+then, by chance, do not slow one another down in this model; they do in truth, by a little.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.plan.cluster import Cluster
+from atoll.plan.contention import Contention, Edge, GroupCost, Phase
 
-# What groups share, by name: a site's link in one direction, and the server's link and arithmetic.
+# What groups share: the server's link and arithmetic, and each site's links, in each direction.
 _SERVER_IN, _SERVER_OUT, _SERVER_CPU = (
     "the server's link (in)",
     "the server's link (out)",
     "the server's arithmetic",
 )
 _MOST_PERMUTED = 6  # sites of which every order round a ring is tried
-_ROUNDS = 60  # in which a shared link's stretch is found
-_OVER = 1e-3  # the share by which a shared link's load may be above 1 in the end
-
-
-@dataclass(frozen=True)
-class Edge:
-    """One way that bytes take in a phase: seconds, `sending` of which is stretched with what is `shared`."""
-
-    latency: float
-    sending: float
-    shared: str = ""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """`count` times the slowest of these edges, all of which are used at once."""
-
-    count: float
-    edges: tuple[Edge, ...]
-
-    def seconds(self, stretch: dict[str, float]) -> float:
-        return self.count * max(
-            edge.latency + edge.sending * stretch.get(edge.shared, 1.0) for edge in self.edges
-        )
-
-
-@dataclass(frozen=True)
-class GroupCost:
-    """What an iteration of a group is made of."""
-
-    samples: int
-    compute: float  # seconds, as those below
-    adding: float  # what the ring's members add up
-    ring: tuple[Phase, ...]
-    exchange: tuple[Phase, ...]
-    busy: dict[str, float] = field(hash=False)  # for how long it uses what is shared, unstretched
-
-    def parts(self, stretch: dict[str, float]) -> tuple[float, float]:
-        """Seconds of the ring and of the exchange."""
-        ring = self.adding + sum(phase.seconds(stretch) for phase in self.ring)
-        return ring, sum(phase.seconds(stretch) for phase in self.exchange)
 
 
 @dataclass(frozen=True)
@@ -99,7 +59,11 @@ class Throughput:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        links = [pair for one, other in cluster.between_sites for pair in ((one, other), (other, one))]
+        self._things = [_SERVER_IN, _SERVER_OUT, _SERVER_CPU, *(self._link_name(*pair) for pair in links)]
+        self._numbers = {name: number for number, name in enumerate(self._things, start=1)}
         self._costs: dict[tuple[tuple[int, ...], bool], GroupCost] = {}
+        self._orders: dict[tuple[tuple[int, ...], float], list[int]] = {}
 
     @property
     def ceiling(self) -> float:
@@ -122,14 +86,23 @@ class Throughput:
     def predict(self, grouping: Grouping) -> Prediction:
         """What a grouping gives, group by group."""
         costs = [self._cost(group, served=len(grouping) > 1) for group in grouping]
-        stretch = self._stretch(costs)
-        groups = []
-        for members, cost in zip(grouping, costs, strict=True):
-            ring, exchange = cost.parts(stretch)
-            groups.append(GroupPrediction(members, cost.compute, ring, exchange, self._period(cost, stretch)))
+        together = Contention(costs, len(self._things), bool(self.cluster.pipeline))
+        stretch = together.stretch()
+        rings, exchanges = together.parts(stretch)
+        groups = tuple(
+            GroupPrediction(members, cost.compute, float(cost.adding + ring), float(exchange), float(period))
+            for members, cost, ring, exchange, period in zip(
+                grouping, costs, rings, exchanges, together.periods(stretch), strict=True
+            )
+        )
         total = sum(cost.samples / group.period for cost, group in zip(costs, groups, strict=True))
-        limit = max(stretch, key=lambda name: stretch[name], default="")
-        return Prediction(total, sum(self._computing(group) for group in grouping), tuple(groups), limit)
+        fullest = int(stretch.argmax())
+        return Prediction(
+            samples_per_second=total,
+            compute_only=sum(self._computing(group) for group in grouping),
+            groups=groups,
+            limit=self._things[fullest - 1] if stretch[fullest] > 1 else "",
+        )
 
     def _computing(self, group: Sequence[int]) -> float:
         """Samples per second of a group that only computes."""
@@ -154,22 +127,15 @@ class Throughput:
         if count > 1:  # reduce-scatter, and all-gather of the sum; by members, of the new parameters, later
             ring.append(Phase(count - 1 if by_members else 2 * (count - 1), steps))
         if served:
-            applied = Phase(1, (Edge(0.0, size * cluster.compute, _SERVER_CPU),))
+            applied = Phase(1, (Edge(0.0, size * cluster.compute, self._numbers[_SERVER_CPU]),))
             up, down = self._uplinks(group, by_members, up=True), self._uplinks(group, by_members, up=False)
             exchange += [*up, applied, *down]
             if count > 1 and by_members:
                 exchange.append(Phase(count - 1, steps))
             elif count > 1:  # the broadcast
                 exchange.append(Phase(1, self._around(group, size)))
-        busy: dict[str, float] = {}
-        for phase in (*ring, *exchange):
-            for edge in phase.edges:
-                if edge.shared:
-                    busy[edge.shared] = busy.get(edge.shared, 0.0) + phase.count * edge.sending
         adding = (count - 1) * share * cluster.compute
-        return GroupCost(
-            samples, samples / self._computing(group), adding, tuple(ring), tuple(exchange), busy
-        )
+        return GroupCost(samples, samples / self._computing(group), adding, ring, exchange)
 
     def _around(self, group: Sequence[int], size: float) -> tuple[Edge, ...]:
         """The links of a ring over which each member sends `size` bytes to the next, site after site."""
@@ -177,7 +143,10 @@ class Throughput:
         by_site: dict[int, list[int]] = {}
         for member in group:
             by_site.setdefault(cluster.workers[member].site, []).append(member)
-        order = [member for site in self._site_order(list(by_site), size) for member in by_site[site]]
+        sites = tuple(sorted(by_site))
+        if (sites, size) not in self._orders:
+            self._orders[sites, size] = self._site_order(sites, size)
+        order = [member for site in self._orders[sites, size] for member in by_site[site]]
         edges: set[Edge] = set()
         for one, other in zip(order, [*order[1:], order[0]], strict=True):
             if one == other:
@@ -187,13 +156,13 @@ class Throughput:
             here, there = cluster.workers[one].site, cluster.workers[other].site
             if here != there and (min(one, other), max(one, other)) not in cluster.between_workers:
                 path = cluster.path(here, there)
-                edges.add(Edge(path.latency, size / path.bandwidth, self._link_name(here, there)))
+                edges.add(Edge(path.latency, size / path.bandwidth, self._link(here, there)))
         return _slowest(edges)
 
-    def _site_order(self, sites: list[int], size: float) -> list[int]:
+    def _site_order(self, sites: Sequence[int], size: float) -> list[int]:
         """The order round a ring whose slowest link between sites is fastest; of many sites, always on to the
         nearest."""
-        first, *others = sorted(sites)
+        first, *others = sites
         if len(sites) <= 3:
             return [first, *others]
         if len(sites) > _MOST_PERMUTED:
@@ -219,7 +188,7 @@ class Throughput:
         """To the server, or back. By members: each its own share, at once. By the leader, who is drawn anew
         each time: the whole, as often over each member's link."""
         cluster, size = self.cluster, float(self.cluster.bytes)
-        own = _SERVER_IN if up else _SERVER_OUT
+        own = self._numbers[_SERVER_IN if up else _SERVER_OUT]
         share = size / len(group) if by_members else size
         ways: dict[tuple[int, float], int] = {}  # site and bandwidth -> members
         for member in group:
@@ -237,61 +206,18 @@ class Throughput:
                 Edge(path.latency, size / cluster.server.bandwidth, own),
             }
             if site != cluster.server_site:
-                name = self._link_name(*((site, cluster.server_site) if up else (cluster.server_site, site)))
+                link = self._link(*((site, cluster.server_site) if up else (cluster.server_site, site)))
                 sent = share * at_site[site] if by_members else size
-                edges.add(Edge(path.latency, sent / path.bandwidth, name))
+                edges.add(Edge(path.latency, sent / path.bandwidth, link))
             together |= edges
             phases.append(Phase(members / len(group), _slowest(edges)))
         return [Phase(1, _slowest(together))] if by_members else phases
 
+    def _link(self, one: int, other: int) -> int:
+        return self._numbers[self._link_name(one, other)]
+
     def _link_name(self, one: int, other: int) -> str:
         return f"the link {self.cluster.sites[one].name} -> {self.cluster.sites[other].name}"
-
-    # -- what groups share --------------------------------------------------------------------------------
-
-    def _period(self, cost: GroupCost, stretch: dict[str, float]) -> float:
-        ring, exchange = cost.parts(stretch)
-        if self.cluster.pipeline:
-            return max(cost.compute + ring, exchange)
-        return cost.compute + ring + exchange
-
-    def _stretch(self, costs: Sequence[GroupCost]) -> dict[str, float]:
-        """By what factor sending takes longer on what is full: the least at which nothing is asked for more
-        than it can do."""
-        stretch: dict[str, float] = {}
-        if len(costs) < 2:
-            return stretch  # a group alone never asks for more: it waits for its own sending
-        shared = sorted({name for cost in costs for name in cost.busy})
-        for _ in range(_ROUNDS):
-            loads = self._loads(costs, stretch)
-            full = max(shared, key=loads.__getitem__, default="")
-            if not full or loads[full] <= 1 + _OVER:
-                break
-            stretch[full] = stretch.get(full, 1.0) * self._factor(costs, stretch, full, loads[full])
-        return stretch
-
-    def _factor(self, costs: Sequence[GroupCost], stretch: dict[str, float], full: str, load: float) -> float:
-        """By what to stretch what is `full` further. A period grows no faster than the stretch, so stretching
-        by the load is never too much; a step of Newton's, its slope taken over 1 %, comes nearer, and is
-        taken where it is not too much either.
-        """
-        using = [cost for cost in costs if full in cost.busy]
-
-        def load_at(factor: float) -> float:
-            return self._loads(using, {**stretch, full: stretch.get(full, 1.0) * factor})[full]
-
-        fall = (load - load_at(1.01)) / 0.01  # of the load, for each share of the stretch
-        newton = 1 + (load - 1) / fall if fall > 0 else load
-        return newton if newton > load and load_at(newton) >= 1 - _OVER else load
-
-    def _loads(self, costs: Sequence[GroupCost], stretch: dict[str, float]) -> dict[str, float]:
-        """The share of its time for which each shared thing is asked."""
-        loads: dict[str, float] = {}
-        for cost in costs:
-            period = self._period(cost, stretch)
-            for name, busy in cost.busy.items():
-                loads[name] = loads.get(name, 0.0) + busy / period
-        return loads
 
 
 def _slowest(edges: set[Edge]) -> tuple[Edge, ...]:
