@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import DeadlineError, UserError
@@ -287,6 +287,7 @@ def named(choice: Choice) -> list[float]:
     ]
 
 
+@settings(max_examples=50)
 @given(clusters(), st.sampled_from([0.0, 0.02]), st.sampled_from([0, 8]), st.data())
 def test_the_choice_is_never_worse_than_what_its_reason_names(
     cluster: Cluster, tolerance: float, exhaustive: int, data: st.DataObject
@@ -304,6 +305,7 @@ def test_the_choice_is_never_worse_than_what_its_reason_names(
     assert alone == choice  # no chance is in it
 
 
+@settings(max_examples=50)
 @given(clusters(), st.randoms(use_true_random=False))
 def test_other_numbers_for_the_workers_change_only_the_numbers(cluster: Cluster, random) -> None:
     count = len(cluster.workers)
@@ -327,7 +329,7 @@ def test_other_numbers_for_the_workers_change_only_the_numbers(cluster: Cluster,
         assert two.grouping == Grouping([new[member] for member in group] for group in one.grouping)
 
 
-@given(st.integers(2, 40), st.data())
+@given(st.integers(2, 16), st.data())
 def test_speeds_that_differ_by_less_than_the_noise_make_one_ring(count: int, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.019)
     speeds = {worker: 10 * data.draw(noise) for worker in range(count)}

@@ -120,6 +120,7 @@ def choose(
     else:
         search.look_at_candidates()
         search.climb()
+        search.settle()
     return search.choice(by_speed, by_site)
 
 
@@ -132,7 +133,7 @@ class _Search:
     ) -> None:
         self.order = Order(measured.speeds, measured.sites)
         self._measured, self._score, self._groups = measured, score, groups
-        self._tolerance, self._left = tolerance, most
+        self._tolerance, self._most, self._left = tolerance, most, most
         self._found: dict[Grouping, Candidate] = {}
         self._clusters = measured.links.clusterings() if measured.links is not None else []
 
@@ -165,7 +166,7 @@ class _Search:
         self.look_at(self._clusters, "by links")
         sites = self._sites()
         chosen = sites
-        for site in sites:
+        for site in self.order.runs(sites):
             options = by_site_and_speed(self.order, chosen, site, quarter // len(sites))
             found = self.look_at(options, "by site, then speed")
             chosen = min(found, key=_rank).grouping if found else chosen
@@ -173,21 +174,31 @@ class _Search:
         self._towards(chosen)
 
     def climb(self) -> None:
-        """Local search from the best candidates, up to the bound."""
+        """Local search from the best candidates; a quarter of the bound is kept for what follows."""
         for start in self._ranked()[:_STARTS]:
             here: Candidate | None = start
             while here is not None:
                 here = self._better(here)
 
     def _better(self, here: Candidate) -> Candidate | None:
-        """The first neighbour that is better than `here`; None: there is none, or the bound is reached."""
+        """The first neighbour that is better than `here`; None: there is none, or the bound is near."""
         for grouping in neighbours(self.order, here.grouping, self._groups):
-            if self._left <= 0:
+            if self._left <= self._most // 4:
                 return None
             there = self._look(grouping, "by local search")
             if _rank(there) < _rank(here):
                 return there
         return None
+
+    def settle(self) -> None:
+        """Merge groups of the best as long as that costs less than the tolerance."""
+        settled: Candidate | None = None
+        while self._groups is None and self._left > 0:
+            chosen = self._preferred(self._ranked())
+            if chosen is None or chosen == settled:
+                return
+            settled = chosen
+            self.look_at(merges(self.order, chosen.grouping), "by merging")
 
     def _towards(self, grouping: Grouping) -> None:
         """From a grouping of another number of groups to the number asked for: the best merge or split, again

@@ -17,6 +17,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 _ROUNDS = 200  # in which the stretches are found; a few for each thing that is full are enough
+_TIE = 1e-9  # the relative difference of loads that differ by rounding alone
 _OVER = 1e-3  # the share by which a load may be above 1 in the end
 
 
@@ -71,7 +72,7 @@ class Contention:
         self._before = np.array([cost.compute + cost.adding for cost in costs])
         self.adding = np.array([cost.adding for cost in costs])
         lengths = np.array([length for cost in costs for length in cost.lengths], dtype=np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+        self._starts = np.cumsum(lengths) - lengths
         phases = np.repeat(np.arange(self._groups), [len(cost.lengths) for cost in costs])
         in_ring = np.array([flag for cost in costs for flag in cost.in_ring], dtype=bool)
         self._part = 2 * phases + np.where(in_ring, 0, 1)  # whose, and of what
@@ -109,7 +110,7 @@ class Contention:
             return stretch  # a group alone never asks for more: it waits for its own sending
         for _ in range(_ROUNDS):
             loads = self._loads(stretch)
-            full = int(np.argmax(loads))
+            full = int(np.argmax(loads >= loads.max() * (1 - _TIE)))  # the first: not rounding's choice
             if loads[full] <= 1 + _OVER:
                 break
             stretch[full] *= self._factor(stretch, full, float(loads[full]))
