@@ -337,6 +337,24 @@ def test_speeds_that_differ_by_less_than_the_noise_make_one_ring(count: int, dat
     assert choice.grouping == Grouping([range(count)])
 
 
+@pytest.mark.parametrize("groups", [None, 5])
+def test_the_search_finds_what_is_no_candidate(groups: int | None) -> None:
+    """Ten like workers, of whom each is best with the one five numbers on: no order of speed says so."""
+    speeds = dict.fromkeys(range(10), 1.0)
+
+    def score(grouping: Grouping) -> Score:
+        paired = [len(group) == 2 and group[1] - group[0] == 5 for group in grouping]
+        return Score(
+            sum(
+                3.0 if pair else float(len(group) == 1) + 0.1
+                for group, pair in zip(grouping, paired, strict=True)
+            )
+        )
+
+    choice = choose(Measured(speeds), score, groups=groups, tolerance=0.0)
+    assert choice.grouping == Grouping([each, each + 5] for each in range(5))
+
+
 @pytest.mark.parametrize("groups", [None, 16])
 def test_the_work_for_256_workers_is_bounded(groups: int | None) -> None:
     speeds = {worker: 1.0 + worker % 7 + worker / 1000 for worker in range(256)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
 from atoll.groups.chooser import Measured, Score, choose
-from atoll.groups.drift import Proposal, Regrouper, Rules, Speeds
+from atoll.groups.drift import Proposal, Regrouper, Rules, ScoreAt, Speeds
 from atoll.groups.grouping import Grouping
 
 RULES = Rules(threshold=0.1, hold=10.0, interval=60.0, window=16, tolerance=0.1)
@@ -28,23 +28,23 @@ def score(grouping: Grouping, speeds: Speeds) -> Score:
 class Chooser:
     """The joint chooser, with a count of how often it was asked."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, by: ScoreAt = score) -> None:
+        self.asked, self.by = 0, by
 
     def __call__(self, speeds: Speeds):
         self.asked += 1
-        return choose(Measured(speeds), lambda grouping: score(grouping, speeds), tolerance=0.05)
+        return choose(Measured(speeds), lambda grouping: self.by(grouping, speeds), tolerance=0.05)
 
 
-def start(workers: int = 4, rules: Rules = RULES, **speeds: float) -> Regrouper:
-    return Regrouper(
-        0.0,
-        Grouping([range(workers)]),
-        {each: speeds.get(f"w{each}", 1 / FAST) for each in range(workers)},
-        Chooser(),
-        score,
-        rules=rules,
-    )
+def costly(grouping: Grouping, speeds: Speeds) -> Score:
+    """The same where each more group costs 15 %: with equal speeds one ring is best again."""
+    return Score(score(grouping, speeds).samples_per_second * 0.85 ** (len(grouping) - 1))
+
+
+def start(rules: Rules = RULES, speed: float = 1 / FAST, by: ScoreAt = score) -> Regrouper:
+    """Four equal workers in one ring."""
+    speeds = dict.fromkeys(range(4), speed)
+    return Regrouper(0.0, Grouping([range(4)]), speeds, Chooser(by), by, rules=rules)
 
 
 def run(
@@ -105,7 +105,7 @@ def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: floa
         return 1.0 * (factor if slow else 1.0)
 
     span = 3600.0
-    regrouper = start(**dict.fromkeys(("w0", "w1", "w2", "w3"), 1.0))
+    regrouper = start(speed=1.0, by=costly)
     proposals = run(regrouper, span, seconds)
     times = [moment for moment, _ in proposals]
     assert all(after - before >= RULES.interval for before, after in pairwise(times))
@@ -136,6 +136,54 @@ def test_a_slow_down_that_passes_is_left_alone() -> None:
         return FAST * (4 if worker == 1 and 50 <= now < 58 else 1)
 
     assert run(regrouper, 300, seconds) == []
+
+
+def test_spells_that_follow_one_another_are_not_one_long_one() -> None:
+    """Each shorter than the hold, from the first to the last longer."""
+    regrouper = start()
+
+    def seconds(now: float, worker: int) -> float:
+        return FAST * (4 if worker == 1 and (50 <= now < 56 or 58 <= now < 66) else 1)
+
+    assert run(regrouper, 300, seconds) == []
+    regrouper = start()
+    assert (
+        len(run(regrouper, 300, lambda now, worker: FAST * (4 if worker == 1 and 50 <= now < 68 else 1))) == 1
+    )
+
+
+def test_slow_flapping_is_followed_ever_more_rarely() -> None:
+    """Up and down every 200 s for eight hours: it would be 144 changes."""
+    regrouper = start(speed=1.0, by=costly)
+    proposals = run(
+        regrouper, 8 * 3600.0, lambda now, worker: 4.0 if worker == 3 and now % 400 < 200 else 1.0
+    )
+    gaps = [after - before for (before, _), (after, _) in pairwise(proposals)]
+    assert len(gaps) >= 5
+    assert all(gap >= RULES.interval * 2**place for place, gap in enumerate(gaps[:6]))
+    assert len(proposals) <= 16
+    groupings = {proposal.grouping for _, proposal in proposals}
+    assert groupings == {Grouping([range(4)]), Grouping([[0, 1, 2], [3]])}
+
+
+def test_what_is_no_better_any_more_when_the_time_has_come_is_not_proposed() -> None:
+    ring, better = Grouping([range(4)]), Grouping([[0, 1, 2], [3]])
+    answers = [better, ring]
+    regrouper = Regrouper(
+        0.0,
+        ring,
+        dict.fromkeys(range(4), 10.0),
+        lambda speeds: choose(Measured(speeds), lambda each: Score(float(each == answers[0]))),
+        score,
+        rules=Rules(hold=5, window=2),
+    )
+    for _ in range(2):
+        regrouper.handle_measured(1.0, 3, 0.4)
+    assert regrouper.poll(1.0) is None
+    assert regrouper.next_deadline() == 6.0
+    answers.pop(0)
+    assert regrouper.poll(6.0) is None
+    assert regrouper.grouping == ring
 
 
 def test_a_second_slow_down_long_after_is_answered_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from atoll.groups.candidates import equal_runs
 from atoll.groups.chooser import choose
 from atoll.groups.grouping import Grouping
 from atoll.plan.cluster import Cluster, Pipe, Site, Worker
+from atoll.plan.contention import Contention
 from atoll.plan.throughput import Throughput
 
 
@@ -207,3 +209,53 @@ def test_a_ring_of_many_sites_goes_the_way_whose_slowest_link_is_fastest() -> No
     }
     prediction = Throughput(replace(made, between_sites=pairs)).synchronous()
     assert prediction.groups[0].ring == pytest.approx(6 * (1e-3 + 1e6 / 1e8))
+
+
+def test_a_leader_drawn_anew_is_as_often_far_as_members_are() -> None:
+    """One member in three is across the long link; the broadcast goes over it once."""
+    long = Pipe(1.25e7, 0.04)
+    made = cluster([0.001] * 4, sites=[0, 0, 1, 0], long=long, bytes=10**7)
+    group = Throughput(made).predict(Grouping([[0, 1, 2], [3]])).groups[0]
+    near, far = 5e-5 + 1e7 / 1.25e9, 0.04 + 1e7 / 1.25e7
+    assert group.exchange == pytest.approx(2 * (2 / 3 * near + 1 / 3 * far) + far)
+
+
+def test_shares_that_cross_a_long_link_together_take_as_long_as_all_of_them() -> None:
+    long = Pipe(1.25e7, 0.04)
+    made = cluster([0.001] * 4, sites=[0, 1, 1, 0], long=long, bytes=9 * 10**6, uplink="members")
+    group = Throughput(made).predict(Grouping([[0, 1, 2], [3]])).groups[0]
+    step = 0.04 + 3e6 / 1.25e7
+    assert group.exchange == pytest.approx(2 * (0.04 + 2 * 3e6 / 1.25e7) + 2 * step)
+
+
+def test_what_is_shared_is_never_asked_for_more_than_it_can_do() -> None:
+    """Three hundred clusters drawn by chance; what is stretched is full, or nearly: several things may be."""
+    chance = random.Random(1)
+
+    def pipe() -> Pipe:
+        return Pipe(10 ** chance.uniform(5, 9.5), 10 ** chance.uniform(-5, -1.3))
+
+    full = 0
+    for _ in range(300):
+        sites, count = chance.randint(1, 4), chance.randint(2, 16)
+        homes = [*range(sites), *(chance.randrange(sites) for _ in range(count))]
+        made = cluster(
+            [10 ** chance.uniform(-1, 2.5) for _ in homes], sites=homes,
+            bytes=int(10 ** chance.uniform(4, 8.5)),
+            uplink=chance.choice(["leader", "members"]), pipeline=chance.randint(0, 1), server=pipe(),
+            bandwidth=10 ** chance.uniform(5, 9.5), compute=chance.choice([0, 1e-10]),
+        )  # fmt: skip
+        links = {pair: pipe() for pair in itertools.combinations(range(sites), 2)}
+        throughput = Throughput(replace(made, between_sites=links))
+        dealt: dict[int, list[int]] = {0: [0]}
+        for worker in range(1, len(homes)):
+            dealt.setdefault(chance.randint(1, len(homes)), []).append(worker)
+        groups = list(Grouping(dealt.values()))
+        costs = [throughput._cost(group, served=True) for group in groups]
+        together = Contention(costs, len(throughput._things), bool(made.pipeline))
+        stretch = together.stretch()
+        loads = together._loads(stretch)
+        assert loads.max() <= 1.0011
+        assert all(loads[stretch > 1.01] >= 0.85)
+        full += bool((stretch > 1.01).any())
+    assert full > 50

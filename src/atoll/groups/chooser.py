@@ -174,8 +174,13 @@ class _Search:
         self._towards(chosen)
 
     def climb(self) -> None:
-        """Local search from the best candidates; a quarter of the bound is kept for what follows."""
-        for start in self._ranked()[:_STARTS]:
+        """Local search from the best candidates, and from each worker alone: from there every grouping can be
+        reached by merging. A quarter of the bound is kept for what follows."""
+        alone = self._look(Grouping([worker] for worker in self.order.workers), "each alone")
+        starts = self._ranked()[:_STARTS]
+        if self._allowed(alone.grouping) and alone not in starts:
+            starts.append(alone)
+        for start in starts:
             here: Candidate | None = start
             while here is not None:
                 here = self._better(here)
