@@ -355,6 +355,19 @@ def test_the_search_finds_what_is_no_candidate(groups: int | None) -> None:
     assert choice.grouping == Grouping([each, each + 5] for each in range(5))
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_search_moves_and_swaps(more: int) -> None:
+    """Ten or eleven like workers in two groups, the better the more the even are apart from the odd."""
+    workers = range(10 + more)
+
+    def score(grouping: Grouping) -> Score:
+        apart = [sum(worker % 2 == 0 for worker in group) / len(group) for group in grouping]
+        return Score(1.0 + (max(apart) - min(apart)) * (len(grouping) == 2))
+
+    choice = choose(Measured(dict.fromkeys(workers, 1.0)), score, groups=2, tolerance=0.0)
+    assert choice.grouping == Grouping([workers[0::2], workers[1::2]])
+
+
 @pytest.mark.parametrize("groups", [None, 16])
 def test_the_work_for_256_workers_is_bounded(groups: int | None) -> None:
     speeds = {worker: 1.0 + worker % 7 + worker / 1000 for worker in range(256)}
