@@ -1,4 +1,5 @@
-"""`atoll plan cost`, `atoll plan figures`: what ways of synchronising cost, before anything is started."""
+"""`atoll plan cost`, `atoll plan figures`: what ways of synchronising cost, before anything is started;
+`atoll plan groups` is in `cli/plan_groups.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from atoll.cli import plan_groups
 from atoll.core.errors import ConfigError
 from atoll.core.units import parse_bytes, parse_rate, parse_seconds
 from atoll.plan import cost
@@ -34,9 +36,10 @@ _LATENCY = "From one worker to another: 1e-3 (seconds), 1ms."
 
 def register(app: typer.Typer) -> None:
     """Give `app` these commands."""
-    plan = typer.Typer(help="What ways of synchronising cost, computed.", rich_markup_mode=None)
+    plan = typer.Typer(help="What to expect, before anything is started.", rich_markup_mode=None)
     plan.command("cost")(show_costs)
     plan.command("figures")(draw_figures)
+    plan_groups.register(plan)
     app.add_typer(plan, name="plan")
 
 

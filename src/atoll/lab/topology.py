@@ -16,9 +16,9 @@ from typing import Any
 
 from atoll.core.config import nearest
 from atoll.core.errors import ConfigError
+from atoll.core.tables import Table, shown
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
-from atoll.lab.reading import Table, shown
 
 PACKET = 1500  # bytes: the MTU of every link, and what a slot of the burst model carries
 DISTRIBUTIONS = ("normal", "uniform", "pareto")
