@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -145,15 +146,17 @@ def test_output_is_passed_on_as_it_comes_and_kept(labs: Labs, tmp_path: Path) ->
     script += f"until [ -e {go} ]; do sleep 0.05; done; printf end"
     process = labs.start(["sh", "-c", script])
     assert process.stdout is not None
-    first: list[str] = []
-    reader = threading.Thread(target=lambda: first.append(process.stdout.readline()))
+    # Not by readline: what it has read ahead would be lost to those who read on.
+    first: list[bytes] = []
+    descriptor = process.stdout.fileno()
+    reader = threading.Thread(target=lambda: first.append(os.read(descriptor, 2**16)))
     reader.start()
     wait_for(lambda: first, "a line of a worker that goes on")
     reader.join()
     go.touch()
     status, out, err = labs.end(process)
     assert status == 0
-    lines = [first[0].rstrip("\n"), *out.splitlines()]
+    lines = (first[0].decode() + out).splitlines()
     assert sorted(line for line in lines if line.startswith("[")) == [
         "[berlin 1] end", "[berlin 1] half a line", "[paris 0] end", "[paris 0] half a line",
     ]  # fmt: skip

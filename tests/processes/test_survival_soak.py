@@ -32,6 +32,7 @@ FAULTS, SECONDS = 100, 600.0
 STOPS = (1.0, 3.0)  # seconds: all of it is borne
 EPOCHS_AHEAD = 3  # how long before its end the run is told of it: no worker is so far ahead of another
 START_SECONDS, BACK_SECONDS, END_SECONDS = 120.0, 60.0, 180.0
+TOGETHER_SECONDS = 12.0  # before several are killed at once: by then standbys are in sync, and on disk
 DISK_BYTES = 64 * 2**20  # of all journals and snapshots, for a model of a few kilobytes
 ATOLL = [sys.executable, "-m", "atoll.cli.app"]
 
@@ -226,6 +227,20 @@ def strike(parts: Supervisor, progress: Progress, shards: Sequence[str], drawn: 
     else:
         parts.stop(name, drawn.uniform(*STOPS))
         parts.wait_for(lambda: parts.running(name), f"{name} to go on", BACK_SECONDS)
+    wait_for_everyone(parts, progress, name)
+    return time.monotonic() - began
+
+
+def strike_together(parts: Supervisor, progress: Progress, names: Sequence[str]) -> float:
+    """Kill all of these at once, and wait until every worker goes on; gives the seconds that this took."""
+    began = time.monotonic()
+    for name in names:
+        parts.kill(name)
+    wait_for_everyone(parts, progress, " and ".join(names))
+    return time.monotonic() - began
+
+
+def wait_for_everyone(parts: Supervisor, progress: Progress, name: str) -> None:
     everyone_goes_on = progress.everyone_goes_on()
 
     def is_over() -> bool:
@@ -233,19 +248,28 @@ def strike(parts: Supervisor, progress: Progress, shards: Sequence[str], drawn: 
         return everyone_goes_on()
 
     parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
-    return time.monotonic() - began
 
 
 def run(
-    folder: Path, mode: str, faults: int, seconds: float, script: str = SCRIPT, replicas: int = 1
+    folder: Path,
+    mode: str,
+    faults: int,
+    seconds: float,
+    script: str = SCRIPT,
+    replicas: int = 1,
+    together: Sequence[Sequence[str]] = (),
 ) -> Supervisor:
-    """The whole run, and all that is checked; gives the supervisor, for what it has seen."""
+    """The whole run, and all that is checked; gives the supervisor, for what it has seen. Those of `together`
+    are killed at once, one group after the other, before the `faults` that are drawn."""
     drawn, progress = random.Random(f"{mode} {faults}"), Progress(folder)
     shards = list(shard_names(mode, replicas))
     with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
         start(parts, folder, mode, script, replicas)
         parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
         begin, slowest = time.monotonic(), 0.0
+        for names in together:
+            parts.pause(TOGETHER_SECONDS)
+            slowest = max(slowest, strike_together(parts, progress, names))
         for number in range(faults):
             due = begin + number * seconds / max(1, faults)
             parts.pause(max(0.0, due - time.monotonic()))
@@ -259,9 +283,10 @@ def run(
         )
         assert not parts.failures, parts.failures
         assert not parts.left()
-    assert len(parts.strikes) == faults
+    assert len(parts.strikes) == faults + sum(map(len, together))
     assert parts.restarts == sum(not strike.seconds for strike in parts.strikes)
-    assert not leaks(parts.usage), leaks(parts.usage)
+    if faults or not together:  # else there is too little of each life to judge by
+        assert not leaks(parts.usage), leaks(parts.usage)
     notes = read_notes(folder)
     (values,) = load_file(folder / "end" / "model.safetensors").values()
     # In step, workers make equally many batches: each deal of an epoch that does not go round is filled up.
@@ -294,3 +319,17 @@ def test_a_hundred_faults(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["asp", "bsp"])
 def test_faults_of_a_run_whose_shards_have_standbys(tmp_path: Path, mode: str) -> None:
     run(tmp_path, mode, FAULTS // 2, SECONDS / 2, replicas=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["asp", "bsp"])
+def test_two_parts_at_once_of_a_run_whose_shards_have_standbys(tmp_path: Path, mode: str) -> None:
+    first, second = "shard-0", "shard-0 second"
+    together = [
+        ("hub", first),
+        (first, second),
+        (second, "worker 1"),
+        ("hub", first, second),
+        ("hub", second),
+    ]
+    run(tmp_path, mode, 0, 0.0, replicas=2, together=together)

@@ -123,9 +123,8 @@ class Shard:
             mirror.changed, mirror.tell = self._tell_comes_back, partial(self._decide, self.name)
         self.is_on_disk = True  # the journal, where there is one, suffices to go on from
         self.wants_snapshot = False
-        self.meanwhile: Callable[[], None] = lambda: (
-            None
-        )  # called between chunks while messages are heard again
+        # Called between two chunks, while messages are heard again.
+        self.meanwhile: Callable[[], None] = lambda: None
         self._asked_where = 0.0  # when the hub was asked where shard 0 is
         self._log = self._make_log(workers)
         self._link: LogLink | None = None
