@@ -8,7 +8,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
@@ -97,6 +97,7 @@ def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: floa
 
 @settings(max_examples=40)  # each is an hour of training
 @given(st.floats(0.5, 400), st.floats(0.1, 0.9), st.floats(2, 10), st.floats(0, 100))
+@example(61.0, 0.5, 3.7531145448401606, 0.0)  # a pair of regroupings each ten minutes, with quiet between
 def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: float, offset: float) -> None:
     """However fast or slowly one worker's speed goes up and down: the pauses between regroupings double."""
 
@@ -108,8 +109,8 @@ def test_flapping_speeds_cause_no_storm(period: float, duty: float, factor: floa
     regrouper = start(speed=1.0, by=costly)
     proposals = run(regrouper, span, seconds)
     times = [moment for moment, _ in proposals]
-    assert all(after - before >= RULES.interval for before, after in pairwise(times))
-    # 60 s, then 120, 240, ... while they follow one another within four pauses.
+    assert all(after - before >= RULES.interval - 1e-6 for before, after in pairwise(times))
+    # 60 s, then 120, 240, ... while they follow one another within 16 pauses.
     assert len(proposals) <= 1 + math.log2(span / RULES.interval) + 2
     assert regrouper._choose.asked <= 2 * span / RULES.hold  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ Speeds: TypeAlias = Mapping[int, float]  # samples per second, by worker
 Choose: TypeAlias = Callable[[Speeds], Choice]
 ScoreAt: TypeAlias = Callable[[Grouping, Speeds], Score]
 
-_CLOSE = 4.0  # pauses: regroupings that lie nearer together than this make the next pause longer
+_CLOSE = 16.0  # pauses: regroupings that lie nearer together than this make the next pause longer
 _LONGEST_PAUSE = 64.0  # intervals
 
 
@@ -203,7 +203,7 @@ class Regrouper:
         there = self._score(choice.grouping, self._known).samples_per_second
         close = now - self._last < _CLOSE * self._pause
         longest = _LONGEST_PAUSE * self._rules.interval
-        self._pause = min(2 * self._pause, longest) if close else self._rules.interval
+        self._pause = min(2 * self._pause, longest) if close else max(self._pause / 2, self._rules.interval)
         self._last, self._not_before = now, now + self._pause
         before, self.grouping = self.grouping, choice.grouping
         self._grouped = dict(self._known)
