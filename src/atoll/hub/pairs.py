@@ -16,7 +16,6 @@ from atoll.store.members import suspect_seconds
 from atoll.store.replicas import Half, Pair
 from atoll.wire.messages import AnyMessage, Duty, Hello, InSync, LostTouch, Serves
 
-_RIVAL_PART = 1.5  # of a suspect's silence: for so long two processes may take to show that they live
 _MOST_RIVALS = 4096
 
 
@@ -170,25 +169,22 @@ class Pairs:
             self._decisions.add(f"shard {shard}", "goes on without a standby", reason)
 
     def _poll_rivals(self) -> None:
-        now, most = self._hub.now(), suspect_seconds(self._members.heartbeat)
+        """A third one waits until one of the two is gone, or both have shown since that they live."""
         for rival in list(self._rivals):
             pair = self._pairs[rival.hello.shard]
             for half in pair.halves():
-                self._look_at(half, most)
+                if self._hub.is_gone(half.incarnation):
+                    self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
             self._promote(rival.hello.shard, pair)
-            is_late = now - rival.since >= _RIVAL_PART * most
-            if len(pair.halves()) < 2 or is_late:
+            if len(pair.halves()) < 2 or all(self._lives(half, rival.since) for half in pair.halves()):
                 self._rivals.remove(rival)
                 self._admit(rival.peer, rival.hello, may_wait=False)
 
-    def _look_at(self, half: Half, most: float) -> None:
-        """A third one has come: one of the two that is not heard is gone."""
-        silence = self._members.silence_of(self._hub.now(), half.incarnation) or 0.0
-        if self._hub.is_gone(half.incarnation):
-            self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
-        elif silence >= most:
-            reason = f"was silent for {silence:.1f} s, and another came in its place"
-            self._hub.bury(half.incarnation, reason)
+    def _lives(self, half: Half, since: float) -> bool:
+        """Whether it was heard after that; else its patience ends, or it will be."""
+        now = self._hub.now()
+        silence = self._members.silence_of(now, half.incarnation)
+        return silence is not None and silence < now - since
 
     def _tell(self, peer: bytes, incarnation: int) -> None:
         shard = self._members.pair_of(incarnation)
