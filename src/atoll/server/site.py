@@ -345,7 +345,7 @@ class SiteShard(Shard):
         if hello.role != "worker":
             return "a worker brings the Setup"
         if self._upstream is None and not self._replaying:
-            return "the global shards are not all there yet"
+            self._find_global_shards("to be set up")
         if self._model is not None and setup.digest != self._model.setup.digest:
             return self._trains_another()
         if self._next_set_up((hello.worker, hello.incarnation), setup.number) <= self._generation:
@@ -458,22 +458,27 @@ class SiteShard(Shard):
 
     def _go_on(self) -> None:
         """Before anybody is answered: find the global shards, and have what was under way done."""
+        upstream = self._find_global_shards(f"to go on from iteration {self._model_iteration()}")
+        assert isinstance(self._model, SiteModel)
+        self._model.go_on(upstream)
+
+    def _find_global_shards(self, why: str) -> Upstream:
+        """Connect to them once the hub knows where all are: they may come later than the site's workers."""
         since = time.monotonic()
         while not self._link_up.addresses:
             waited = time.monotonic() - since
             if waited > self._timeout:
                 raise DeadlineError(
                     f"site {self._place.name!r} waited {waited:.1f} s for the hub at "
-                    f"{self._link_up.client.address} on the global shards' addresses, to go on from "
-                    f"iteration {self._model_iteration()} (deadline --timeout, {self._timeout:g} s)"
+                    f"{self._link_up.client.address} on the global shards' addresses, {why} (deadline "
+                    f"--timeout, {self._timeout:g} s)"
                 )
             if self._until():
                 raise _StoppedError
             poll([self._link_up.client], _LOOK_SECONDS)
             self._link_up.take()
-        self._upstream = self._connect_up(self._link_up.addresses)
-        assert isinstance(self._model, SiteModel)
-        self._model.go_on(self._upstream)
+        upstream = self._upstream = self._connect_up(self._link_up.addresses)
+        return upstream
 
     def _settle(self) -> None:
         """What is about to go up tells of all that was taken in: wait until that is in the journal."""
