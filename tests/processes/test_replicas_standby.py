@@ -55,6 +55,10 @@ class JournalPlayed:
     def clear(self) -> None:
         self.clears += 1
 
+    def begin_anew(self) -> None:
+        self.clear()
+        self.begin_segment()
+
     def when_written(self, act: Callable[[], None]) -> None:
         self._waiting.append(act)
 

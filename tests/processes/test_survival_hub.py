@@ -24,6 +24,7 @@ from atoll.core.errors import UserError
 from atoll.hub.journal import FILE
 from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError, ask
+from atoll.server.journal import Folder
 from atoll.testing import faults
 from atoll.testing.faults import Fault
 from atoll.train.hub_client import HubClient
@@ -347,6 +348,19 @@ def test_the_directory_of_another_run(folder: Path, options: dict[str, Any], sai
     assert said in str(found.value)
     assert "\n" not in str(found.value)
     with hub_of(folder, **usual, listen="tcp://127.0.0.1:0"):
+        pass
+
+
+def test_hub_and_shard_do_not_take_each_others_directories(folder: Path) -> None:
+    with hub_of(folder, run="blue", workers=2, shards=1):
+        pass
+    with pytest.raises(UserError, match="holds a hub's journal; give the shard another --directory"):
+        Folder(folder, "blue", 0)
+    Folder(folder / "shard", "blue", 0).close()
+    with (
+        pytest.raises(UserError, match="holds a shard of a run; give the hub another --directory"),
+        hub_of(folder / "shard", run="blue", workers=2, shards=1),
+    ):
         pass
 
 

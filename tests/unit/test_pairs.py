@@ -86,3 +86,27 @@ def test_the_addresses_are_told_once_each_shard_has_had_a_standby_in_sync() -> N
     pair.serve(other.incarnation)
     assert members.shard_addresses() == ["there"]
     assert "knows nothing of" in members.handle_half(2.0, 0, "x", life="z", before=99).refused
+
+
+def test_what_is_missing_is_said_with_the_command_that_would_bring_it() -> None:
+    assert Membership(1, 10.0, 2, None, 0.25, 1).missing_shards()[1] == (
+        "shard 1 is not there: start `atoll server --shard 1`"
+    )
+    members = Membership(1, 10.0, 1, None, 0.25, 2)
+    assert members.missing_shards() == ["shard 0 is not there: start `atoll server --shard 0` twice"]
+    one = members.handle_half(0.0, 0, "here", life="p")
+    pair = members.pairs[0]
+    pair.serve(one.incarnation)
+    assert members.missing_shards() == [
+        "shard 0 has one of its two processes: start `atoll server --shard 0` once more"
+    ]
+    other = members.handle_half(0.0, 0, "there", life="s")
+    assert members.missing_shards() == ["shard 0 has a standby that is not in sync yet"]
+    pair.sync(one.incarnation, other.incarnation)
+    assert members.missing_shards() == []
+    pair.die(one.incarnation)
+    pair.promote()
+    pair.die(other.incarnation)
+    (words,) = members.missing_shards()
+    assert words.startswith("shard 0 has no primary")
+    assert "start the one that served last again" in words

@@ -15,6 +15,7 @@ from atoll.wire.messages import (
     AnyMessage,
     Hello,
     Ready,
+    Refused,
     Welcome,
     WhoIsMissing,
     decode_untrusted,
@@ -143,4 +144,30 @@ def test_one_without_a_journal_is_gone_for_good(peers: list[Peer]) -> None:
     peers[0].close()
     with pytest.raises(PeerLostError, match="shard 0 is gone for good"):
         until(links, Peer(), lambda: False)
+    links.links.close()
+
+
+def test_a_connection_that_came_by_itself_begins_with_a_hello_too(peers: list[Peer]) -> None:
+    """While nobody looked the server was gone and back at its port; who says no Hello is refused there."""
+    peers.append(Peer())
+    links = Links(peers[0].address)
+    until(links, peers[0], lambda: not links.links.strangers)
+    peers[0].close()
+    again = Server(peers[0].address, None, limit=2**20, name="shard 0")
+    peers[0].server = again
+    (client,) = links.links.clients
+    end = time.monotonic() + DEADLINE
+    while not (client.losses and client.connected):
+        assert time.monotonic() < end
+        poll([client], 0.01)
+    links.links.send(0, Ready(digest="first"), until="a")
+    while (received := again.receive(0.1)) is None:
+        assert time.monotonic() < end
+    again.send(received.peer, encode(Refused(reason="say Hello first")))
+    while client not in poll([client], 0.1):
+        assert time.monotonic() < end
+    links.look()  # hands out Welcomes only
+    peers[0].came.clear()
+    until(links, peers[0], lambda: len(peers[0].came) >= 2)
+    assert peers[0].came[:2] == [HELLO, Ready(digest="first")]
     links.links.close()

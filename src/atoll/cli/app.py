@@ -58,7 +58,10 @@ def _run(
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
     shards: Annotated[str | None, typer.Option(metavar="M", help="Shards, for strategy server.")] = None,
     replicas: Annotated[
-        str | None, typer.Option(metavar="R", help="Processes that hold each shard: 2 for a standby.")
+        str | None,
+        typer.Option(
+            metavar="R", help="Processes that hold each shard, for strategy server: 2 for a standby."
+        ),
     ] = None,
     sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
     config: _ConfigOption = None,

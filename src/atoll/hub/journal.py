@@ -20,6 +20,7 @@ from atoll.hub.records import AnyRecord, Began, DamagedError, decode_record, enc
 from atoll.store.frames import Kind, encode_frame, frames, is_damaged, is_other_kind
 
 FILE = "hub.journal"  # in the hub's directory
+SHARD_FILE = "shard.json"  # in a shard's
 _FORSAKEN = f"{FILE}.incomplete"  # its name while records are missing at its end
 KIND = Kind(b"ATH2", 2**30)
 _COMPACT_BYTES = 2**20  # of records since the last compact state, and at least as much as that
@@ -33,6 +34,8 @@ class HubJournal:
 
     def __init__(self, folder: Path) -> None:
         self.path, self._forsaken = folder / FILE, folder / _FORSAKEN
+        if (folder / SHARD_FILE).exists():
+            raise UserError(f"{folder}: holds a shard of a run; give the hub another --directory")
         if self._forsaken.exists() and not self.path.exists():
             raise UserError(
                 f"{self._forsaken}: the hub before this one went on while the disk was full, and what it "

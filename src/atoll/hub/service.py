@@ -6,6 +6,7 @@ Source: S4, "The store".
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 256  # handled in one go, before deaths are looked for
 _WAITING = 4096  # peers that wait for an answer: no more are kept
+_MISSING_SECONDS = 5.0  # that shards are waited for before people are told
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
 
 
@@ -161,6 +163,7 @@ class Hub:
         self._rivals: list[_Rival] = []
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
         self._known_shards: list[str] | None = None
+        self._missing_since, self._missing_said = math.inf, ""  # shards; by the clock, in words
         self.refused = 0  # messages
         if journal is not None:
             self._replay(journal)
@@ -503,7 +506,9 @@ class Hub:
                 del self._asking[peer]
         addresses = self._members.shard_addresses()
         if not addresses:
+            self._say_who_is_missing()
             return
+        self._missing_since = math.inf
         if addresses != self._known_shards:
             self._known_shards = addresses
             self._decisions.add("shards", ", ".join(addresses), "all are there; shard 0 keeps the log")
@@ -516,6 +521,17 @@ class Hub:
         for peer in [peer for peer, site in self._asking.items() if not site]:
             self._send(peer, Shards(addresses=addresses))
             del self._asking[peer]
+
+    def _say_who_is_missing(self) -> None:
+        """When shards have been waited for for a while, once for each state of things."""
+        now = self._clock.now()
+        self._missing_since = min(self._missing_since, now)
+        if self._book.over or now - self._missing_since < _MISSING_SECONDS:
+            return
+        words = "; ".join(self._members.missing_shards())
+        if words and words != self._missing_said:
+            self._missing_said = words
+            self._decisions.add("shards", "waited for", words)
 
     def _challenge(self, peer: bytes, hello: Hello) -> None:
         """A shard comes from elsewhere than the one of its index: that is gone, or shows that it lives."""

@@ -44,12 +44,17 @@ def check_run(config: Config) -> None:
             f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
             "'server'), where each worker is a launch of its own"
         )
+    if config.server.replicas > 1 and run.strategy != "server":
+        raise UserError(
+            f"server.replicas (--replicas): {config.server.replicas} processes for each shard go with "
+            f"run.strategy 'server', not {run.strategy!r}"
+        )
     if run.sites and run.strategy != "server":
         raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
     if config.server.replicas > 1 and run.sites:
         raise UserError(
-            f"server.replicas: {config.server.replicas} processes for each shard do not go with run.sites: "
-            "sites' shards have no standby yet"
+            f"server.replicas (--replicas): {config.server.replicas} processes for each shard do not go with "
+            "run.sites: sites' shards have no standby yet"
         )
     if run.sites > run.workers:
         raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")

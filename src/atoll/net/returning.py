@@ -134,6 +134,9 @@ class ReturningLinks:
         """Hand out what has come on the connections in `ready`: (index, header, payload)."""
         for index, link in enumerate(list(self._links)):
             client = link.client
+            if client in ready and link.comes_back and client.losses:
+                self._lose(index, link)  # who speaks on the connection that came by itself has heard no Hello
+                continue
             while client in ready and link.client is client and (got := client.receive(0.0)) is not None:
                 handle(index, got[0], got[1])
                 if not self._links:

@@ -49,6 +49,7 @@ Item: TypeAlias = tuple[Record, Payload]
 Pending: TypeAlias = tuple[int, bytes, Payload]  # stamp, header, payload
 
 _IDENTITY, _LOCK, _SPARE = "shard.json", "lock", "spare.bin"
+_HUBS = "hub.journal"  # in a hub's directory
 _BACKLOG = 2**28  # bytes that wait to be written; beyond, the shard takes no more messages
 _SMALL = 2**18  # bytes of records that the shard's own thread writes rather than to wake the journal's
 _PIECES = 512  # of one write; systems take 1024
@@ -80,6 +81,8 @@ class Folder:
 
     def __init__(self, path: Path, run: str, shard: int, site: str = "") -> None:
         self.path = path
+        if (path / _HUBS).exists():
+            raise UserError(f"{path}: holds a hub's journal; give the shard another --directory")
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -261,6 +264,12 @@ class Journal:
             self.append(part, payload)
         self._hand_over()
         return number
+
+    def begin_anew(self) -> int:
+        """As `begin_segment`, and nothing of what was written before is left."""
+        self._hand_over()
+        self._give(self.folder.clear)
+        return self.begin_segment()
 
     def append(self, record: Record, payload: Payload = None) -> None:
         """Write this after all before; nobody may change the payload any more."""

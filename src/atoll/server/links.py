@@ -37,6 +37,7 @@ from atoll.wire.messages import (
 
 _FRAME = 2**26  # bytes: no tensor comes this way
 _GRACE = 2.0  # seconds
+_UNWELCOME = 3.0  # seconds without shard 0's welcome, after which it is looked for again
 _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
 
 
@@ -131,6 +132,12 @@ class HubLink:
         """The hub's latest word on which of a shard's two processes this is."""
         one, other = self._told, self._told_by_beat
         return one if other is None or (one is not None and one.term >= other.term) else other
+
+    @property
+    def standing(self) -> int:
+        """Grows with each process that the hub lets serve as this shard: an earlier one is told from it."""
+        duty = self.duty
+        return self.welcome.incarnation if duty is None else duty.term
 
     def say(self, message: AnyMessage) -> None:
         """Tell the hub something, where there is a connection: it is said again."""
@@ -232,13 +239,16 @@ class LogLink:
         run: str,
         shard: int,
         apply: Callable[[Entry, bytes], None],
+        incarnation: int = 0,
     ) -> None:
         self.client = Client(address, keys, limit=_FRAME, name="shard 0")
         self._shard, self._apply = shard, apply
+        self._welcomed, self._since = False, time.monotonic()
         self._lost_at = 0.0
         self.comes_back = False
         self.is_lost = False
-        self._send(Hello(version=VERSION, run=run, role="shard", shard=shard, pid=os.getpid()))
+        hello = Hello(version=VERSION, run=run, role="shard", shard=shard, incarnation=incarnation)
+        self._send(msgspec.structs.replace(hello, pid=os.getpid()))
 
     def follow(self, after: int) -> None:
         """Ask for the log's lines from this sequence number on."""
@@ -250,17 +260,23 @@ class LogLink:
 
     def take(self) -> None:
         """Take what has come. Raises RunError when the log refuses, PeerLostError when it is gone."""
+        if self.comes_back and self.client.losses:
+            self.is_lost = True  # who speaks on the connection that came by itself has heard no Hello
+            return
         while (received := self.client.receive(0)) is not None:
             message = decode_untrusted(received[0])
             if isinstance(message, Entry):
                 self._apply(message, received[0])
             elif isinstance(message, Welcome):
-                self.comes_back = message.comes_back
+                self.comes_back, self._welcomed = message.comes_back, True
                 self.is_lost = message.shard > 0  # another one, which has got shard 0's old port
             elif isinstance(message, Refused):
                 raise RunError(f"shard 0 at {self.client.address} refused: {message.reason}")
         self.client.check()
         if not self.client.losses:
+            waited = time.monotonic() - self._since
+            if not self._welcomed and self.client.connected and waited > _UNWELCOME:
+                self.is_lost = True  # a standby, which will not answer, or a shard 0 that was one then
             return
         if self.comes_back:
             self.is_lost = True

@@ -126,6 +126,7 @@ def serve(
         until: Callable[[], bool] = lambda: stopped.is_set() or hub.over  # noqa: E731
         shard = None
         if hub.duty is not None and not hub.duty.primary:
+            found = None  # what an earlier life left is not gone on from, and its files are let go
             standby = Standby(
                 index,
                 run,
@@ -138,7 +139,7 @@ def serve(
             )
             stack.callback(lambda: standby.shard.close())
             ready(own)
-            goes_on(f"{name} is the standby: it holds what its primary holds, and serves nobody yet")
+            goes_on(f"{name} is the standby: it takes its primary's state, and serves nobody yet")
             if standby.run(until):
                 shard = standby.shard
                 goes_on(shard.takes_over())
@@ -163,7 +164,9 @@ def serve(
 
 def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
     """A snapshot is whole: with the journal since, it is all that the shard holds."""
-    shard.is_on_disk = True
+    if not shard.is_on_disk:
+        shard.is_on_disk = True
+        shard.tell_comes_back()
     (journal.folder.path / MARK).unlink(missing_ok=True)
     journal.drop_before(heading.journal)
 

@@ -218,6 +218,9 @@ class Mirror:
         self._said.clear()
         if place[0] != before:
             self._forget_stream()
+            self._lost = False  # that was the one before
+            for held in self._held:
+                held.number = 0  # of the stream that is no more
             if self.gated:
                 self.gated = False
                 self.tell("goes on without a standby", "the hub says that it is gone")

@@ -47,7 +47,7 @@ class Peers:
             return f"{_MOST} peers are known, which is the most"
         known = self._hellos.get(before) if before is not None else None
         if known is not None and known.incarnation > hello.incarnation:
-            return f"worker {hello.worker} lives in a later incarnation, {known.incarnation}"
+            return f"{name[0]} {name[1]} lives in a later incarnation, {known.incarnation}"
         if before != peer:
             self.forget(peer)
             if before is not None:

@@ -23,7 +23,7 @@ from atoll.core.points import reach
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.journal import Journal, JournalError
-from atoll.server.links import HubLink, LogLink, earliest
+from atoll.server.links import GivenUpError, HubLink, LogLink, earliest
 from atoll.server.logkeeper import LogKeeper, sequence_of
 from atoll.server.mirror import Mirror
 from atoll.server.model import Model
@@ -120,7 +120,7 @@ class Shard:
         self._mirror = mirror
         if mirror is not None:
             self._peers.when_kept = mirror.when_kept
-            mirror.changed, mirror.tell = self._tell_comes_back, partial(self._decide, self.name)
+            mirror.changed, mirror.tell = self.tell_comes_back, partial(self._decide, self.name)
         self.is_on_disk = True  # the journal, where there is one, suffices to go on from
         self.wants_snapshot = False
         # Called between two chunks, while messages are heard again.
@@ -198,9 +198,11 @@ class Shard:
         try:
             while not until():
                 self._turn()
-        except JournalError:
-            raise  # the workers wait: the shard may be started again
+        except (JournalError, GivenUpError):
+            raise  # the workers wait: it may be started again, or another has its place
         except Exception as error:
+            if self._mirror is not None and self._mirror.gated:
+                raise  # its standby takes its place
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             told = Refused(reason=f"{self.name} cannot go on: {reason}"[:4000])
             for peer in self._peers.workers():
@@ -381,7 +383,14 @@ class Shard:
 
     def _connect(self, address: str) -> None:
         again = self._link is not None and self._link.comes_back
-        self._link = LogLink(address, self._keys, run=self._run, shard=self.index, apply=self._handle_entry)
+        self._link = LogLink(
+            address,
+            self._keys,
+            run=self._run,
+            shard=self.index,
+            apply=self._handle_entry,
+            incarnation=self._hub.standing if self._hub is not None else 0,
+        )
         self._link.comes_back = again
         if self._generation:
             self._follow()
@@ -438,7 +447,8 @@ class Shard:
         kept = self._journal is not None and self.is_on_disk
         return kept or (self._mirror is not None and self._mirror.gated)
 
-    def _tell_comes_back(self) -> None:
+    def tell_comes_back(self) -> None:
+        """Whether the shard may be waited for is another than it was."""
         for peer in [*self._peers.workers(), *self._peers.shards()]:
             welcome = messages.Welcome(run=self._run, shard=self.index, comes_back=self._comes_back)
             self._peers.send(peer, welcome)

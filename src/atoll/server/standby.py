@@ -202,11 +202,14 @@ class Standby:
             return
         if peer != self._primary:
             self._primary, self._of = None, duty.partner  # nothing more is taken on the connection before
-        self._when_written(lambda: self._welcome(peer))
+        stream, count = self._stream, self._count
+        self._when_written(lambda: self._welcome(peer, stream, count))
 
-    def _welcome(self, peer: bytes) -> None:
-        """All that has come is written: from there on the primary is to send."""
-        self._primary, self._lost, self._held = peer, False, self._count
+    def _welcome(self, peer: bytes, stream: str, count: int) -> None:
+        """All that had come is written: from there on the primary is to send."""
+        self._primary, self._lost = peer, False
+        if stream == self._stream:
+            self._held = max(self._held, count)
         self._offer_standing()
 
     def _when_written(self, act: Callable[[], None]) -> None:
@@ -254,8 +257,7 @@ class Standby:
         self.shard = self._anew()
         if self._journal is not None and self._folder is not None:
             (self._folder / MARK).touch()
-            self._journal.folder.clear()
-            self._journal.begin_segment()
+            self._journal.begin_anew()
             self.shard.is_on_disk, self.shard.wants_snapshot = False, True
 
     # -- handling -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from atoll.wire.messages import (
     Mean,
     Missing,
     Parameters,
+    Ping,
     Ready,
     Refused,
     State,
@@ -94,7 +95,7 @@ class Upstream:
         self._door, self._meanwhile = door, meanwhile
         # The site's shard that was here before may have asked for what comes now.
         self._handlers: dict[type, Handler] = dict.fromkeys(_ANSWERS, _ignored)
-        self._handlers |= {Welcome: self._handle_welcome, Missing: self._handle_missing}
+        self._handlers |= {Welcome: self._handle_welcome, Missing: self._handle_missing, Ping: _ignored}
         self._wait: _Wait | None = None  # that blocks
         self._expected: _Wait | None = None
         self._behind: list[str] = []  # whom the log waits for, as it said last

@@ -481,6 +481,29 @@ class Membership:
             return None
         return [self._shards[index].address for index in range(self.shards)]
 
+    def missing_shards(self) -> list[str]:
+        """Why `shard_addresses` gives none: for each shard that is not there what is to be done, in words."""
+        if not self.pairs:
+            absent = [index for index in range(self.shards) if index not in self._shards]
+            return [f"shard {index} is not there: start `atoll server --shard {index}`" for index in absent]
+        words = []
+        for index in range(self.shards):
+            pair = self.pairs.get(index)
+            there = len(pair.halves()) if pair is not None else 0
+            again = f"`atoll server --shard {index}`"
+            if pair is not None and pair.begun and pair.primary is None:
+                words.append(
+                    f"shard {index} has no primary, and nobody else holds all that was acknowledged: start "
+                    "the one that served last again, in its --directory"
+                )
+            elif pair is None or not pair.whole:
+                missing = {
+                    0: f"is not there: start {again} twice",
+                    1: f"has one of its two processes: start {again} once more",
+                }
+                words.append(f"shard {index} {missing.get(there, 'has a standby that is not in sync yet')}")
+        return words
+
     def site_address(self, site: str) -> str:
         """Where a site's shard is; empty while it is not there."""
         there = self._site_shards.get(site)
