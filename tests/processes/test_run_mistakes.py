@@ -59,7 +59,10 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "run.sites: 3 sites for 2 workers: each has at least one",
         ),
         (["run", "--sites", "2", "train.py"], "run.sites: 2 sites go with run.strategy 'server', not 'ring'"),
-        (["run", "--replicas", "2", "train.py"], "go with run.strategy 'server', not 'ring'"),
+        (
+            ["run", "--replicas", "2", "train.py"],
+            "server.replicas (--replicas): 2 processes for each shard go with run.strategy 'server'",
+        ),
         (
             ["hub", "--workers", "3", "--site", "paris=1", "--site", "berlin=1"],
             "a run of 3 workers, and the sites have 2: 1 at 'paris' + 1 at 'berlin'",

@@ -61,5 +61,5 @@ def test_sites_have_no_standbys(command: Command) -> None:
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 2
     assert err.splitlines()[-1].startswith(
-        "atoll: server.replicas: 2 processes for each shard do not go with"
+        "atoll: server.replicas (--replicas): 2 processes for each shard do not go with"
     )
