@@ -26,9 +26,9 @@ from torch import nn
 import atoll
 from atoll.core import points
 from atoll.core.config import Chunks, Config, Run, Sync
+from atoll.core.errors import GivenUpError
 from atoll.hub import main as hub
 from atoll.server import main as server
-from atoll.server.links import GivenUpError
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, served_worker
 from atoll.train.place import Place

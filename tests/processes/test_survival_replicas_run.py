@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 
 import psutil
+import pytest
 from killed_runs import hub_decisions, start
 from run_command import DEADLINE, Command, wait_for
 from test_survival_run import BATCH, EPOCHS, LEASING, SAMPLES, notes
@@ -54,6 +55,40 @@ def test_both_processes_of_a_shard_are_killed_one_after_the_other(command: Comma
     counts = Counter(index for batch in notes(command) for index in batch)
     assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
     assert len(notes(command)) >= EPOCHS * SAMPLES // BATCH
+
+
+@pytest.mark.parametrize("how", ["no room", pytest.param("damaged", marks=pytest.mark.soak)])
+def test_a_process_of_a_shard_that_ends_with_an_error_is_left_out(command: Command, how: str) -> None:
+    """The primary's journal takes no more, or it is killed and finds its directory damaged."""
+    start_epoch = "sampler.set_epoch(epoch)"
+    wait = "while epoch and not os.path.exists('told'): time.sleep(0.05)"
+    assert LEASING.count(start_epoch) == 1
+    script = "import os\n" + LEASING.replace(start_epoch, f"{start_epoch}\n        {wait}")
+    process = start(
+        command, script, "shards = 1", "[server]", "replicas = 2", "[sync]", "consistency = 'asp'"
+    )
+    wait_for(lambda: in_sync(command, 0) >= 1, "a standby in sync")
+    wait_for(lambda: len(notes(command)) >= 8, "some batches")
+    folder = command.directory / "run" / "service" / "shard-0"
+    half = process_of(command, 0, second=False)
+    if how == "damaged":
+        (folder / "shard.json").write_text("{")
+        half.kill()
+        status, said = 2, "run/service/shard-0/shard.json: not a shard's: "
+    else:  # no file of its own may grow beyond what its journal has by now, which is more than its log
+        size = max(path.stat().st_size for path in folder.glob("journal-*.bin"))
+        half.rlimit(psutil.RLIMIT_FSIZE, (size, size))
+        status, said = 1, "File too large"
+    journal = command.directory / "run" / "workers" / "0.jsonl"
+    wait_for(lambda: "the other one goes on alone" in journal.read_text(), "word of the one that is left out")
+    (command.directory / "told").touch()
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    (line,) = [each for each in err.splitlines() if "the other one goes on alone" in each]
+    assert f"the first process of shard 0 ended with status {status}: " in line
+    assert said in line
+    counts = Counter(index for batch in notes(command) for index in batch)
+    assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
 
 
 def test_sites_have_no_standbys(command: Command) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from atoll.server.links import GivenUpError
+from atoll.core.errors import GivenUpError
 from atoll.testing.supervisor import Supervisor, leaks
 
 WORKERS, SHARDS = 3, 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from atoll.core.config import Config
-from atoll.launch.served import ServedLaunch
+from atoll.core.errors import GivenUpError
+from atoll.core.events import AnyEvent, Failed, Started, Warned
+from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
+from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
 DEADLINE = 60.0
@@ -35,3 +40,169 @@ def test_a_process_that_does_not_end_is_not_waited_for_for_ever(
     finally:
         launch.kill()
     assert launch.wait(DEADLINE) == 1
+
+
+# -- a shard that is held twice ----------------------------------------------------------------------------
+
+
+class FakeProcess:
+    """What a launch needs of a process; `returncode` is what the test says."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.pid = name, 2**22 + 1  # no such process on Linux
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def terminate(self) -> None:
+        self.returncode = -signal.SIGTERM if self.returncode is None else self.returncode
+
+
+class Halves:
+    """A launch of a worker, a hub, and the two processes of shard 0, all of them fakes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, begun: bool = True) -> None:
+        self.directory = RunDirectory(folder)
+        self.directory.create()
+        self.started: list[str] = []
+        monkeypatch.setattr(ServedLaunch, "_start", lambda _launch: None)
+        monkeypatch.setattr(ServedLaunch, "_serve", lambda launch, name, _: self._serve(launch, name))
+        self.launch = ServedLaunch(self.directory, Config(), ["train.py"], {})
+        self.launch._workers.append(cast(Any, FakeProcess("worker")))
+        self.launch._sites = [""]
+        for name in ("hub", "server-0", "second-0"):
+            self.launch._arguments[name] = []
+            self._serve(self.launch, name)
+        self.started.clear()
+        if begun:
+            with Journal(self.directory.journal(0)) as journal:
+                journal(Started(time=1.0, worker=0, workers=1, strategy="server", device="cpu", pid=1))
+
+    def _serve(self, launch: ServedLaunch, name: str) -> None:
+        self.started.append(name)
+        launch._services[name] = cast(Any, FakeProcess(name))
+
+    def _set(self, name: str, code: int) -> None:
+        cast(Any, self.launch._services[name]).returncode = code
+
+    def end(self, **codes: int) -> None:
+        """Have processes end, all at once, and look."""
+        for name, code in codes.items():
+            self._set(f"{name}-0", code)
+        self.launch.poll()
+
+    def use_up(self, name: str) -> None:
+        """Kill one until it is left out."""
+        for _ in range(SERVICE_RESTARTS + 1):
+            self.end(**{name: -signal.SIGKILL})
+        assert self.launch.poll() is None
+        assert self.started == [f"{name}-0"] * SERVICE_RESTARTS
+        self.started.clear()
+
+    def said(self, name: str, line: str) -> None:
+        with (self.directory.logs / f"{name}.log").open("a") as log:
+            log.write(f"{line}\n")
+
+    def told(self) -> list[AnyEvent]:
+        events = JournalReader(self.directory.journal(0)).read()
+        return [event for event in events if not isinstance(event, Started)]
+
+    def messages(self) -> list[str]:
+        return [event.message for event in self.told() if isinstance(event, (Warned, Failed))]
+
+
+OTHER = {"server": "second", "second": "server"}
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, GivenUpError.exit_status])
+@pytest.mark.parametrize("first", ["server", "second"])
+def test_the_other_half_is_there_also_while_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, status: int
+) -> None:
+    """Whichever of the two has used up its restarts, and whichever is looked at first."""
+    halves = Halves(tmp_path / "run", monkeypatch)
+    halves.use_up(first)
+    halves.end(**{OTHER[first]: status})
+    assert halves.launch.poll() is None
+    assert halves.started == [f"{OTHER[first]}-0"]
+
+
+@pytest.mark.parametrize("first", ["server", "second"])
+def test_both_halves_may_be_killed_at_once_while_one_has_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch)
+    for _ in range(SERVICE_RESTARTS):
+        halves.end(**{first: -signal.SIGKILL})
+    halves.started.clear()
+    halves.end(server=-signal.SIGKILL, second=-signal.SIGKILL)
+    assert halves.launch.poll() is None
+    assert halves.started == [f"{OTHER[first]}-0"]
+
+
+def test_without_restarts_for_either_half_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch)
+    halves.use_up("server")
+    for _ in range(SERVICE_RESTARTS):
+        halves.end(second=-signal.SIGKILL)
+        assert halves.launch.poll() is None
+    halves.end(second=-signal.SIGKILL)
+    assert halves.launch.returncode is not None
+    assert [type(event) for event in halves.told()].count(Failed) == 1
+
+
+@pytest.mark.parametrize("status", [1, 2])
+@pytest.mark.parametrize(("name", "called"), [("server", "the first"), ("second", "the second")])
+def test_a_half_that_ends_with_an_error_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, called: str, status: int
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch)
+    halves.said(f"{name}-0", "atoll: journal-3: No space left on device")
+    halves.end(**{name: status})
+    assert halves.launch.poll() is None
+    assert halves.started == []
+    line = f"{called} process of shard 0 ended with status {status}: journal-3: No space left on device; "
+    assert halves.messages() == [line + "the other one goes on alone"]  # once
+    halves.end(**{OTHER[name]: -signal.SIGKILL})  # who is alone is started again
+    assert halves.started == [f"{OTHER[name]}-0"]
+    assert halves.launch.poll() is None
+    halves.said(f"{OTHER[name]}-0", "atoll: journal-4: No space left on device")
+    halves.end(**{OTHER[name]: 1})
+    assert halves.launch.returncode is not None
+    assert halves.messages()[-1].endswith("shard 0: journal-4: No space left on device")
+
+
+def test_both_halves_end_with_an_error_and_so_does_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch)
+    halves.end(server=1, second=1)
+    assert halves.launch.returncode is not None
+    assert [type(event) for event in halves.told()] == [Failed]
+
+
+@pytest.mark.parametrize("name", ["server", "second"])
+def test_a_half_that_ends_with_an_error_before_the_run_began_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch, begun=False)
+    halves.said(f"{name}-0", "atoll: server.optimizer 'mine:No' cannot be imported here")
+    halves.end(**{name: 2})
+    assert halves.launch.returncode is not None
+    (failed,) = halves.told()
+    assert isinstance(failed, Failed)
+    assert failed.exit_status == 2
+    assert failed.message.endswith("shard 0: server.optimizer 'mine:No' cannot be imported here")
+
+
+def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Halves(tmp_path / "run", monkeypatch)
+    halves.end(second=1)
+    halves.launch._stopping = True  # as by Ctrl-C: the worker has some time to end by itself
+    assert halves.launch.poll() is None
+    assert not [event for event in halves.told() if isinstance(event, Failed)]

@@ -2,7 +2,7 @@
 
 A `UserError` is shown as one line with no stack trace, and ends the process with status 2. A `RunError` is
 nobody's typing mistake (a worker was lost, a wait passed its deadline): it also shows one line, and ends
-with status 1.
+with status 1; with status 75 where the process need only be started again (`GivenUpError`).
 """
 
 from __future__ import annotations
@@ -50,3 +50,10 @@ class PeerLostError(RunError):
 
 class DeadlineError(RunError):
     """A wait passed its deadline; names who was waited for, on what, when, and how long."""
+
+
+class GivenUpError(RunError):
+    """The hub has given this process up, and another may have taken its place. Started again it is of use:
+    the status is EX_TEMPFAIL's (sysexits.h)."""
+
+    exit_status = 75

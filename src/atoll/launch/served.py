@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config
-from atoll.core.errors import RunError, UserError
+from atoll.core.errors import GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Failed, Started, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.processes import Standstill, signal_name
@@ -27,7 +27,6 @@ from atoll.launch.tail import last_lines
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
-GIVEN_UP = 75  # the status of a shard that another has taken the place of (server/links.py: GivenUpError)
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
@@ -74,7 +73,8 @@ class ServedLaunch:
     the script's. One that was killed is started again up to `run.restarts` times; then it is left out, and
     the others go on, once the run has begun. A hub or a shard that was killed, a site's too, is started again
     up to three times, with the same arguments: what they go on from is in the directory that each has. A site
-    whose shard was killed more often is left out; of a shard that is held twice one process may end for good.
+    whose shard was killed more often is left out. Of a shard that is held twice one process may end for good:
+    it was killed more often, or ended with an error once the run had begun.
     A process that stands still (SIGSTOP) for longer than the hub bears is killed.
     """
 
@@ -228,14 +228,17 @@ class ServedLaunch:
         """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are
         killed. One that ends well has no workers any more. Those that were killed are started again first."""
         ended = {name: each.poll() for name, each in self._services.items()}
-        for name, code in ended.items():
+        # Who was left out comes last: it was told of, and what ends the run is what came after.
+        for name, code in sorted(ended.items(), key=lambda each: each[0] in self._left_halves):
             site = name.partition("site-")[2]
             if code is None or (site and code == 0):
                 continue
-            if site not in self._lost_sites and (code < 0 or code == GIVEN_UP):
+            if site not in self._lost_sites and _may_start_again(code):
                 how = f"was killed by {signal_name(-code)}" if code < 0 else "was given up by the hub"
-                if self._serves_again(name, how) or self._has_other_half(name, how):
+                if self._serves_again(name, how):
                     continue
+            if self._goes_on_without(name, code):
+                continue
             # One that comes too late, for the others to go on with its site, says so and ends.
             killed = code < 0 or self._restarts[name] > 0
             if site and killed and self._lost_sites | {site} != set(self._sites):
@@ -254,19 +257,41 @@ class ServedLaunch:
         self._serve(name, self._arguments[name])
         return True
 
-    def _has_other_half(self, name: str, how: str) -> bool:
-        """Whether a shard is held by another process too, which goes on alone; say so once."""
-        kind, _, shard = name.partition("-")
-        process = self._services.get({"server": "second-", "second": "server-"}.get(kind, "") + shard)
-        if self._stopping or process is None or process.poll() is not None:
+    def _goes_on_without(self, name: str, code: int) -> bool:
+        """Whether the other process of a shard that is held twice goes on alone; say so once."""
+        if code == 0 or not self._has_other_half(name):
             return False
-        if name not in self._left_halves:
-            self._left_halves.add(name)
-            message = (
-                f"{_called(name)} {how}, {SERVICE_RESTARTS + 1} times by now; the other one goes on alone"
-            )
-            self._write(0, Warned(time=time.time(), worker=0, message=message))
+        if name in self._left_halves:
+            return True
+        # Before the run began what was given is wrong, and the run waits for both.
+        if self._stopping or not (_may_start_again(code) or self._has_begun()):
+            return False
+        self._left_halves.add(name)
+        place = "first" if name.startswith("server-") else "second"
+        who = f"the {place} process of shard {name.partition('-')[2]}"
+        message = f"{who} {self._how_it_ended(name, code)}; the other one goes on alone"
+        self._write(0, Warned(time=time.time(), worker=0, message=message))
         return True
+
+    def _has_other_half(self, name: str) -> bool:
+        """Whether the shard has another process, which runs or will be started again."""
+        kind, _, shard = name.partition("-")
+        other_kind = {"server": "second", "second": "server"}.get(kind)
+        other = f"{other_kind}-{shard}"
+        if other_kind is None or other not in self._services:
+            return False
+        code = self._services[other].poll()
+        can_start = not self._stopping and self._restarts[other] < SERVICE_RESTARTS
+        return code is None or (can_start and _may_start_again(code))
+
+    def _how_it_ended(self, name: str, code: int) -> str:
+        """Of a shard's process that is not started again."""
+        if code < 0:
+            return f"was killed by {signal_name(-code)}, {self._restarts[name] + 1} times by now"
+        if code == GivenUpError.exit_status:
+            return f"was given up by the hub, {self._restarts[name] + 1} times by now"
+        said = self._last_word(name) or f"its log is {self._directory.logs / f'{name}.log'}"
+        return f"ended with status {code}: {said}"
 
     def _starts_again(self, rank: int, signame: str) -> bool:
         """Start a worker again that was killed, and say so; False where it may not be."""
@@ -316,12 +341,18 @@ class ServedLaunch:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
         code, log = self._services[name].returncode, self._directory.logs / f"{name}.log"
         who = _called(name)
-        said = next((line for line in reversed(last_lines(log, 20)) if line.startswith("atoll: ")), "")
-        said = said.replace("atoll: ", f"{who}: ", 1)
+        said = self._last_word(name)
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
         often = f" for the {self._restarts[name] + 1}th time" if self._restarts[name] else ""
-        message = said or f"{who} {how}{often}, and the run cannot go on without it; its log is {log}"
+        message = f"{who} {how}{often}, and the run cannot go on without it; its log is {log}"
+        message = f"{who}: {said}" if said else message
         self._tell_failed(0, message, code if code > 0 else 1)
+
+    def _last_word(self, name: str) -> str:
+        """What a service said last of why it ends; empty where it said nothing."""
+        lines = reversed(last_lines(self._directory.logs / f"{name}.log", 20))
+        said = next((line for line in lines if line.startswith("atoll: ")), "")
+        return said.removeprefix("atoll: ")
 
     def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
         """Leave word of what ends the run."""
@@ -384,6 +415,11 @@ class ServedLaunch:
         if self.returncode is None:
             self.returncode = self._status()
         return self.returncode
+
+
+def _may_start_again(code: int) -> bool:
+    """Whether a service that ended so is of use again: one that was killed, or that the hub gave up."""
+    return code < 0 or code == GivenUpError.exit_status
 
 
 def _called(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.core.errors import DeadlineError, GivenUpError, PeerLostError, RunError
 from atoll.net.endpoint import SOON, Client, poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError, ask
@@ -39,13 +39,6 @@ _FRAME = 2**26  # bytes: no tensor comes this way
 _GRACE = 2.0  # seconds
 _UNWELCOME = 3.0  # seconds without shard 0's welcome, after which it is looked for again
 _LOOK_SECONDS = 0.05  # between looks at a connection that does not stand
-
-
-class GivenUpError(RunError):
-    """The hub has given this process up, and another may have taken its place. Started again it is of use:
-    the status is EX_TEMPFAIL's."""
-
-    exit_status = 75
 
 
 class HubLink:

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.errors import CheckpointError, UserError
+from atoll.core.errors import CheckpointError, GivenUpError, UserError
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.points import reach
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.server.journal import Journal, JournalError
-from atoll.server.links import GivenUpError, HubLink, LogLink, earliest
+from atoll.server.links import HubLink, LogLink, earliest
 from atoll.server.logkeeper import LogKeeper, sequence_of
 from atoll.server.mirror import Mirror
 from atoll.server.model import Model
