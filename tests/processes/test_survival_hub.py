@@ -556,6 +556,23 @@ def test_a_silent_shard_keeps_its_place_for_as_long_as_its_patience(folder: Path
         first.close()
 
 
+def test_a_second_shard_that_was_killed_while_it_waited_does_not_get_the_place(folder: Path) -> None:
+    """It would hold it for as long as its own silence is borne."""
+    with hub_of(folder, patience=2.0) as service:
+        first = Shard(service.address, "tcp://127.0.0.1:1001", token="a")
+        first.stop()  # and its connection stays
+        with Client(service.address, None, limit=2**20, name="hub") as second:
+            hello = Hello(version=VERSION, run="", role="shard", shard=0, address="tcp://127.0.0.1:1002")
+            second.send(encode(hello))
+            ask(second, WhereAreShards(), Shards, DEADLINE, "addresses")  # so the hub has its Hello
+        wait_for(lambda: service.decisions("shard died"), "the first one's death")
+        third = Shard(service.address, "tcp://127.0.0.1:1003")
+        assert third.welcome.incarnation == first.welcome.incarnation + 1
+        assert len(service.decisions("shard died")) == 1
+        third.close()
+        first.close()
+
+
 def test_a_second_shard_beside_one_that_lives_is_refused(folder: Path) -> None:
     with hub_of(folder, patience=60.0, heartbeat=1.5) as service:  # a thread may stand still for a second
         first = Shard(service.address, "tcp://127.0.0.1:1001")

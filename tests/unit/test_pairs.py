@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from atoll.hub.book import Book
+from atoll.hub.decisions import Decisions
+from atoll.hub.pairs import HubParts, Pairs
+from atoll.hub.records import AnyRecord, Died
 from atoll.store.members import Membership
 from atoll.store.replicas import Half, Pair
+from atoll.wire.messages import VERSION, Hello
 
 P, S = Half(1, "p", "dir p"), Half(2, "s", "dir s")
 
@@ -110,3 +117,87 @@ def test_what_is_missing_is_said_with_the_command_that_would_bring_it() -> None:
     (words,) = members.missing_shards()
     assert words.startswith("shard 0 has no primary")
     assert "start the one that served last again" in words
+
+
+class Hub:
+    """What Pairs needs of a hub; a connection is named after who comes over it, and `gone` are no more."""
+
+    def __init__(self) -> None:
+        self.now, self.gone = 0.0, set[bytes]()
+        self.book = Book(1, 10.0, 1, heartbeat=0.25, replicas=2)
+        self.owners: dict[int, bytes] = {}
+        self.buried: list[int] = []
+        self.records: list[AnyRecord] = []
+        parts = HubParts(
+            now=lambda: self.now,
+            send=lambda _peer, _message: None,
+            refuse=lambda peer, reason: pytest.fail(f"{peer!r} is refused: {reason}"),
+            welcome=lambda peer, incarnation: self.owners.update({incarnation: peer}),
+            owner=self.owners.get,
+            is_gone=lambda incarnation: self.owners.get(incarnation) in self.gone,
+            has_lost=lambda peer: peer in self.gone,
+            bury=self.bury,
+            keep=self.records.append,
+        )
+        self.pairs = Pairs(self.book, Decisions(), parts)
+
+    def come(self, name: str) -> None:
+        hello = Hello(version=VERSION, run="", role="shard", shard=0, address=name, token=name, life=name)
+        self.pairs.handle_hello(name.encode(), hello)
+
+    def bury(self, incarnation: int, _reason: str) -> None:
+        self.book.die(Died(at=self.now, incarnation=incarnation))
+        self.buried.append(incarnation)
+
+    def beat(self) -> None:
+        """All who are there and connected give a sign of life."""
+        for incarnation, peer in self.owners.items():
+            if peer not in self.gone:
+                self.book.members.handle_heartbeat(self.now, incarnation)
+
+    def there(self) -> list[str]:
+        pair = self.book.members.pairs[0]
+        return [self.book.members.half_at(half.incarnation) for half in pair.halves()]
+
+
+def test_a_third_that_was_killed_while_it_waited_does_not_get_a_place() -> None:
+    hub = Hub()
+    for name in ("first", "second", "third"):
+        hub.come(name)
+    assert hub.there() == ["first", "second"]
+    hub.gone = {b"second", b"third"}
+    hub.now = 1.0
+    hub.pairs.poll()
+    # The second's lost connection is no evidence by itself, where nobody is there for its place.
+    assert hub.there() == ["first", "second"]
+    assert hub.buried == []
+    hub.come("fourth")
+    hub.pairs.poll()
+    assert hub.there() == ["first", "fourth"]
+
+
+def test_a_third_gets_the_place_of_one_that_is_gone_and_of_one_that_left() -> None:
+    for left in (False, True):
+        hub = Hub()
+        for name in ("first", "second", "third"):
+            hub.come(name)
+        hub.now = 1.0
+        hub.pairs.poll()
+        assert hub.there() == ["first", "second"]
+        if left:
+            hub.bury(2, "it has left")
+        else:
+            hub.gone = {b"second"}
+        hub.pairs.poll()
+        assert hub.there() == ["first", "third"]
+
+
+def test_a_third_that_is_gone_is_not_told_that_both_live() -> None:
+    hub = Hub()
+    for name in ("first", "second", "third"):
+        hub.come(name)
+    hub.gone = {b"third"}
+    hub.now = 1.0
+    hub.beat()
+    hub.pairs.poll()  # a refusal would fail the test
+    assert hub.there() == ["first", "second"]

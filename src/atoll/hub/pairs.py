@@ -21,9 +21,9 @@ _MOST_RIVALS = 4096
 
 @dataclass(frozen=True)
 class HubParts:
-    """What this needs of the hub. `owner` gives the connection of an incarnation; `is_gone` whether that is
-    no more; `bury(incarnation, reason)` counts it as dead; `keep` writes a record; `refuse(peer, reason)`;
-    `welcome(peer, incarnation)`."""
+    """What this needs of the hub. `owner` gives the connection of an incarnation, `is_gone` whether that is
+    no more, and `has_lost` whether any connection is; `bury(incarnation, reason)` counts it as dead; `keep`
+    writes a record; `refuse(peer, reason)`; `welcome(peer, incarnation)`."""
 
     now: Callable[[], float]
     send: Callable[[bytes, AnyMessage], None]
@@ -31,6 +31,7 @@ class HubParts:
     welcome: Callable[[bytes, int], None]
     owner: Callable[[int], bytes | None]
     is_gone: Callable[[int], bool]
+    has_lost: Callable[[bytes], bool]
     bury: Callable[[int, str], None]
     keep: Callable[[AnyRecord], None]
 
@@ -169,16 +170,21 @@ class Pairs:
             self._decisions.add(f"shard {shard}", "goes on without a standby", reason)
 
     def _poll_rivals(self) -> None:
-        """A third one waits until one of the two is gone, or both have shown since that they live."""
+        """A third one waits until one of the two is gone, or both have shown since that they live. One that
+        is gone itself by then would hold the place for as long as its silence is borne."""
         for rival in list(self._rivals):
             pair = self._pairs[rival.hello.shard]
-            for half in pair.halves():
-                if self._hub.is_gone(half.incarnation):
-                    self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
+            halves = pair.halves()
+            gone = [half for half in halves if self._hub.is_gone(half.incarnation)]
+            if len(halves) == 2 and not gone and not all(self._lives(half, rival.since) for half in halves):
+                continue
+            self._rivals.remove(rival)
+            if self._hub.has_lost(rival.peer):
+                continue
+            for half in gone:
+                self._hub.bury(half.incarnation, "its connection is gone, and another came in its place")
             self._promote(rival.hello.shard, pair)
-            if len(pair.halves()) < 2 or all(self._lives(half, rival.since) for half in pair.halves()):
-                self._rivals.remove(rival)
-                self._admit(rival.peer, rival.hello, may_wait=False)
+            self._admit(rival.peer, rival.hello, may_wait=False)
 
     def _lives(self, half: Half, since: float) -> bool:
         """Whether it was heard after that; else its patience ends, or it will be."""

@@ -195,6 +195,7 @@ class Hub:
             welcome=self._welcome_half,
             owner=self._owners.get,
             is_gone=self._is_gone,
+            has_lost=self._has_lost,
             bury=self._bury,
             keep=self._new.append,
         )
@@ -542,20 +543,27 @@ class Hub:
         self._rivals.append(_Rival(peer, hello, self._clock.now()))
 
     def _poll_rivals(self) -> None:
+        """One that is gone itself by now would hold the place for as long as its silence is borne."""
         now = self._clock.now()
         for rival in list(self._rivals):
             before = self._members.elsewhere(rival.hello.shard, rival.hello.address)
             silence = None if before is None else self._members.silence_of(now, before)
-            if before is not None and silence is not None:
-                token = rival.hello.token
-                if before == rival.hello.incarnation or token == self._members.token_of(before) != "":
-                    self._bury(before, "it was started again elsewhere, and goes on from its directory")
-                elif self._is_gone(before):
-                    self._bury(before, "its connection is gone, and another came in its place")
-                elif silence >= now - rival.since:
-                    continue  # not heard since: it shows that it lives, or its patience ends
+            death = self._death_of(before, rival.hello) if before is not None else ""
+            if silence is not None and not death and silence >= now - rival.since:
+                continue  # not heard since: it shows that it lives, or its patience ends
             self._rivals.remove(rival)
+            if self._has_lost(rival.peer):
+                continue
+            if before is not None and death:
+                self._bury(before, death)
             self._admit(rival.peer, rival.hello)
+
+    def _death_of(self, before: int, hello: Hello) -> str:
+        """How it shows, now that another shard comes, that this incarnation is dead; empty where it may
+        live."""
+        if before == hello.incarnation or hello.token == self._members.token_of(before) != "":
+            return "it was started again elsewhere, and goes on from its directory"
+        return "its connection is gone, and another came in its place" if self._is_gone(before) else ""
 
     def _is_gone(self, incarnation: int) -> bool:
         """Whether a shard's connection is no more. What is sent to try it tells it nothing new."""
@@ -563,6 +571,10 @@ class Hub:
         if owner is None:
             return False
         return self._server.offer(owner, encode(Shards(addresses=self._known_shards or []))) == "gone"
+
+    def _has_lost(self, peer: bytes) -> bool:
+        """Whether this connection is no more."""
+        return self._server.offer(peer, encode(messages.Ping())) == "gone"
 
     # -- the end ------------------------------------------------------------------------------------------
 

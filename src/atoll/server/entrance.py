@@ -2,6 +2,8 @@
 
 The newcomer asks, the lowest living worker is asked, and what it gives is passed on, not kept. If it dies
 before, the next one is asked; a newcomer that asks again (its connection was lost) is served again.
+
+Who wants something decides from which meeting on a newcomer is waited for, so it belongs to the log's state.
 """
 
 from __future__ import annotations
@@ -9,10 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from atoll.server.peers import Peers
 from atoll.wire import messages
+from atoll.wire.messages import Count
 
 Life = tuple[int, int]  # a worker, and its incarnation
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a newcomer wants, as plain data: the state before `iteration`. `asked` is who is to give it, and
+    `above` tells that another site is."""
+
+    newcomer: Life
+    iteration: Count
+    asked: Life | None = None
+    above: bool = False
 
 
 @dataclass
@@ -27,6 +42,14 @@ class Entrance:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._wants: dict[Life, _Want] = {}
+
+    def state(self) -> list[Wanted]:
+        """All that it remembers, in the order in which givers are looked for."""
+        return [Wanted(life, want.iteration, want.asked) for life, want in self._wants.items()]
+
+    def restore(self, state: list[Wanted]) -> None:
+        """Be what `state` gave. Who was asked then, and lives, is asked again when it says Hello."""
+        self._wants = {wanted.newcomer: _Want(wanted.iteration, wanted.asked) for wanted in state}
 
     def want(self, worker: int, incarnation: int, iteration: int) -> None:
         """A newcomer asks for the state before `iteration`; `look` sees to it."""

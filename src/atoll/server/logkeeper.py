@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from atoll.core.points import reach
-from atoll.server.entrance import Entrance
+from atoll.server.entrance import Entrance, Wanted
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry, encode_entry
 from atoll.store.log import CommitLog, LogState
@@ -52,6 +52,7 @@ class KeeperState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     follows: dict[int, Count]
     ahead: list[tuple[Count, messages.AnyMessage]]
     last: LastMeeting | None
+    wants: list[Wanted]
 
 
 class LogKeeper:
@@ -91,6 +92,7 @@ class LogKeeper:
             follows=dict(self._follows),
             ahead=list(self._ahead),
             last=self._last,
+            wants=self._entrance.state(),
         )
         parts = {handle: part for handle, part in self._parts.items() if part is not None}
         return state, parts, self._last_payload
@@ -105,6 +107,7 @@ class LogKeeper:
         self._parts = {handle: parts[handle] if some else None for handle, some in state.parts.items()}
         self._follows, self._ahead = dict(state.follows), list(state.ahead)
         self._last, self._last_payload = state.last, last_payload
+        self._entrance.restore(state.wants)
 
     def greet_hub(self) -> None:
         """The hub is there, perhaps anew: what it was told may have got lost."""

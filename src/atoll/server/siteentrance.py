@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from atoll.server.entrance import Entrance, Life
+import msgspec
+
+from atoll.server.entrance import Entrance, Life, Wanted
 from atoll.server.peers import Peers
 from atoll.wire import messages
 
@@ -27,6 +29,19 @@ class SiteEntrance(Entrance):
         self._ask_above, self._give_above = ask_above, give_above
         self._outside: set[Life] = set()  # other sites, as the global log names them
         self._above: set[Life] = set()  # this site's newcomers, for whom another site was asked
+
+    def state(self) -> list[Wanted]:
+        """As Entrance's, without what other sites want: the global log asks for that again."""
+        return [
+            msgspec.structs.replace(wanted, above=wanted.newcomer in self._above)
+            for wanted in super().state()
+            if wanted.newcomer not in self._outside
+        ]
+
+    def restore(self, state: list[Wanted]) -> None:
+        super().restore(state)
+        self._outside = set()
+        self._above = {wanted.newcomer for wanted in state if wanted.above}
 
     def want(self, worker: int, incarnation: int, iteration: int) -> None:
         self._above.discard((worker, incarnation))  # it asks again: so does this
