@@ -88,16 +88,16 @@ def order(
     if len(matrix) == 1:
         return Ring((0,), np.inf, np.inf, 0.0, 0.0, 0)
     check_connected(np.maximum(matrix, matrix.T), called)
-    members, most, work = _found(matrix, delays, tolerance)
-    ring = _ring(_from_the_first(members, matrix, delays), matrix, delays, most, work)
+    members, most, work, least = _found(matrix, delays, tolerance)
+    ring = _ring(_from_the_first(members, matrix, delays, least), matrix, delays, most, work)
     if not ring.slowest:
         raise NoRingError(_no_ring(matrix, most, called))
     return ring
 
 
-def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[list[int], float, int]:
-    """A ring's members, its bound, and the work; where its slowest link is 0, there is none or none was
-    found.
+def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[list[int], float, int, float]:
+    """A ring's members, its bound, the work, and how slow its links may be; where its slowest link is 0,
+    there is none or none was found.
 
     Members are sorted by what can be seen without their numbers, so that these matter to ties alone.
     """
@@ -106,6 +106,7 @@ def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[lis
     costs = (-weights if delays is None else delays[np.ix_(ranked, ranked)]).copy()
     if len(weights) <= EXACT:
         ring, most, work = _exactly(weights, costs, tolerance)
+        slowest = most
     else:
         search = Search(weights, symmetric=bool((weights == weights.T).all()))
         found, most = search.fastest()
@@ -113,7 +114,7 @@ def _found(matrix: Matrix, delays: Matrix | None, tolerance: float) -> tuple[lis
         if slowest:
             found = search.cheapest(found, costs, weights >= slowest * (1 - tolerance))
         ring, work = found.tolist(), search.worked
-    return [int(ranked[member]) for member in ring], most, work
+    return [int(ranked[member]) for member in ring], most, work, slowest * (1 - tolerance)
 
 
 def _exactly(weights: Matrix, costs: Matrix, tolerance: float) -> tuple[list[int], float, int]:
@@ -132,15 +133,17 @@ def _ranked(matrix: Matrix) -> NDArray[np.int64]:
     return ranked
 
 
-def _from_the_first(members: list[int], matrix: Matrix, delays: Matrix | None) -> list[int]:
-    """The same ring from member 0 on; the other way round if that is better, or as good and begins lower."""
+def _from_the_first(members: list[int], matrix: Matrix, delays: Matrix | None, least: float) -> list[int]:
+    """The same ring from member 0 on; the other way round if that is better, or as good and begins lower.
+    Links of `least` are fast enough."""
     at = members.index(0)
     forwards = members[at:] + members[:at]
     backwards = [forwards[0], *reversed(forwards[1:])]
 
-    def merit(ring: list[int]) -> tuple[float, float]:
+    def merit(ring: list[int]) -> tuple[float, float, float]:
         made = _ring(ring, matrix, delays, 0.0, 0)
-        return made.slowest, (made.total if delays is None else -made.latency)
+        rest = made.total if delays is None else -made.latency
+        return min(made.slowest, least), rest, made.slowest
 
     one, other = merit(forwards), merit(backwards)
     if np.allclose(one, other, rtol=1e-12):
