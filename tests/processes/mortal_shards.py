@@ -38,6 +38,7 @@ DEADLINE = 60.0
 ITERATIONS = 8
 GIVEN_UP = GivenUpError.exit_status
 POINTS_OF_SHARDS = sorted(point for point in points.POINTS if point.startswith("shard."))
+OF_STANDBYS = ("shard.copied", "shard.held", "shard.promoted")  # where shards have standbys
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["mortal_shards", "atoll.server.main"])
 
@@ -319,7 +320,7 @@ def kills_at(point: str) -> list[Kill]:
 
 def points_of_shards(first: str, but: str = "") -> list[Any]:
     """All points as cases of a test, of which `make test` takes the first, and `make soak` the others."""
-    others = [point for point in POINTS_OF_SHARDS if point not in (first, but)]
+    others = [point for point in POINTS_OF_SHARDS if point not in (first, but, *OF_STANDBYS)]
     return [first, *(pytest.param(point, marks=pytest.mark.soak) for point in others)]
 
 

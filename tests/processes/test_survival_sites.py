@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS
 from mortal_sites import ITERATIONS, Kill, assert_equal, counted, run_with
 
 from atoll.core import points
@@ -18,7 +19,7 @@ AT_SITES = [
     "shard.hello", "shard.setup", "shard.staged", "shard.journalled", "shard.logged", "shard.answered",
     *sorted(point for point in points.POINTS if point.startswith("site.")),
 ]  # fmt: skip
-AT_GLOBAL = sorted(point for point in points.POINTS if point.startswith("shard."))
+AT_GLOBAL = [point for point in POINTS_OF_SHARDS if point not in OF_STANDBYS]
 
 
 def cases(all_points: list[str], *first: str) -> list[Any]:

@@ -243,6 +243,11 @@ class LogLink:
         hello = Hello(version=VERSION, run=run, role="shard", shard=shard, incarnation=incarnation)
         self._send(msgspec.structs.replace(hello, pid=os.getpid()))
 
+    @property
+    def _may_come_back(self) -> bool:
+        """Whether it has said that it does, or could not say yet."""
+        return self.comes_back or not self._welcomed
+
     def follow(self, after: int) -> None:
         """Ask for the log's lines from this sequence number on."""
         self._send(Follow(shard=self._shard, after=after))
@@ -253,7 +258,7 @@ class LogLink:
 
     def take(self) -> None:
         """Take what has come. Raises RunError when the log refuses, PeerLostError when it is gone."""
-        if self.comes_back and self.client.losses:
+        if self._may_come_back and self.client.losses:
             self.is_lost = True  # who speaks on the connection that came by itself has heard no Hello
             return
         while (received := self.client.receive(0)) is not None:
@@ -271,7 +276,7 @@ class LogLink:
             if not self._welcomed and self.client.connected and waited > _UNWELCOME:
                 self.is_lost = True  # a standby, which will not answer, or a shard 0 that was one then
             return
-        if self.comes_back:
+        if self._may_come_back:
             self.is_lost = True
             return
         # At the end of a run all shards are told to stop, and the one that keeps the log may be the first.
