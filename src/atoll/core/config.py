@@ -31,9 +31,11 @@ SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on
 LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
-Strategy = Literal["ring", "server"]
+Strategy = Literal["ring", "server", "hierarchical", "ps-hra"]
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
+GroupBy = Literal["auto", "speed", "site", "joint"]
+Uplink = Literal["auto", "leader", "members"]
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
@@ -64,6 +66,7 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
     # Samples in a step over all workers, for session.batches; 0: not asked for
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
+    uplink: Uplink = "auto"  # strategy ps-hra: who of a group talks to the shards
 
 
 class Server(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,6 +83,16 @@ class Hub(msgspec.Struct, forbid_unknown_fields=True):
     patience: str = "10s"  # for how long a worker or a shard may be silent before it counts as dead
 
 
+class Groups(msgspec.Struct, forbid_unknown_fields=True):
+    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra)."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best
+    by: GroupBy = "auto"  # speed: the probe's queue; joint: speeds and links; auto: queue where count is given
+    probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
+    patience: str = "1min"  # for a worker's probe
+    regroup: bool = True  # while the run goes, as speeds and members change
+
+
 class Config(msgspec.Struct, forbid_unknown_fields=True):
     """The whole configuration; docs/configuration.md explains each key."""
 
@@ -88,6 +101,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     sync: Sync = msgspec.field(default_factory=Sync)
     server: Server = msgspec.field(default_factory=Server)
     hub: Hub = msgspec.field(default_factory=Hub)
+    groups: Groups = msgspec.field(default_factory=Groups)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -105,6 +119,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def patience_seconds(self) -> float:
         return parse_seconds(self.hub.patience)
+
+    @property
+    def probe_seconds(self) -> float:
+        return parse_seconds(self.groups.patience)
 
 
 def load_config(
@@ -208,6 +226,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         ("sync.timeout", lambda: config.timeout_seconds),
         ("server.snapshot", lambda: config.snapshot_seconds),
         ("hub.patience", lambda: config.patience_seconds),
+        ("groups.patience", lambda: config.probe_seconds),
     ):
         try:
             value = parse()
@@ -251,6 +270,8 @@ def _choices(section: str, key: str) -> list[str]:
         "run.strategy": Strategy,
         "sync.nonfinite": NonFinite,
         "sync.consistency": Consistency,
+        "sync.uplink": Uplink,
+        "groups.by": GroupBy,
     }
     kind: Any = kinds.get(f"{section}.{key}")
     return list(kind.__args__) if kind is not None else []

@@ -40,7 +40,8 @@ class StepDone(Event, frozen=True):
 
     `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
     of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
-    collective algorithm's own count.
+    collective algorithm's own count. `phases` are the parts of the waiting, in seconds, where it has some:
+    "ring" inside the worker's group, "exchange" between groups.
     """
 
     iteration: int
@@ -48,6 +49,7 @@ class StepDone(Event, frozen=True):
     seconds: float
     waiting: float
     bytes_sent: int
+    phases: dict[str, float] = {}
 
 
 class Logged(Event, frozen=True):

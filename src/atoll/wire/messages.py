@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from atoll.core.errors import AtollError
 
-VERSION = 4  # of the protocol; both sides must have the same
+VERSION = 5  # of the protocol; both sides must have the same
 HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -50,6 +50,8 @@ class Hello(Message, frozen=True):
     From the hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run
     has sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
     site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    A group of several says Hello to shards as one worker, with what the hub gave the group; `member` tells
+    its connections apart: the rank in the run of the member whose connection it is.
     """
 
     version: int
@@ -64,6 +66,7 @@ class Hello(Message, frozen=True):
     token: Name = ""
     life: Name = ""
     since: Count = 0
+    member: Count = 0
 
 
 class Welcome(Message, frozen=True):
@@ -107,10 +110,13 @@ class Refused(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker or a shard is alive. `iteration` is how many iterations the worker has committed."""
+    """A worker or a shard is alive. `iteration` is how many iterations the worker has committed. `pace` is how
+    long a worker of a run with groups computes a sample, in seconds, over its latest batches; 0: not known
+    yet."""
 
     incarnation: Count
     iteration: Count = 0
+    pace: Seconds = 0.0
 
 
 class Goodbye(Message, frozen=True):
@@ -142,6 +148,10 @@ class Lease(Message, frozen=True):
 
     `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
     1: one sent twice is answered twice and counted once; 0 counts for itself.
+
+    In a group of several, `contributor` is the group, and `block` counts what its members have asked of this
+    sampler and epoch, from 1: each member asks for each block, and is given its part. `count` is for one
+    member.
     """
 
     incarnation: Count
@@ -150,6 +160,8 @@ class Lease(Message, frozen=True):
     length: Count
     count: Annotated[int, Meta(ge=1, lt=2**53)]
     number: Count = 0
+    contributor: Count = 0
+    block: Count = 0
 
 
 class Leased(Message, frozen=True):
@@ -157,6 +169,9 @@ class Leased(Message, frozen=True):
 
     `over`: the epoch has none left, nor will a dead worker's come back; then start equals stop. Neither: wait
     and ask again, others may yet fail to use theirs.
+
+    Of a group's block, start to stop is the member's part, and `length` what each member takes in all: who
+    has fewer positions fills up with samples that weigh nothing, so that all make equally many batches.
     """
 
     sampler: Count
@@ -165,6 +180,7 @@ class Leased(Message, frozen=True):
     stop: Count
     over: bool = False
     number: Count = 0
+    length: Count = 0
 
 
 class Used(Message, frozen=True):
@@ -281,11 +297,50 @@ class Reformed(Message, frozen=True):
 
 class RingNews(Message, frozen=True):
     """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
-    is gone, or has said so of another), and how many newcomers are `waiting` to enter."""
+    is gone, or has said so of another), and how many newcomers are `waiting` to enter. In a run with groups,
+    `grouping` counts the hub's decisions on who is in which: 0 before the first."""
 
     group: Count
     broken: bool = False
     waiting: Count = 0
+    grouping: Count = 0
+
+
+class JoinGroup(Message, frozen=True):
+    """A worker that has come to the end of an iteration asks for its group in `grouping`, the hub's latest
+    that it knows of. Answered by Grouped, once all living members of its new group have asked.
+
+    `iteration` is the session's count, and `held` what the worker was given of its leases and has not used.
+    `number` counts this worker's wishes, as Gather's."""
+
+    incarnation: Count
+    number: Count
+    grouping: Count
+    iteration: Count
+    held: list[Used] = []
+
+
+class Grouped(Message, frozen=True):
+    """The worker's new group: `contributor` and `life` are what it is to the shards (a number that no other
+    group of the run has, and an incarnation), `group` is its ring, of `workers`, whose last `newcomers` take
+    the first's state: it is the furthest. With `group` 0 the worker stays where it is: `reason`.
+    `number` and `grouping` are the wish's."""
+
+    number: Count
+    grouping: Count
+    group: Count
+    contributor: Count = 0
+    life: Count = 0
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    reason: Text = ""
+
+
+class InGroup(Message, frozen=True):
+    """A worker has moved: the shards know `contributor`, and it speaks for that and for nobody else."""
+
+    incarnation: Count
+    contributor: Count
 
 
 class StoreCall(Message, frozen=True):
@@ -364,6 +419,9 @@ class Push(Message, frozen=True):
     `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
     of this iteration the worker sends to this shard. `pull`: answer, too, with what comes of the iteration,
     as to a PullMean of it under bsp, else to a Pull at the clock after it.
+
+    A group's members may each send a part: the payload is then the `share`-th of `shares` runs of the chunk,
+    as `run_of` cuts it, and the answer that is pulled is that run alone.
     """
 
     incarnation: Count
@@ -372,6 +430,8 @@ class Push(Message, frozen=True):
     chunks_in_all: Count
     present: bytes  # one byte a slot
     pull: bool = False
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class Commit(Message, frozen=True):
@@ -384,16 +444,18 @@ class Commit(Message, frozen=True):
     samples: Weight = 0.0
     hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's
     used: list[Used] = []
+    grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
 
 
 class Committed(Message, frozen=True):
     """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
     who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
-    told the same."""
+    told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it."""
 
     iteration: Count
     workers: Annotated[list[Count], Meta(max_length=4096)] = []
     entering: Annotated[list[Count], Meta(max_length=4096)] = []
+    grouping: Count = 0
 
 
 class Step(Message, frozen=True):
@@ -422,10 +484,13 @@ class Replace(Message, frozen=True):
 
 
 class PullMean(Message, frozen=True):
-    """BSP: answered by a Mean for each of the shard's chunks, once `iteration` is combined."""
+    """BSP: answered by a Mean for each of the shard's chunks, once `iteration` is combined. `share` as Push's:
+    of that run alone."""
 
     incarnation: Count
     iteration: Count
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class Mean(Message, frozen=True):
@@ -436,16 +501,19 @@ class Mean(Message, frozen=True):
     present: bytes
     weight: float
     samples: float
+    share: Count = 0
 
 
 class Pull(Message, frozen=True):
     """Answered by Parameters for each of the shard's chunks, once a worker that has committed `clock`
     iterations may begin the next by the rules of the run's consistency. `newest`: at a site, those that the
-    global shards have after the latest meeting."""
+    global shards have after the latest meeting. `share` as Push's: of that run alone."""
 
     incarnation: Count
     clock: Count
     newest: bool = False
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class Parameters(Message, frozen=True):
@@ -456,6 +524,7 @@ class Parameters(Message, frozen=True):
     chunk: Count
     version: Count
     staleness: float = 0.0
+    share: Count = 0
 
 
 class PullState(Message, frozen=True):
@@ -498,9 +567,11 @@ class Met(Message, frozen=True):
 
 class Arrive(Message, frozen=True):
     """To the log, from a worker that it has welcomed as late: it takes part from now on, under BSP from an
-    iteration on that the others are told of in Committed."""
+    iteration on that the others are told of in Committed. From a group that is new: `meeting`, the number of
+    its members' next, which waits for it; -1: a living worker's GiveState says."""
 
     incarnation: Count
+    meeting: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
 
 
 class WantState(Message, frozen=True):
@@ -653,12 +724,20 @@ class Probe(Message, frozen=True):
 
 AnyMessage: TypeAlias = Union[
     Hello, Welcome, Refused, Heartbeat, Goodbye, Over, WhereAreShards, Shards, Lease, Leased, Fence, Fenced,
-    Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, StoreCall, StoreAnswer,
+    Look, Looked, Ping, Gather, Gathered, Reform, Enter, Reformed, RingNews, JoinGroup, Grouped, InGroup, StoreCall, StoreAnswer,
     Setup, SetChunk, Ready, Push, Commit, Committed, Step, Replace, PullMean, Mean, Pull, Parameters,
     PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
     Follow, Staged, Entry,
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
 ]  # fmt: skip
+
+
+def run_of(extent: int, share: int, shares: int) -> tuple[int, int]:
+    """Where the `share`-th of `shares` runs of `extent` elements begins and ends: equal runs of as many as
+    needed, so that the last may be shorter, or empty."""
+    size = -(-extent // shares)
+    return min(extent, share * size), min(extent, (share + 1) * size)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
