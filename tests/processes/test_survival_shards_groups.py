@@ -200,28 +200,37 @@ class Group:
         self.hub.close()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("bsp", [True, False])
-def test_shares_outlive_the_shards(tmp_path: Path, bsp: bool, replicas: int) -> None:
+FEW = [Kill(0, "shard.staged", 1), Kill(1, "shard.stepped", 2)]
+MORE = [Kill(1, "shard.journalled", 3), Kill(0, "shard.logged", 4), Kill(0, "shard.answered", 5)]
+
+
+@pytest.mark.parametrize(
+    ("bsp", "replicas", "kills"),
+    [
+        (True, 1, FEW),
+        pytest.param(False, 1, FEW + MORE, marks=pytest.mark.soak),
+        pytest.param(True, 1, FEW + MORE, marks=pytest.mark.soak),
+        pytest.param(True, 2, FEW, marks=pytest.mark.soak),
+        pytest.param(False, 2, FEW, marks=pytest.mark.soak),
+    ],
+)
+def test_shares_outlive_the_shards(tmp_path: Path, bsp: bool, replicas: int, kills: list[Kill]) -> None:
     """With `replicas` 2 it is the standbys that have them: the shards have no directories."""
     torch.set_num_threads(1)
-    kills = [Kill(0, "shard.staged", 1), Kill(1, "shard.stepped", 2)]
-    if replicas == 1:
-        kills += [Kill(1, "shard.journalled", 3), Kill(0, "shard.logged", 4), Kill(0, "shard.answered", 5)]
     with MortalRun(
         tmp_path, 1, SHARDS, kills, replicas=replicas, keeps=replicas == 1, snapshot_seconds=0.1
     ) as run:
         group = Group(run.address, bsp)
         try:
-            if replicas == 2:
-                run.wait_for_decisions("shard", SHARDS, "standby")
             for iteration in range(6):
                 group.iterate(iteration)
             assert run.fired == kills
 
             def kill_all() -> None:
                 for shard in range(SHARDS):
-                    run.kill(shard, 0)
+                    if replicas == 2:  # it was killed before: the second process is the primary now
+                        run.wait_for_decisions(f"shard {shard}", 2, "its standby is in sync")
+                    run.kill(shard, replicas - 1)
 
             group.iterate(6, kill_all)
             group.iterate(7)
