@@ -9,8 +9,8 @@ _WINDOW = 16  # iterations over which the pace is the median
 
 
 class Pace:
-    """Seconds that this worker computes a sample, once it has made `probe` iterations; the first one, in which
-    memory and caches are cold, does not count."""
+    """For how long this worker computes a sample, once it has made `probe` iterations; the first one, in
+    which memory and caches are cold, does not count."""
 
     def __init__(self, probe: int) -> None:
         self._probe = probe

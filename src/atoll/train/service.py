@@ -56,8 +56,8 @@ def enter(config: Config) -> Service | HubRing:
             return Service(config, hub, address, keys, keeps_memory=kept)
         if config.run.strategy in SERVED:
             raise ConfigError(
-                f"strategy {config.run.strategy!r} needs shards, and the run at {address} has none: its workers are a ring; "
-                "set run.strategy to ring, or start the hub with --shards 1 or more"
+                f"strategy {config.run.strategy!r} needs shards, and the run at {address} has none: its "
+                "workers are a ring; set run.strategy to ring, or start the hub with --shards 1 or more"
             )
         _tell_of_torchrun(welcome.workers)
         hub.meanwhile = _WITHOUT_HUB_RING

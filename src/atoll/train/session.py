@@ -45,9 +45,9 @@ from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
+from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
 from atoll.train.resume import AnySampler, Stateful, TrainingState
-from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rounds import Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
@@ -712,7 +712,7 @@ class Session:
             self._read_logged()
 
     def _phases(self, waiting: float) -> dict[str, float]:
-        """What the waiting of the latest step was for, where a group's ring and its exchange are two things."""
+        """What the latest step's waiting was for, where a group's ring and its exchange are two things."""
         if self._group_ring is None:
             return {}
         reducer = self._state.prepared[0].reducer
