@@ -26,6 +26,7 @@ from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
 _CPU = torch.device("cpu")
+MOVING = "moving to another group"  # what a ring is doing that is left for another
 
 
 class Member(Protocol):
@@ -274,9 +275,9 @@ class Ring:
         self._number, self._holds, self._met = ring.round, False, None
         self._fresh = ring.workers.index(self.place.name) >= len(ring.workers) - ring.newcomers
         try:
-            self._stand(ring, began, "moving", again=False)
+            self._stand(ring, began, MOVING, again=False)
         except BrokenRingError as broken:
-            self._form_next(broken, "moving")
+            self._form_next(broken, MOVING)
         self._meet_new_members()
 
     def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:

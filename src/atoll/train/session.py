@@ -48,7 +48,7 @@ from atoll.train.prepared import Prepared
 from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
 from atoll.train.resume import AnySampler, Stateful, TrainingState
-from atoll.train.rounds import Regrouped, Ring
+from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import SERVED, Service, enter, print_warning
@@ -571,7 +571,7 @@ class Session:
             exchange=lambda: grouped.exchange,
         )
         self._regrouping = Regrouping(parts, self._moved)
-        ring.state, ring.told = GroupState(self._state), self._regrouped
+        ring.state, ring.told = GroupState(self._state), self._group_changed
         return grouped
 
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
@@ -597,19 +597,30 @@ class Session:
 
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
+        if self.is_main:
+            self._tell_of_ring(ring, "the ring")
+        self._tell_of_confirmations()
+
+    def _group_changed(self, ring: Regrouped) -> None:
+        """The ring of this worker's group is another one; `_moved` tells of moves."""
+        self._pace.leave_out()
+        assert self._group_ring is not None and self._regrouping is not None
+        if ring.what != MOVING and self._group_ring.rank == 0:
+            self._tell_of_ring(ring, f"group {self._regrouping.contributor}")
+
+    def _tell_of_ring(self, ring: Regrouped, who: str) -> None:
         gone = [f"worker {name} was lost" for name in ring.lost] + [
             f"worker {name} left" for name in ring.left
         ]
         entered = [f"worker {name} entered" for name in ring.entered]
         happened = ", ".join(gone + entered) or "a connection was lost"
         how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
-        self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
-        self._tell_of_confirmations()
-        if self.is_main:
-            self._warn(
-                f"{happened} during iteration {self.iteration}; the ring goes on with {ring.world} "
-                f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
-            )
+        choice, reason = f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}"
+        self._emit(events.Decided, what="ring", choice=choice, reason=reason)
+        self._warn(
+            f"{happened} during iteration {self.iteration}; {who} goes on with {ring.world} "
+            f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
+        )
 
     def _tell_of_confirmations(self) -> None:
         """How a ring's members confirm what they hold, where that has changed."""
