@@ -604,7 +604,8 @@ class Session:
     def _group_changed(self, ring: Regrouped) -> None:
         """The ring of this worker's group is another one; `_moved` tells of moves."""
         self._pace.leave_out()
-        assert self._group_ring is not None and self._regrouping is not None
+        assert self._group_ring is not None
+        assert self._regrouping is not None
         if ring.what != MOVING and self._group_ring.rank == 0:
             self._tell_of_ring(ring, f"group {self._regrouping.contributor}")
 
