@@ -39,8 +39,13 @@ class LogDesk:
             messages.Staged: self._handle_shard,
         }
 
+    def _hear(self, log: LogKeeper, peer: bytes, hello: Hello) -> None:
+        """A worker has a word for the log, which answers on this connection."""
+        if self._peers.speaks(peer):
+            log.handle_speaker(hello.worker, hello.incarnation)
+
     def _handle_contribution(
-        self, _peer: bytes, hello: Hello, message: messages.Commit | messages.Step, _: memoryview | None
+        self, peer: bytes, hello: Hello, message: messages.Commit | messages.Step, _: memoryview | None
     ) -> str:
         if self._log is None:
             return f"shard {self._index} keeps no log; shard 0 does"
@@ -54,18 +59,18 @@ class LogDesk:
                 model.optimizer.check_hyperparameters(message.hyperparameters)
             except UserError as error:
                 return str(error)
+        self._hear(self._log, peer, hello)
         return self._log.handle_worker(hello.worker, message)
 
-    def _handle_meet(
-        self, _peer: bytes, hello: Hello, meet: messages.Meet, payload: memoryview | None
-    ) -> str:
+    def _handle_meet(self, peer: bytes, hello: Hello, meet: messages.Meet, payload: memoryview | None) -> str:
         if self._log is None or hello.role != "worker":
             return "workers meet at shard 0"
+        self._hear(self._log, peer, hello)
         return self._log.handle_meet(hello.worker, meet, payload)
 
     def _handle_entering(
         self,
-        _peer: bytes,
+        peer: bytes,
         hello: Hello,
         message: messages.Arrive | messages.WantState | messages.GiveState,
         payload: memoryview | None,
@@ -73,8 +78,9 @@ class LogDesk:
         """A worker comes late, or a living one gives it its state."""
         if self._log is None or hello.role != "worker":
             return "workers enter at shard 0"
+        self._hear(self._log, peer, hello)
         if isinstance(message, messages.Arrive):
-            return self._log.handle_arrive(hello.worker, hello.incarnation)
+            return self._log.handle_arrive(hello.worker, hello.incarnation, message.meeting)
         if isinstance(message, messages.WantState):
             self._log.handle_want(hello.worker, hello.incarnation, message)
         else:

@@ -23,7 +23,8 @@ class SetUps:
         self.setter: Life = (-1, 0)  # who brought the Setup
         self.bases: dict[Life, int] = {}  # the generation that a worker's set-up 0 would be
         self.readies: dict[Life, int] = {}  # the generation that a worker's latest Ready is for
-        self._waiting: dict[Life, tuple[int, Ready]] = {}  # with the generation that it is for
+        # By worker, incarnation and member, with the generation that it is for.
+        self._waiting: dict[tuple[int, int, int], tuple[int, Ready]] = {}
 
     def next_of(self, who: Life, number: int = 0) -> int:
         """The generation that a worker's Setup and Ready of this number are for (0: its next): who comes late
@@ -33,10 +34,10 @@ class SetUps:
             return self.bases.setdefault(who, latest - number) + number
         return self.readies.get(who, latest - 1) + 1
 
-    def wait(self, who: Life, ready: Ready) -> None:
-        """A worker asks to be told when its set-up is complete."""
+    def wait(self, who: Life, member: int, ready: Ready) -> None:
+        """A worker, by one of its members, asks to be told when its set-up is complete."""
         generation = self.readies[who] = self.next_of(who, ready.number)
-        self._waiting[who] = generation, ready
+        self._waiting[who[0], who[1], member] = generation, ready
 
     def answer(self, model: Model | None) -> None:
         """Answer all who wait for what `model` is of, or for a set-up before it, once it is complete."""
@@ -46,7 +47,7 @@ class SetUps:
             if generation > self._lines.generation:
                 continue
             del self._waiting[who]
-            peer = self._peers.worker(*who)
+            peer = self._peers.member(*who)
             if ready.digest == model.setup.digest:
                 self._peers.send(peer, ready)
             elif peer is not None:

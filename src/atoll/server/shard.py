@@ -26,7 +26,7 @@ from atoll.server.logdesk import Handler, LogDesk
 from atoll.server.logkeeper import LogKeeper
 from atoll.server.loglines import LogLines
 from atoll.server.mirror import Mirror
-from atoll.server.model import Model
+from atoll.server.model import Model, no_share
 from atoll.server.peers import Peers
 from atoll.server.recovery import (
     CONTRIBUTION,
@@ -43,7 +43,7 @@ from atoll.server.snapshot import Heading, Snapshots, restore
 from atoll.server.stepper import Stepper
 from atoll.store.entries import Fenced, decode_entry_untrusted
 from atoll.store.records import Part, Told
-from atoll.store.shard import AnyPull
+from atoll.store.shard import AnyPull, Asked
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, Refused, WireError, decode_untrusted
 
@@ -379,7 +379,7 @@ class Shard:
             reason = self._model.finish()
             if reason:
                 return reason
-        self._setups.wait(who, message)
+        self._setups.wait(who, hello.member, message)
         self._setups.answer(self._model)
         return ""
 
@@ -419,9 +419,11 @@ class Shard:
     def _handle_pull(self, _peer: bytes, hello: Hello, pull: AnyPull, _: memoryview | None) -> str:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
+        if pull.share >= pull.shares:
+            return no_share(pull.share, pull.shares)
         reason = self._model.state.refusal(hello.worker, pull.incarnation)
         if not reason:
-            self._stepper.pull(hello.worker, pull)
+            self._stepper.pull(Asked(hello.worker, pull, hello.member))
         return reason
 
     def _may_pull(self, hello: Hello | None, pull: AnyPull) -> bool:
@@ -430,6 +432,7 @@ class Shard:
             hello is not None
             and hello.role == "worker"
             and hello.incarnation == pull.incarnation
+            and pull.share < pull.shares
             and not self._model.state.refusal(hello.worker, pull.incarnation)
         )
 
@@ -454,14 +457,14 @@ class Shard:
         if self.kept.replaying:
             self.meanwhile()
             return
-        for worker, pull in self._asked_meanwhile():
-            self._stepper.join(worker, pull)
+        for asked in self._asked_meanwhile():
+            self._stepper.join(asked)
         self.kept.hear()
         self._peers.flush()
 
-    def _asked_meanwhile(self) -> list[tuple[int, AnyPull]]:
+    def _asked_meanwhile(self) -> list[Asked]:
         """Pulls that came while chunks were stepped and are ready now; other messages wait for their turn."""
-        ready: list[tuple[int, AnyPull]] = []
+        ready: list[Asked] = []
         while len(self._inbox) < self.in_box and (received := self._server.receive(0)) is not None:
             message, hello = self._decode(received), self._peers.who(received.peer)
             if message is not None and isinstance(message, self.at_once) and hello is not None:
@@ -472,13 +475,13 @@ class Shard:
                 or not self._may_pull(hello, message)
             ):
                 self._inbox.append((received, message))
-            elif hello is not None and self._stepper.is_ready(hello.worker, message):
-                ready.append((hello.worker, message))
+            elif hello is not None:
+                asked = Asked(hello.worker, message, hello.member)
+                ready += [asked] * self._stepper.is_ready(asked)
         return ready
 
     def _tell_fenced(self, entry: Fenced) -> None:
-        peer = self._peers.worker(entry.worker, entry.incarnation)
-        if peer is not None:
+        for peer in self._peers.members(entry.worker, entry.incarnation):
             self._refuse(
                 peer,
                 f"worker {entry.worker} of incarnation {entry.incarnation} was given up, or has left: "

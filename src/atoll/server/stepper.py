@@ -11,7 +11,7 @@ from atoll.server.model import Model
 from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
 from atoll.store.entries import Entry
-from atoll.store.shard import AnyPull
+from atoll.store.shard import Asked
 from atoll.wire import messages
 
 
@@ -26,7 +26,7 @@ class Stepper:
         meanwhile: Callable[[], None],
     ) -> None:
         self._peers, self._kept, self._find_model, self._meanwhile = peers, kept, model, meanwhile
-        self._active: list[tuple[int, AnyPull]] = []  # those who get each chunk as it is ready
+        self._active: list[Asked] = []  # those who get each chunk as it is ready
         self._done: list[int] | None = None  # while a line is applied: the chunks that are
 
     @property
@@ -59,36 +59,39 @@ class Stepper:
         """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
         assert self._done is not None
         self._done.append(chunk)
-        for worker, pull in self._active:
-            self._answer(worker, pull, chunk)
+        for asked in self._active:
+            self._answer(asked, chunk)
         self._meanwhile()
 
-    def join(self, worker: int, pull: AnyPull) -> None:
+    def join(self, asked: Asked) -> None:
         """One who is ready has asked meanwhile: it gets what is done, and the rest as it comes."""
         for chunk in self._done or ():
-            self._answer(worker, pull, chunk)
-        self._active.append((worker, pull))
+            self._answer(asked, chunk)
+        self._active.append(asked)
 
-    def pull(self, worker: int, pull: AnyPull) -> None:
+    def pull(self, asked: Asked) -> None:
         """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
-        if self.is_ready(worker, pull):
+        if self.is_ready(asked):
             for chunk in self._model.chunks:
-                self._answer(worker, pull, chunk)
+                self._answer(asked, chunk)
 
-    def is_ready(self, worker: int, pull: AnyPull) -> bool:
+    def is_ready(self, asked: Asked) -> bool:
         """Whether what is asked for is there; if not, it is remembered who asks."""
+        state, pull = self._model.state, asked.pull
         if isinstance(pull, messages.Pull):
-            return self._model.state.handle_pull(worker, pull)
-        return self._model.state.handle_pull_mean(worker, pull)
+            return state.handle_pull(asked.worker, pull, asked.member)
+        return state.handle_pull_mean(asked.worker, pull, asked.member)
 
-    def _answer(self, worker: int, pull: AnyPull, chunk: int) -> None:
-        """Send one chunk to one who waits for it."""
-        model, peer = self._model, self._peers.worker(worker, pull.incarnation)
+    def _answer(self, asked: Asked, chunk: int) -> None:
+        """Send one chunk, or the share of it that is asked for, to one who waits for it."""
+        model, pull, worker = self._model, asked.pull, asked.worker
+        peer = self._peers.member(worker, pull.incarnation, asked.member)
         if peer is None:
             return
+        run = model.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
-                self._send_mean(peer, chunk)
+                self._send_mean(peer, chunk, pull.share, run)
                 reach("shard.answered", pull.iteration)
             return
         self._peers.send(
@@ -98,12 +101,13 @@ class Stepper:
                 chunk=chunk,
                 version=model.state.versions[chunk],
                 staleness=model.state.staleness_of(worker),
+                share=pull.share,
             ),
-            model.lend(chunk),
+            model.lend(chunk)[run],
         )
         reach("shard.answered", pull.clock - 1)
 
-    def _send_mean(self, peer: bytes, chunk: int) -> None:
+    def _send_mean(self, peer: bytes, chunk: int, share: int, run: slice) -> None:
         mean = self._model.mean
         assert mean is not None
         values, present = mean.chunks[chunk]
@@ -115,8 +119,9 @@ class Stepper:
                 present=present,
                 weight=mean.weight,
                 samples=mean.samples,
+                share=share,
             ),
-            payload_of(values),
+            payload_of(values)[run],
         )
 
     def send_state(self, peer: bytes) -> None:
