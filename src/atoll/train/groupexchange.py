@@ -91,6 +91,7 @@ class GroupReducer(RingReducer, Exchange):
         self.uplink = Uplink(uplink, ring, connection, chunks)
         self._grouping, self._move = grouping, told
         self._told = 0  # the grouping to move to
+        self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
         self._used: list[Used] = []  # by all members, in this iteration
         self._own_used: list[Used] = []
         self._of_group = Contribution(0.0, 0.0)
@@ -197,6 +198,7 @@ class GroupReducer(RingReducer, Exchange):
     def _take_word(self, counted: Committed) -> None:
         """What the log said, as all members were told."""
         self.connection.members.told(counted)
+        self.contributors = list(counted.workers) or self.contributors
         self._told = max(self._told, counted.grouping)
 
     @property
