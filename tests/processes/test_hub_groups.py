@@ -6,20 +6,33 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_parts import DEADLINE, HEARTBEAT, FakeLog, HubProcess, Service, client, hub_of, wait_for
+from hub_parts import (
+    DEADLINE,
+    HEARTBEAT,
+    FakeLog,
+    HubProcess,
+    Service,
+    asked,
+    client,
+    hub_of,
+    wait_for,
+)
 
 from atoll.core.errors import UserError
 from atoll.groups.drift import Rules
 from atoll.hub.planner import GroupingSettings
+from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError
-from atoll.train.hub_client import HubClient
-from atoll.wire.messages import Grouped, Used
+from atoll.testing import faults
+from atoll.testing.faults import Fault
+from atoll.wire.messages import VERSION, Commit, Committed, Grouped, Hello, Used, Welcome
 
 BY_SPEED = GroupingSettings(2, "speed", patience=20.0, regroup=False)
 
@@ -236,3 +249,115 @@ def test_speeds_that_drift_make_other_groups(folder: Path) -> None:
 def test_groups_that_cannot_be(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Service(folder, workers=2, **options)
+
+
+# -- a hub that is killed ---------------------------------------------------------------------------------
+
+POINTS = ("hub.record", "hub.recorded", "hub.answered")
+LENGTH = 600
+
+
+class Member(threading.Thread):
+    """A worker that leases samples and commits them to the log, and moves when it is told to, as a session
+    does. It ends when its epoch is over."""
+
+    def __init__(self, hub: HubProcess, log: FakeLog, rank: int, pace: float) -> None:
+        super().__init__(daemon=True)
+        self.hub, self.log, self.pace = client(hub, timeout=DEADLINE), log, pace  # type: ignore[arg-type]
+        self.me = self.hub.join(rank)
+        self.contributors = [(rank, self.me.incarnation)]
+        self.known = self.block = self.iteration = 0
+        self.error: BaseException | None = None
+        self.to_log = self.as_contributor()
+
+    def as_contributor(self) -> Client:
+        """A connection to the log, which knows us as our contributor on it."""
+        number, life = self.contributors[-1]
+        link = Client(self.log.address, None, limit=2**20, name="shard 0")
+        hello = Hello(
+            version=VERSION, run="r", role="worker", worker=number, incarnation=life, member=self.me.worker
+        )
+        asked(link, hello, Welcome)
+        return link
+
+    def run(self) -> None:
+        try:
+            while self.trains():
+                if self.hub.grouping > self.known:
+                    self.moves()
+        except BaseException as error:
+            self.error = error
+
+    def trains(self) -> bool:
+        number, life = self.contributors[-1]
+        in_group = len(self.contributors) > 1
+        self.block += in_group
+        place = {"contributor": number, "block": self.block} if in_group else {}
+        leased = self.hub.lease(0, 0, LENGTH, 4, **place)
+        if leased.start == leased.stop and leased.over:
+            return False
+        time.sleep(self.pace * (leased.stop - leased.start))
+        used = [Used(sampler=0, epoch=0, start=leased.start, stop=leased.stop)]
+        commit = Commit(incarnation=life, iteration=self.iteration, weight=1.0, used=used)
+        asked(self.to_log, commit, Committed)
+        self.iteration += 1
+        self.hub.iteration = self.iteration
+        if self.iteration >= 4:
+            self.hub.pace = self.pace
+        return True
+
+    def moves(self) -> None:
+        self.known = self.hub.grouping
+        answer = self.hub.join_group(self.known, self.iteration)
+        if not answer.group:
+            return
+        self.contributors.append((answer.contributor, answer.life))
+        self.to_log.close()
+        self.to_log, self.block = self.as_contributor(), 0
+        self.hub.in_group(answer.contributor)
+
+    def close(self) -> None:
+        self.hub.close()
+        self.to_log.close()
+
+
+@pytest.mark.parametrize(
+    "at", [(2, 6), pytest.param((1, 2, 3, 4, 5, 8, 12, 20), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_groups_form_and_each_sample_counts_once_while_the_hub_is_killed(
+    folder: Path, at: tuple[int, ...]
+) -> None:
+    plan = [Fault(point, iteration=write) for point in POINTS for write in at]
+    options = ["--workers", "4", "--shards", "1", "--patience", "5", "--groups", "2", "--group-by", "speed"]
+    with HubProcess(folder, *options, plan=plan) as hub:
+        log = FakeLog(hub.address)
+        members = [Member(hub, log, rank, pace) for rank, pace in enumerate((0.004, 0.02, 0.004, 0.02))]
+        for member in members:
+            member.start()
+        try:
+            for member in members:
+                member.join(2 * DEADLINE)
+                assert not member.is_alive()
+                if member.error is not None:
+                    raise member.error
+            assert log.counts(0) == Counter(range(LENGTH))
+            made = {member.contributors[-1] for member in members if len(member.contributors) > 1}
+            assert {number for number, _ in made} == {4, 5}, hub.log()
+            alone = {member.contributors[0] for member in members}
+            wait_for(lambda: log.fenced >= alone, "the fences of all old contributors")
+            for member in members:
+                member.hub.goodbye(finished=True)
+            wait_for(lambda: log.fenced == alone | made, "the groups' fences")
+        finally:
+            for member in members:
+                member.close()
+            log.close()
+        assert not faults.pending(hub.plan)
+        assert hub.starts > len(plan)
+
+
+def test_a_hub_of_other_groups_does_not_go_on(folder: Path) -> None:
+    with hub_of(folder, workers=2, grouping=BY_SPEED):
+        pass
+    with pytest.raises(UserError, match="was started with --groups 2 by speed, asp and not 1 by speed, asp"):
+        Service(folder, workers=2, grouping=GroupingSettings(1, "speed"))
