@@ -334,6 +334,8 @@ class Session:
     def _service_members(self) -> int:
         """How many workers make a step together, where each goes at its own pace."""
         assert self._service is not None
+        if self._group_ring is not None:  # the shards know groups, and not their members
+            return self.world
         return self._service.members or self.world
 
     def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
