@@ -29,7 +29,7 @@ from atoll.core.events import Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import ServedLaunch, check_run
+from atoll.launch.served import SERVED, ServedLaunch, check_run
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -152,7 +152,7 @@ class _Watch:
     @contextlib.contextmanager
     def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
-        if self._config.run.strategy == "server" or self._config.run.elastic:
+        if self._config.run.strategy in SERVED or self._config.run.elastic:
             launcher: Launch = ServedLaunch(
                 self._directory, self._config, [script, *arguments], self._environment()
             )

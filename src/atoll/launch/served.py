@@ -32,21 +32,23 @@ START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between looks at who stands still
 _GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
+SERVED = ("server", "ps-hra")  # strategies with a parameter server
+_GROUPED = ("hierarchical", "ps-hra")  # strategies with groups of workers
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError for sites that cannot be started, and for restarts that cannot be."""
+    """Raise UserError for sites and groups that cannot be started, and for restarts that cannot be."""
     run = config.run
     if run.restarts and run.strategy == "ring" and not run.elastic:
         raise UserError(
             f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
             "'server'), where each worker is a launch of its own"
         )
-    if config.server.replicas > 1 and run.strategy != "server":
+    if config.server.replicas > 1 and run.strategy not in SERVED:
         raise UserError(
             f"server.replicas (--replicas): {config.server.replicas} processes for each shard go with "
-            f"run.strategy 'server', not {run.strategy!r}"
+            f"run.strategy 'server' or 'ps-hra', not {run.strategy!r}"
         )
     if run.sites and run.strategy != "server":
         raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
@@ -57,6 +59,21 @@ def check_run(config: Config) -> None:
         )
     if run.sites > run.workers:
         raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")
+    _check_groups(config)
+
+
+def _check_groups(config: Config) -> None:
+    count, run = config.groups.count, config.run
+    if count and run.strategy not in _GROUPED:
+        raise UserError(
+            f"groups.count (--groups): {count} groups go with run.strategy "
+            f"{' or '.join(map(repr, _GROUPED))}, not {run.strategy!r}"
+        )
+    if count > run.workers:
+        raise UserError(
+            f"groups.count (--groups): {count} groups for {run.workers} workers: each has at least one, so "
+            f"give 1 to {run.workers}, or leave it out for as many as are best"
+        )
 
 
 def sites_of(config: Config) -> list[str]:
@@ -100,7 +117,7 @@ class ServedLaunch:
 
     def _start(self) -> None:
         run = self._config.run
-        count, shards = run.workers, run.shards if run.strategy == "server" else 0
+        count, shards = run.workers, run.shards if run.strategy in SERVED else 0
         folder = self._directory.path / "service"
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
@@ -111,7 +128,7 @@ class ServedLaunch:
         named = [part for site, workers in sites.items() for part in ("--site", f"{site}={workers}")]
         replicas = self._config.server.replicas if shards else 1
         of_run = ["--workers", str(count), "--shards", str(shards), "--replicas", str(replicas)]
-        self._serve("hub", [*of_run, *named, *patience, *common])
+        self._serve("hub", [*of_run, *named, *self._grouping(), *patience, *common])
         # Shards and workers import torch, which takes longest: none waits for another to have done so.
         address = self._address = self._address_in(where)
         for shard in range(shards):
@@ -128,6 +145,16 @@ class ServedLaunch:
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         for rank in range(count):
             self._workers.append(self._worker(rank))
+
+    def _grouping(self) -> list[str]:
+        """The hub's options for how workers are put into groups, where they are."""
+        if self._config.run.strategy != "ps-hra":
+            return []
+        groups = self._config.groups
+        options = ["--groups", str(groups.count), "--group-by", groups.by]
+        options += ["--group-patience", f"{self._config.probe_seconds:g}"]
+        options += ["--consistency", self._config.sync.consistency]
+        return [*options, "--no-regroup"] if not groups.regroup else options
 
     def _serve(self, name: str, arguments: Sequence[str]) -> None:
         """Start the hub or a shard, with a log of its own."""
