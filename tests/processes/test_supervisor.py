@@ -133,7 +133,7 @@ def test_a_leak_is_found_and_a_steady_part_is_not(tmp_path: Path, monkeypatch: p
 def life(
     part: str, pid: int, start: int, descriptors: Callable[[int], int], seconds: int = 120
 ) -> list[Usage]:
-    """A look each two seconds; `descriptors` tells how many there are at an age. Each ten come with a thread."""
+    """A look each two seconds, with so many descriptors at an age, and a thread for each ten of them."""
     return [
         Usage(part, pid, float(start + age), age, descriptors(age), 4 + descriptors(age) // 10, 100 * 2**20)
         for age in range(0, seconds, 2)

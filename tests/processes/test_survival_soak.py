@@ -34,7 +34,7 @@ EPOCHS_AHEAD = 3  # how long before its end the run is told of it: no worker is 
 START_SECONDS, BACK_SECONDS, END_SECONDS = 120.0, 60.0, 180.0
 TOGETHER_SECONDS = 12.0  # before several are killed at once: by then standbys are in sync, and on disk
 # What a promotion adds to a standby's descriptors: a connection to the next standby; one to shard 0, or
-# those of the other shards; the workers'; and pyzmq's keeper of what is sent, with the first payload of 64 KiB.
+# those of the other shards; the workers'; and pyzmq's keeper of what is sent, with the first 64 KiB.
 PROMOTION = 4 + 4 + WORKERS + 7
 DISK_BYTES = 64 * 2**20  # of all journals and snapshots, for a model of a few kilobytes
 ATOLL = [sys.executable, "-m", "atoll.cli.app"]
