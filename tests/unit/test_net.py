@@ -522,6 +522,36 @@ def test_a_process_that_ends_still_sends_what_it_held(keys: Keys | None, tmp_pat
         assert must_receive(server).header == b"goodbye"
 
 
+KEEPING = """
+import os, sys, time
+from atoll.net.endpoint import Client, Server
+
+def visit(server, size):
+    with Client(server.address, None, limit=2**24, name="hub") as client:
+        client.send(b"x", bytes(size))
+        assert server.receive(60.0) is not None
+
+def settles_at(most):
+    end = time.monotonic() + 60.0
+    while (held := len(os.listdir("/proc/self/fd"))) > most:
+        assert time.monotonic() < end, f"{held} descriptors, where {most} are the most"
+        time.sleep(0.01)
+
+with Server("tcp://127.0.0.1:0", None, limit=2**24, name="hub") as server:
+    idle = len(os.listdir("/proc/self/fd"))
+    visit(server, 2**16 - 1)
+    settles_at(idle)
+    for _ in range(20):
+        visit(server, 2**16)
+        settles_at(idle + 7)
+"""
+
+
+def test_connections_that_come_and_go_leave_no_descriptors() -> None:
+    """But for those of pyzmq's keeper of payloads that are sent without a copy, 64 KiB or more: once."""
+    subprocess.run([sys.executable, "-c", KEEPING], check=True, timeout=3 * SOON)
+
+
 @pytest.mark.parametrize("how", ["open", "closed", "reply", "thread", "silent"])
 def test_a_process_that_ends_with_unsent_messages_does_not_crash(how: str) -> None:
     """Messages without a copy must not be sent from memory that is no more."""
