@@ -115,8 +115,8 @@ def serve(
         decisions.add(
             "hub",
             f"listens at {server.address}" + (" again" if began is not None else ""),
-            f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards"
-            f"{', each held twice' if replicas > 1 else ''}, "
+            f"run {run!r} of {_count(workers, 'worker')}{_at(sites or {})} and "
+            f"{_count(shards, 'shard') if shards else 'no shards'}{_held(shards, replicas)}, "
             + ("with keys" if keys else "without keys: only this machine can reach it"),
         )
         if began is not None:
@@ -139,10 +139,21 @@ def _pairs(sites: Mapping[str, int] | None) -> list[tuple[str, int]]:
 def _there(book: Book) -> str:
     """Who is there, in a few words."""
     workers, shards = len(book.members.live()), len(book.members.live_shards())
-    words = [f"{workers} workers", f"{shards} shards"]
+    words = [_count(workers, "worker"), _count(shards, "shard")]
     if book.members.sites:
-        words.append(f"{len(book.members.live_sites())} sites")
+        words.append(_count(len(book.members.live_sites()), "site"))
     return ", ".join(words)
+
+
+def _count(number: int, what: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _held(shards: int, replicas: int) -> str:
+    if replicas < 2:
+        return ""
+    return ", held twice" if shards == 1 else ", each held twice"
 
 
 def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
