@@ -62,7 +62,12 @@ def serve(
     died and the shards, which it tells, have ended. Raises UserError for input that is wrong, a port in use
     and a folder of another run too.
     """
-    _check(workers, shards, patience, heartbeat)
+    check_counts(workers, shards)
+    if not 0 < heartbeat < patience / 2:
+        raise UserError(
+            f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
+            "than two heartbeats"
+        )
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
@@ -186,16 +191,12 @@ def _word(value: object) -> str:
     return " ".join(f"{name}={count}" for name, count in value) or "none"
 
 
-def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None:
+def check_counts(workers: int, shards: int) -> None:
+    """Raise UserError for more workers or shards than there can be, or fewer."""
     if not 1 <= workers <= RANKS:
         raise UserError(f"a run of {workers} workers: from 1 to {RANKS}")
     if not 0 <= shards <= SHARDS:
         raise UserError(f"a run of {shards} shards: from 0, for a ring, to {SHARDS}")
-    if not 0 < heartbeat < patience / 2:
-        raise UserError(
-            f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
-            "than two heartbeats"
-        )
 
 
 def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:

@@ -27,9 +27,10 @@ from atoll.core.config import (
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
 from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.checks import check_run
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import ServedLaunch, check_run
+from atoll.launch.served import ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config
-from atoll.core.errors import GivenUpError, RunError, UserError
+from atoll.core.errors import GivenUpError, RunError
 from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
@@ -36,30 +36,6 @@ _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between looks at who stands still
 _GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
-
-
-def check_run(config: Config) -> None:
-    """Raise UserError for sites that cannot be started, and for restarts that cannot be."""
-    run = config.run
-    if run.restarts and run.strategy == "ring" and not run.elastic:
-        raise UserError(
-            f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
-            "'server'), where each worker is a launch of its own"
-        )
-    if config.server.replicas > 1 and run.strategy != "server":
-        raise UserError(
-            f"server.replicas (--replicas): {config.server.replicas} processes for each shard go with "
-            f"run.strategy 'server', not {run.strategy!r}"
-        )
-    if run.sites and run.strategy != "server":
-        raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
-    if config.server.replicas > 1 and run.sites:
-        raise UserError(
-            f"server.replicas (--replicas): {config.server.replicas} processes for each shard do not go with "
-            "run.sites: sites' shards have no standby yet"
-        )
-    if run.sites > run.workers:
-        raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")
 
 
 def sites_of(config: Config) -> list[str]:
@@ -224,7 +200,7 @@ class ServedLaunch:
             return
         if not lost_site:
             self._see_to_killed(rank, how)
-        if len(self._order) > 1:
+        if len(self._order) > 1 and not self._stopping:
             self._order.remove(rank)
 
     def _ends_given_up(self, rank: int) -> bool:
