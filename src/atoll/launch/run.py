@@ -129,7 +129,7 @@ class _Watch:
 
     def __init__(self, directory: RunDirectory, config: Config, stop: _Stop) -> None:
         self._directory, self._config, self._stop = directory, config, stop
-        self._shown = 0  # the worker whose output is passed on
+        self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._tail = Tail(directory.log(0))
 
     def run(self, script: str, arguments: Sequence[str]) -> Verdict:
@@ -235,6 +235,9 @@ class _Watch:
                 recorder.note(event)
             if launcher.first != self._shown:
                 self._show(launcher.first, recorder, progress)
+            elif launcher.life_of(self._shown) != self._life:
+                self._tail.go_on()
+            self._life = launcher.life_of(self._shown)
         for event in recorder.poll():
             progress.event(event)
         progress.update(recorder.status())

@@ -215,6 +215,10 @@ class ServedLaunch:
         one that is started again is the last; at shards it has its place again."""
         return self._order[0]
 
+    def life_of(self, rank: int) -> int:
+        """How often a worker was started again."""
+        return self._restarts[f"worker {rank}"]
+
     def excuses(self, failure: Failed) -> bool:
         """Whether a worker's error is no end of the run: its site was lost, or the hub has given it up."""
         rank = failure.worker

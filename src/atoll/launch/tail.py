@@ -37,6 +37,10 @@ class Tail:
             self._rest = b""
         return self._until_end([shown(line) for line in lines])
 
+    def go_on(self) -> None:
+        """The worker was started again: what it writes from now on counts again."""
+        self._ended = False
+
     def _until_end(self, lines: list[str]) -> list[str]:
         if self._ended:
             return []
