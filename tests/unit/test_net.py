@@ -20,7 +20,7 @@ import zmq
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net import endpoint as endpoint_module
-from atoll.net.endpoint import Client, Endpoint, Received, Server, poll
+from atoll.net.endpoint import Client, Endpoint, Received, Server, check_listen, poll
 from atoll.net.keys import Keys, make_keys, read_keys, write_keys
 from atoll.net.requests import RefusedError, ask, wait_for
 from atoll.wire.messages import (
@@ -269,12 +269,17 @@ def test_addresses_that_are_none(address: str, line: str) -> None:
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(UserError, match=r"cannot listen at tcp://192.0.2.1:5555: no address of this machine"):
         Server("tcp://192.0.2.1:5555", KEYS, limit=LIMIT, name="hub")
+    for host in ("192.0.2.1", "no-such-interface"):
+        with pytest.raises(UserError, match=f"hub: cannot listen at tcp://{host}:5555: no address of this"):
+            check_listen(f"tcp://{host}:5555", KEYS, "hub")
 
 
 def test_two_servers_on_one_port(keys: Keys | None) -> None:
     with Server(ANY, keys, limit=LIMIT, name="hub") as server:
         with pytest.raises(UserError, match=f"hub: another process listens at {server.address} already"):
             Server(server.address, keys, limit=LIMIT, name="hub")
+        with pytest.raises(UserError, match=f"hub: another process listens at {server.address} already"):
+            check_listen(server.address, keys, "hub")
         with Client(server.address, keys, limit=LIMIT, name="hub") as client:
             serves(server, client)
 

@@ -407,7 +407,8 @@ class Session:
             self._strategy.refresh()
         with self._not_computing():
             self._state.save(path)
-        self._emit(events.Saved, iteration=self.iteration, path=str(path))
+        if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
+            self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
     def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
         """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
