@@ -373,8 +373,7 @@ class Formation:
         # In order of the groups, not of their coming together: shards add up in order of number.
         numbers = range(state.next_number, state.next_number + len(groups))
         state.forming += [
-            FormingState(state.grouping, number, group)
-            for number, group in zip(numbers, groups, strict=True)
+            FormingState(state.grouping, number, group) for number, group in zip(numbers, groups, strict=True)
         ]
         state.next_number += len(groups)
         state.numbers += numbers

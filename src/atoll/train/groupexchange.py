@@ -152,7 +152,7 @@ class GroupReducer(RingReducer, Exchange):
             return self._told_by(role, word, what), self.uplink.spread(role, runs, what)
 
         answer, values = self._ring.round(what, act)
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.steps, self._counted = answer.clock, None
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
@@ -287,7 +287,7 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._take_word(answer.counted)
 
@@ -390,7 +390,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         with self._timed():
             values = self._ring.round(what, act, self.steps)
         self._scale_at_step = 1.0
-        self.parameters.put(values)
+        self.parameters.adopt(values)
 
     def _what(self) -> str:
         missing = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
