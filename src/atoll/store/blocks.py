@@ -43,7 +43,7 @@ class Blocks:
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self._epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
-        self.changes = 0  # grows with each block that is new: what a journal would have to know
+        self.changes = 0  # grows with each part that is given for the first time: what a journal has to know
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
         """The part of `worker` in a block of contributor `key`, whose living members are `members`. What
@@ -67,7 +67,9 @@ class Blocks:
                 f"worker {worker} asks for block {lease.block} of epoch {lease.epoch} of contributor "
                 f"{key[0]}, which was leased for workers {', '.join(map(str, block.members))}"
             )
-        epoch.asked[worker] = max(lease.block, epoch.asked.get(worker, 0))
+        if lease.block > epoch.asked.get(worker, 0):
+            epoch.asked[worker] = lease.block
+            self.changes += 1
         self._forget(epochs, lease, members)
         return _part(lease, block, worker)
 
@@ -89,7 +91,6 @@ class Blocks:
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over:
             return None
-        self.changes += 1
         return BlockState(leased.start, leased.stop, sorted(members), leased.over)
 
     def _forget(
