@@ -49,6 +49,7 @@ class _State:
     paces: dict[int, float]
     wanted: list[list[int]]
     placed: bool
+    sites: dict[int, str]
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Groups:
         self._told: set[int] = set()  # newcomers that the planner was told of
         self._failed = ""  # why no groups were chosen, as it was said last
         self._use(self._formation)
+        self._members.grouped = True
         book.groups = self
         rings.grouping_of = self._grouping_of
 
@@ -110,14 +112,15 @@ class Groups:
 
     # -- who is there -------------------------------------------------------------------------------------
 
-    def joined(self, rank: int, incarnation: int) -> None:
-        """A worker has come."""
+    def joined(self, rank: int, incarnation: int, site: str = "") -> None:
+        """A worker has come, which is at `site`, if it says so."""
+        self._planner.sites[rank] = site
         if (rank, incarnation) not in self._formation.contributors_of(rank):
             self._formation.handle_joined(rank, incarnation)
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more."""
-        for known in (self._asked, self._askers, self._paces, self._progress):
+        for known in (self._asked, self._askers, self._paces, self._progress, self._planner.sites):
             known.pop(rank, None)
         self._wanted = [rest for group in self._wanted if (rest := [w for w in group if w != rank])]
         self._told.discard(rank)
@@ -454,6 +457,7 @@ class Groups:
                 self._paces,
                 self._wanted,
                 self._placed,
+                self._planner.sites,
             )
         )
 
@@ -466,3 +470,4 @@ class Groups:
         self._blocks.restore(found.blocks)
         self._asked, self._groups, self._paces = found.asked, found.groups, found.paces
         self._wanted, self._placed = found.wanted, found.placed
+        self._planner.sites = found.sites
