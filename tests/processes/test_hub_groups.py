@@ -26,6 +26,7 @@ from hub_parts import (
 )
 
 from atoll.core.errors import UserError
+from atoll.groups import formation
 from atoll.groups.drift import Rules
 from atoll.hub.planner import GroupingSettings
 from atoll.net.endpoint import Client
@@ -151,7 +152,10 @@ def test_a_group_leases_in_blocks_and_what_a_member_held_comes_along(folder: Pat
         assert [(each.start, each.stop) for each in rest] == [(20, 60), (60, 100)]
 
 
-def test_a_member_that_does_not_come_costs_the_others_a_bounded_time(folder: Path) -> None:
+def test_a_member_that_does_not_come_costs_the_others_a_bounded_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formation, "FIRST_PAUSE", 0.5)
     settings = GroupingSettings(1, patience=2.5, regroup=False)
     with run_of(folder, 2, settings) as run:
         run.paces(0.1, 0.1)
