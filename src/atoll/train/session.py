@@ -589,6 +589,10 @@ class Session:
                 choice=f"group {grouped.contributor}: workers {names}",
                 reason=f"{grouped.reason or 'the hub made groups anew'}; it took {seconds:.2f} s",
             )
+            reducer = self._state.prepared[0].reducer
+            assert isinstance(reducer, GroupReducer)
+            uplink = reducer.uplink
+            self._emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()
