@@ -573,6 +573,7 @@ class Session:
             samplers=service.samplers,
             leases=self._leases,
             exchange=lambda: grouped.exchange,
+            arrive=grouped.arrive,
         )
         self._regrouping = Regrouping(parts, self._moved)
         ring.state, ring.told = GroupState(self._state), self._group_changed
