@@ -64,6 +64,9 @@ def _run(
         ),
     ] = None,
     sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
+    groups: Annotated[
+        str | None, typer.Option(metavar="K", help="Groups, for strategies hierarchical and ps-hra.")
+    ] = None,
     config: _ConfigOption = None,
     settings: _SetOption = None,
     summary: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary here too.")] = None,
@@ -71,7 +74,7 @@ def _run(
     """Train SCRIPT on several workers of this machine."""
     from atoll.launch.run import run
 
-    chosen = _load(config, settings, workers, strategy, shards, replicas, sites)
+    chosen = _load(config, settings, workers, strategy, shards, replicas, sites, groups)
     raise typer.Exit(run(script, arguments or [], chosen, summary))
 
 
@@ -110,6 +113,7 @@ def _load(
     shards: str | None,
     replicas: str | None,
     sites: str | None,
+    groups: str | None,
 ) -> Config:
     """The configuration; options of their own are settings by another name, with the same checks."""
     options = {
@@ -118,6 +122,7 @@ def _load(
         "--shards": ("run.shards", shards),
         "--replicas": ("server.replicas", replicas),
         "--sites": ("run.sites", sites),
+        "--groups": ("groups.count", groups),
     }
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:

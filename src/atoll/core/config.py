@@ -27,6 +27,7 @@ RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have 
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
 # What a lab tells its workers (docs/lab.md):
+LAB_SITE_VARIABLE = "ATOLL_LAB_SITE"  # the name of its site
 SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on a slower device
 LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
@@ -87,7 +88,9 @@ class Groups(msgspec.Struct, forbid_unknown_fields=True):
     """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra)."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best
-    by: GroupBy = "auto"  # speed: the probe's queue; joint: speeds and links; auto: queue where count is given
+    by: GroupBy = (
+        "auto"  # speed: the probe's queue; joint: speeds and links; auto: queue where count is given
+    )
     probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
     patience: str = "1min"  # for a worker's probe
     regroup: bool = True  # while the run goes, as speeds and members change
@@ -123,6 +126,15 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def probe_seconds(self) -> float:
         return parse_seconds(self.groups.patience)
+
+
+def check_groups(count: int, workers: int) -> None:
+    """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
+    if count > workers:
+        raise ConfigError(
+            f"groups.count (--groups): {count} groups of {workers} worker{'s' * (workers > 1)}: a group has "
+            f"at least one, so at most {workers}"
+        )
 
 
 def load_config(

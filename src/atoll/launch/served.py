@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config, check_groups
 from atoll.core.errors import GivenUpError, RunError, UserError
 from atoll.core.events import AnyEvent, Failed, Started, Warned
 from atoll.launch.launcher import WorkerEnd, write_ends
@@ -36,9 +36,11 @@ _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before t
 
 
 def check_run(config: Config) -> None:
-    """Raise UserError for sites that cannot be started, and for restarts that cannot be."""
+    """Raise UserError for sites and groups that cannot be started, and for restarts that cannot be."""
     run = config.run
-    if run.restarts and run.strategy == "ring" and not run.elastic:
+    if run.strategy == "hierarchical":
+        check_groups(config.groups.count, run.workers)
+    if run.restarts and run.strategy in ("ring", "hierarchical") and not run.elastic:
         raise UserError(
             f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
             "'server'), where each worker is a launch of its own"

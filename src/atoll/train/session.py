@@ -32,6 +32,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
+from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
@@ -39,6 +40,7 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -109,6 +111,7 @@ class Session:
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
+        self._hierarchy = self._make_hierarchy()
         self._ring = self._make_ring(timeout)
         if service is not None:
             self._workers: Workers = ServedWorkers(place, service.shards)
@@ -147,6 +150,7 @@ class Session:
             )
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+            self._tell_of_groups()
             self._tell_of_confirmations()
         else:
             service.warn = self._warn
@@ -177,8 +181,13 @@ class Session:
 
     @property
     def group(self) -> Group:
-        """This worker's group; under `ring` there is one."""
-        return Group(index=0, count=1, rank=self.rank, size=self.world)
+        """This worker's group; under `ring` there is one. Like the rank, it changes with the members."""
+        arranged = self._hierarchy.arranged if self._hierarchy is not None else None
+        if arranged is None:
+            return Group(index=0, count=1, rank=self.rank, size=self.world)
+        groups = arranged.grouping.groups
+        own = arranged.grouping.group_of(self._place.rank)
+        return Group(groups.index(own), len(groups), own.index(self._place.rank), len(own))
 
     @property
     def iteration(self) -> int:
@@ -534,8 +543,23 @@ class Session:
     def _make_ring(self, timeout: float) -> Ring | None:
         place, member = self._first_place, self._member
         if isinstance(member, HubRing):
-            return Ring(place, self.device, timeout, member)
-        return Ring(place, self.device, timeout) if place.store else None
+            return Ring(place, self.device, timeout, member, self._hierarchy)
+        return Ring(place, self.device, timeout, hierarchy=self._hierarchy) if place.store else None
+
+    def _make_hierarchy(self) -> Hierarchy | None:
+        """How the ring's workers are to be grouped; None: one group. Raises ConfigError for more groups than
+        the run has workers."""
+        if self.config.run.strategy != "hierarchical":
+            return None
+        late = isinstance(self._member, HubRing) and self._member.late
+        return Hierarchy(self.config.groups.count, None if late else self._first_place.world)
+
+    def _tell_of_groups(self) -> None:
+        """Which workers are in which group, and why."""
+        arranged = self._hierarchy.arranged if self._hierarchy is not None else None
+        if arranged is not None:
+            named = show(arranged.grouping, lambda rank: str(self._place.name_of(rank)))
+            self._decided("groups", named, arranged.reason)
 
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
@@ -546,6 +570,7 @@ class Session:
         happened = ", ".join(gone + entered) or "a connection was lost"
         how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
         self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
+        self._tell_of_groups()
         self._tell_of_confirmations()
         if self.is_main:
             self._warn(

@@ -1,0 +1,223 @@
+"""Strategy `hierarchical`: a sum inside each group, a sum over the groups' leaders, and a broadcast.
+
+It is a channel, so a ring's reducer, agreement and confirmation are what they are over one group. Source:
+S1, "Costs, closed form"; docs/notes/ps-hra.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, check_groups
+from atoll.groups.grouping import Grouping
+from atoll.groups.hierarchy import Arranged, arrange
+from atoll.train.channel import BrokenRingError, Channel, Pending, see_off
+from atoll.train.place import Place
+
+_END_SECONDS = 1.0  # for the thread to end: it looks ten times a second whether it is to
+
+
+class Hierarchy:
+    """How a ring's workers are grouped. Whenever it is formed, each says at which site it is, and the first
+    one how many groups are wanted."""
+
+    def __init__(self, count: int, workers: int | None) -> None:
+        """`workers` that the run begins with; None: it is under way. Raises ConfigError for more groups."""
+        if workers is not None:
+            check_groups(count, workers)
+        site = os.environ.get(SITE_VARIABLE) or os.environ.get(LAB_SITE_VARIABLE, "")
+        self._count, self._site = count, site
+        self.arranged: Arranged | None = None  # in the ring as it was formed last
+
+    def open(self, session: Channel, device: torch.device) -> Channel:
+        """A channel over the workers of `session`, all of which call this."""
+        word = json.dumps([self._count, self._site]).encode()
+        words = [json.loads(each) for each in session.gather(word, "the workers' sites")]
+        self.arranged = arrange([site for _, site in words], words[0][0])
+        return HierarchicalChannel(session.place, "ring", session.timeout, device, self.arranged.grouping)
+
+
+class HierarchicalChannel(Channel):
+    """A channel over all workers of `place`, whose sums go through `grouping` (of ranks).
+
+    Sums are made one after another, in the order in which they were begun, on a thread of its own. What is no
+    sum goes through the one group of all workers, and there they find out who is missing when a wait passes
+    its deadline.
+    """
+
+    def __init__(
+        self, place: Place, purpose: str, timeout: float, device: torch.device, grouping: Grouping
+    ) -> None:
+        self._sums: SimpleQueue[_Sum | None] = SimpleQueue()
+        self._given_up = threading.Event()
+        self._levels: list[_Level] = []
+        self._thread: threading.Thread | None = None
+        self._steps: list[Callable[[Tensor, float], None]] = []  # of a sum: what of it this worker makes
+        self._children = 0  # members to which it passes a broadcast on
+        super().__init__(place, purpose, timeout, device)
+        self._device = device
+        try:
+            self._open(grouping)
+        except BrokenRingError:
+            self.abandon()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="atoll-hierarchy", daemon=True)
+        self._thread.start()
+
+    def _open(self, grouping: Grouping) -> None:
+        group = grouping.group_of(self.place.rank)
+        leaders = sorted(each[0] for each in grouping)
+        inside = self._level(group, f"group-{grouping.groups.index(group)}")
+        between = self._level(leaders, "leaders")
+        if inside is not None:
+            self._steps.append(inside.make_sum)
+        if between is not None:
+            self._steps.append(between.make_sum)
+        if inside is not None and len(leaders) > 1:
+            self._steps.append(inside.make_broadcast)
+            self._children = _children(group.index(self.place.rank), len(group))
+
+    def _level(self, ranks: Sequence[int], name: str) -> _Level | None:
+        """The group of these `ranks`, where this worker is one of several."""
+        if self.place.rank not in ranks or len(ranks) == 1:
+            return None
+        level = _Level(self, ranks, name, self._device, self._given_up.is_set)
+        self._levels.append(level)
+        return level
+
+    def sum(self, tensor: Tensor) -> Pending:
+        ready = None
+        if self._on_cuda:  # the thread's stream begins where this one is
+            ready = torch.accelerator.current_stream(self._device).record_event()
+        asked = _Sum(tensor, self.timeout, ready)
+        self._sums.put(asked)
+        return asked
+
+    def sends(self, size: int) -> int:
+        return sum(level.sends(size) for level in self._levels) + self._children * size
+
+    def _serve(self) -> None:
+        """On the thread. What comes after a sum that failed fails too: the others are at another one."""
+        if self._on_cuda:
+            torch.accelerator.set_stream(torch.Stream(self._device))
+        failure: Exception | None = None
+        while (asked := self._sums.get()) is not None:
+            if failure is None:
+                try:
+                    self._go_through(asked)
+                except Exception as error:
+                    failure = error
+            asked.end(failure)
+
+    def _go_through(self, asked: _Sum) -> None:
+        if asked.ready is not None:
+            torch.accelerator.current_stream(self._device).wait_event(asked.ready)
+        until = time.monotonic() + self.timeout
+        for step in self._steps:
+            step(asked.tensor, until)
+
+    def close(self) -> None:
+        self._end(_END_SECONDS)
+        for level in self._levels:
+            level.close()
+        super().close()
+
+    def abandon(self) -> None:
+        for level in self._levels:
+            level.abandon()
+        super().abandon()
+        self._end(0.0)
+
+    def _end(self, seconds: float) -> None:
+        self._given_up.set()
+        self._sums.put(None)
+        if self._thread is not None:
+            see_off(self._thread, seconds)
+
+
+class _Level(Channel):
+    """One of a hierarchy's groups, which its thread alone uses. Workers are named as in the whole."""
+
+    def __init__(
+        self,
+        whole: Channel,
+        ranks: Sequence[int],
+        name: str,
+        device: torch.device,
+        given_up: Callable[[], bool],
+    ) -> None:
+        self._given_up = given_up
+        place = whole.place
+        part = Place(
+            rank=ranks.index(place.rank),
+            world=len(ranks),
+            local_rank=place.local_rank,
+            store=place.store,
+            host=place.host,
+            watch=place.watch,
+            names=tuple(place.name_of(rank) for rank in ranks),
+        )
+        super().__init__(part, f"{whole.purpose}/{name}", whole.timeout, device)
+
+    def make_sum(self, tensor: Tensor, until: float) -> None:
+        self._finish(self.sum(tensor), until)
+
+    def make_broadcast(self, tensor: Tensor, until: float) -> None:
+        # As bytes: not every dtype that can be summed can be broadcast.
+        self._finish(self.broadcast(tensor.reshape(-1).view(torch.uint8)), until)
+
+    def _finish(self, work: Pending, until: float) -> None:
+        """Wait in slices, also where nobody watches the ring: a process must not end within Gloo's wait."""
+        if self._on_cuda:
+            self._poll(work)
+        self._watch(work, until)
+
+    def look(self) -> None:
+        if self._given_up():
+            raise RuntimeError("the ring was let go")
+        super().look()
+
+
+@dataclass
+class _Sum:
+    """A sum under way; to who waits it is what a c10d Work is."""
+
+    tensor: Tensor
+    timeout: float  # seconds
+    ready: Any = None  # an event of the stream that fills the tensor
+
+    def __post_init__(self) -> None:
+        self._over = threading.Event()
+        self._failure: Exception | None = None
+
+    def end(self, failure: Exception | None) -> None:
+        self._failure = failure
+        self._over.set()
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises RuntimeError when it has failed, or is not made in time (`timeout`, else the channel's)."""
+        if not self._over.wait(self.timeout if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+def _children(rank: int, world: int) -> int:
+    """To how many members this one passes on a broadcast of rank 0's: in each round of Gloo's tree, all who
+    have it pass it to one more."""
+    return sum(rank < 2**i and rank + 2**i < world for i in range(world.bit_length()))
