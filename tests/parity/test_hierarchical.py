@@ -1,4 +1,4 @@
-"""Strategy `hierarchical` against the ring, and both against plain PyTorch: the groups change the order in which
+"""Strategy `hierarchical` against the ring, and both against plain PyTorch: groups change the order in which
 gradients are added, and nothing else. Where there is one group, or each worker is one, not even that.
 """
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.core import points
 from atoll.core.config import LAB_SITE_VARIABLE, SITE_VARIABLE, check_groups
 from atoll.groups.grouping import Grouping
 from atoll.groups.hierarchy import Arranged, arrange
@@ -61,10 +62,11 @@ class HierarchicalChannel(Channel):
     ) -> None:
         self._sums: SimpleQueue[_Sum | None] = SimpleQueue()
         self._given_up = threading.Event()
-        self._levels: list[_Level] = []
         self._thread: threading.Thread | None = None
-        self._steps: list[Callable[[Tensor, float], None]] = []  # of a sum: what of it this worker makes
-        self._children = 0  # members to which it passes a broadcast on
+        self._inside: _Level | None = None
+        self._between: _Level | None = None  # of leaders
+        self._broadcasts = False  # whether the group gets the sum from its leader
+        self._children = 0  # members to which this worker passes that on
         super().__init__(place, purpose, timeout, device)
         self._device = device
         try:
@@ -78,23 +80,21 @@ class HierarchicalChannel(Channel):
     def _open(self, grouping: Grouping) -> None:
         group = grouping.group_of(self.place.rank)
         leaders = sorted(each[0] for each in grouping)
-        inside = self._level(group, f"group-{grouping.groups.index(group)}")
-        between = self._level(leaders, "leaders")
-        if inside is not None:
-            self._steps.append(inside.make_sum)
-        if between is not None:
-            self._steps.append(between.make_sum)
-        if inside is not None and len(leaders) > 1:
-            self._steps.append(inside.make_broadcast)
+        self._inside = self._level(group, f"group-{grouping.groups.index(group)}")
+        self._between = self._level(leaders, "leaders")
+        self._broadcasts = self._inside is not None and len(leaders) > 1
+        if self._broadcasts:
             self._children = _children(group.index(self.place.rank), len(group))
 
     def _level(self, ranks: Sequence[int], name: str) -> _Level | None:
         """The group of these `ranks`, where this worker is one of several."""
         if self.place.rank not in ranks or len(ranks) == 1:
             return None
-        level = _Level(self, ranks, name, self._device, self._given_up.is_set)
-        self._levels.append(level)
-        return level
+        return _Level(self, ranks, name, self._device, self._given_up.is_set)
+
+    @property
+    def _levels(self) -> list[_Level]:
+        return [level for level in (self._inside, self._between) if level is not None]
 
     def sum(self, tensor: Tensor) -> Pending:
         ready = None
@@ -124,8 +124,14 @@ class HierarchicalChannel(Channel):
         if asked.ready is not None:
             torch.accelerator.current_stream(self._device).wait_event(asked.ready)
         until = time.monotonic() + self.timeout
-        for step in self._steps:
-            step(asked.tensor, until)
+        if self._inside is not None:
+            self._inside.make_sum(asked.tensor, until)
+        points.reach("hierarchy.inside")
+        if self._between is not None:
+            self._between.make_sum(asked.tensor, until)
+            points.reach("hierarchy.between")
+        if self._inside is not None and self._broadcasts:
+            self._inside.make_broadcast(asked.tensor, until)
 
     def close(self) -> None:
         self._end(_END_SECONDS)
