@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import astuple
 from datetime import timedelta
 from unittest import mock
 
@@ -15,8 +16,9 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 
 WORKERS = 4
@@ -44,8 +46,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def group_at(place: Place, groups: int, sites: list[str], variable: str) -> list[int]:
     environment = {variable: sites[place.rank]} if sites[place.rank] else {}
     with mock.patch.dict(os.environ, environment), atoll.join(config(groups), place=place) as session:
-        found = session.group
-        return [found.index, found.count, found.rank, found.size]
+        return list(astuple(session.group))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,18 @@ def test_a_session_knows_its_group(
     pool: WorkerPool, groups: int, sites: list[str], variable: str, found: list[list[int]]
 ) -> None:
     assert pool.run(group_at, groups, sites, variable, world=WORKERS) == found
+
+
+def group_through_hub(place: Place, address: str, sites: list[str]) -> list[int]:
+    site = sites[place.rank]
+    with served_worker(address, place.rank, site=site), atoll.join(config(0)) as session:
+        return list(astuple(session.group))
+
+
+def test_a_ring_through_a_hub_is_grouped_by_site(pool: WorkerPool) -> None:
+    with ServedRun(3, 0) as served:
+        found = pool.run(group_through_hub, served.address, ["paris", "berlin", "paris"], world=3)
+    assert found == [[0, 2, 0, 2], [1, 2, 0, 1], [0, 2, 1, 2]]
 
 
 def test_more_groups_than_workers_are_refused_on_each_worker(pool: WorkerPool) -> None:
@@ -87,6 +100,15 @@ def test_workers_that_ask_for_other_numbers_of_groups_are_told_so(pool: WorkerPo
             "the workers differ: the configuration's 'groups.count' is 1 on worker 0 and 2 on worker 1; "
             "give every worker the same configuration"
         )
+
+
+def test_a_run_with_shards_has_no_groups_of_a_ring() -> None:
+    with (
+        ServedRun(1, 1) as served,
+        served_worker(served.address, 0),
+        pytest.raises(ConfigError, match=r"'hierarchical' is a ring's, and the run at tcp://\S+ has shards"),
+    ):
+        atoll.join(config(0))
 
 
 # -- waits --------------------------------------------------------------------------------------------------

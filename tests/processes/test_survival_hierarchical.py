@@ -4,6 +4,7 @@ plain PyTorch computes from exactly the contributions that counted."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ SUMS = 10  # of which the last is made in the middle of the run
 def trains_in_groups(session: Session, who: int, folder: Path) -> dict[str, Any]:
     """As `trains`, and tells its group at the end."""
     result = trains(session, who, folder)
-    group = session.group
-    return result | {"group": [group.index, group.count, group.rank, group.size]}
+    return result | {"group": astuple(session.group)}
 
 
 def one_dies(folder: Path, who: int, point: str) -> None:
@@ -82,15 +82,25 @@ def test_each_of_five_is_killed_at_each_point(tmp_path: Path) -> None:
     each_dies(tmp_path, [*product(range(WORKERS), points), *((who, BETWEEN) for who in LEADERS)])
 
 
-@pytest.mark.soak
+class TakesInGroups(TakesIn):
+    def __call__(self, session: Session, who: int, folder: Path) -> dict[str, Any]:
+        before = session.group
+        result = super().__call__(session, who, folder)
+        return result | {"groups": [astuple(before), astuple(session.group)]}
+
+
 def test_groups_are_made_anew_when_a_worker_enters(tmp_path: Path) -> None:
-    with case(tmp_path / "run", TakesIn(), workers=2, groups=2) as made:
+    """One that came late is alone until it enters."""
+    with case(tmp_path / "run", TakesInGroups(), workers=2, groups=2) as made:
         let_in(made)
         results = [made.result(who) for who in range(3)]
         assert made.told("ring") == ["ring 1 of 2 workers", "ring 2 of 3 workers"]
     for result in results:
         assert "error" not in result, result["error"]
         assert (result["world"], result["parameters"]) == (3, results[0]["parameters"])
+    before, after = zip(*(result["groups"] for result in results), strict=True)
+    assert before == ([0, 2, 0, 1], [1, 2, 0, 1], [0, 1, 0, 1])
+    assert after == ([0, 2, 0, 2], [0, 2, 1, 2], [1, 2, 0, 1])
 
 
 def test_fewer_are_left_than_groups_were_asked_for(tmp_path: Path) -> None:
