@@ -137,7 +137,7 @@ def stays_away(place: Place, late: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("late", [2, 3])
+@pytest.mark.parametrize("late", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_who_is_waited_for_is_named_also_from_other_groups(pool: WorkerPool, late: int) -> None:
     """A leader, and a member: those who wait for a worker that itself waits do not blame it."""
     said = pool.run(stays_away, late, world=WORKERS)

@@ -59,7 +59,7 @@ def test_each_worker_is_in_one_group(sites: list[str], count: int) -> None:
         assert max(arranged.grouping.sizes) - min(arranged.grouping.sizes) <= 1
 
 
-@given(st.integers(1, 400))
+@given(st.integers(1, 100))
 def test_without_sites_no_number_of_groups_takes_fewer_steps(workers: int) -> None:
     def steps(sizes: tuple[int, ...]) -> int:
         return 2 * (max(sizes) - 1) + 2 * (len(sizes) - 1)

@@ -11,7 +11,7 @@ from atoll.testing.models import MODELS
 from atoll.testing.parity import Case, differences, train_atoll, train_plain
 from atoll.testing.pool import WorkerPool
 
-WORKERS, STEPS = 4, 8
+WORKERS, STEPS = 4, 5
 
 
 def cases() -> list[Case]:
