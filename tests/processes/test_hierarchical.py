@@ -64,6 +64,22 @@ def test_a_session_knows_its_group(
     assert pool.run(group_at, groups, sites, variable, world=WORKERS) == found
 
 
+def sends(place: Place, size: int) -> int:
+    with atoll.join(config(2), place=place) as session:
+        assert session._ring is not None
+        return session._ring.data.sends(size)
+
+
+def test_what_a_sum_sends_is_counted(pool: WorkerPool) -> None:
+    """A ring of m sends a sum 2 (m - 1) times, all together, and a broadcast m - 1 times."""
+    size = 3 * 2**20
+    sent = pool.run(sends, size, world=5)  # groups of three and of two
+    assert sum(sent) == (4 + 2) * size + 2 * size + (2 + 1) * size
+    assert sent[0] == 4 * size // 3 + size + 2 * size  # a leader of three passes the sum on twice
+    assert sent[1] == sent[2] == 4 * size // 3
+    assert sent[4] == size
+
+
 def group_through_hub(place: Place, address: str, sites: list[str]) -> list[int]:
     site = sites[place.rank]
     with served_worker(address, place.rank, site=site), atoll.join(config(0)) as session:
