@@ -47,7 +47,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
     sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that is killed by a signal
-    elastic: bool = False  # strategy ring: a hub, and each worker a launch of its own, which may die alone
+    elastic: bool = False  # of a ring: a hub, and each worker a launch of its own, which may die alone
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
 
