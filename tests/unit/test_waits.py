@@ -98,7 +98,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
     (
         "put",
-        "_sums",
+        "sums",
     ): "queue.SimpleQueue has no bound; an iteration has as many sums as messages, and waits for them",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("accept", "_hooks"): "what to do with NaN; no socket",
@@ -164,8 +164,8 @@ REVIEWED: dict[str, str] = {
     "train/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
     "train/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))": _SLICES,
     "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
-    "train/hierarchy.py: HierarchicalChannel._serve: self._sums.get()": (
-        "the thread that makes a channel's sums waits for the next; `close` and `abandon` end it"
+    "train/hierarchy.py: _Lane._serve: self.sums.get()": (
+        "the thread that makes a lane's sums waits for the next; `close` and `abandon` end it"
     ),
     "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
     "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",

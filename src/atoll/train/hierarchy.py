@@ -26,7 +26,10 @@ from atoll.groups.hierarchy import Arranged, arrange
 from atoll.train.channel import BrokenRingError, Channel, Pending, see_off
 from atoll.train.place import Place
 
-_END_SECONDS = 1.0  # for the thread to end: it looks ten times a second whether it is to
+_LANES = (
+    2  # on a CPU, as many collectives as Gloo has under way; NCCL's of one device could wait for one another
+)
+_END_SECONDS = 1.0  # for a thread to end: it looks ten times a second whether it is to
 
 
 class Hierarchy:
@@ -52,39 +55,33 @@ class Hierarchy:
 class HierarchicalChannel(Channel):
     """A channel over all workers of `place`, whose sums go through `grouping` (of ranks).
 
-    Sums are made one after another, in the order in which they were begun, on a thread of its own. What is no
-    sum goes through the one group of all workers, and there they find out who is missing when a wait passes
-    its deadline.
+    They are made in lanes, each on a thread of its own, and are given to these in turn: so one is between the
+    groups while another is inside. What is no sum goes through the one group of all workers, and there they
+    find out who is missing when a wait passes its deadline.
     """
 
     def __init__(
         self, place: Place, purpose: str, timeout: float, device: torch.device, grouping: Grouping
     ) -> None:
-        self._sums: SimpleQueue[_Sum | None] = SimpleQueue()
+        self._lanes: list[_Lane] = []
+        self._begun = 0  # sums
         self._given_up = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._inside: _Level | None = None
-        self._between: _Level | None = None  # of leaders
-        self._broadcasts = False  # whether the group gets the sum from its leader
-        self._children = 0  # members to which this worker passes that on
         super().__init__(place, purpose, timeout, device)
         self._device = device
+        group, leaders = grouping.group_of(place.rank), sorted(each[0] for each in grouping)
+        broadcasts = len(group) > 1 and len(leaders) > 1
+        # Members to which this worker passes a sum on that it has from its leader:
+        self._children = _children(group.index(place.rank), len(group)) if broadcasts else 0
         try:
-            self._open(grouping)
+            for number in range(_LANES if device.type == "cpu" else 1):
+                inside = self._level(group, f"{grouping.groups.index(group)}/{number}")
+                between = self._level(leaders, f"leaders/{number}")
+                self._lanes.append(_Lane(device, inside, between, broadcasts))
         except BrokenRingError:
             self.abandon()
             raise
-        self._thread = threading.Thread(target=self._serve, name="atoll-hierarchy", daemon=True)
-        self._thread.start()
-
-    def _open(self, grouping: Grouping) -> None:
-        group = grouping.group_of(self.place.rank)
-        leaders = sorted(each[0] for each in grouping)
-        self._inside = self._level(group, f"group-{grouping.groups.index(group)}")
-        self._between = self._level(leaders, "leaders")
-        self._broadcasts = self._inside is not None and len(leaders) > 1
-        if self._broadcasts:
-            self._children = _children(group.index(self.place.rank), len(group))
+        for lane in self._lanes:
+            lane.thread.start()
 
     def _level(self, ranks: Sequence[int], name: str) -> _Level | None:
         """The group of these `ranks`, where this worker is one of several."""
@@ -92,38 +89,70 @@ class HierarchicalChannel(Channel):
             return None
         return _Level(self, ranks, name, self._device, self._given_up.is_set)
 
-    @property
-    def _levels(self) -> list[_Level]:
-        return [level for level in (self._inside, self._between) if level is not None]
-
     def sum(self, tensor: Tensor) -> Pending:
         ready = None
-        if self._on_cuda:  # the thread's stream begins where this one is
+        if self._on_cuda:  # the lane's stream begins where this one is
             ready = torch.accelerator.current_stream(self._device).record_event()
         asked = _Sum(tensor, self.timeout, ready)
-        self._sums.put(asked)
+        self._lanes[self._begun % len(self._lanes)].sums.put(asked)
+        self._begun += 1
         return asked
 
     def sends(self, size: int) -> int:
-        return sum(level.sends(size) for level in self._levels) + self._children * size
+        return sum(level.sends(size) for level in self._lanes[0].levels) + self._children * size
+
+    def close(self) -> None:
+        self._end(_END_SECONDS)
+        for lane in self._lanes:
+            for level in lane.levels:
+                level.close()
+        super().close()
+
+    def abandon(self) -> None:
+        self._end(0.0)
+        for lane in self._lanes:
+            for level in lane.levels:
+                level.abandon()
+        super().abandon()
+
+    def _end(self, seconds: float) -> None:
+        self._given_up.set()
+        for lane in self._lanes:
+            lane.sums.put(None)
+        for lane in self._lanes:
+            if lane.thread.ident is not None:  # it was started
+                see_off(lane.thread, seconds)
+
+
+class _Lane:
+    """Makes sums one after another, on its thread, in the order in which they come. `inside` is this worker's
+    group, `between` the leaders'; None where it would be alone, or is not one of them."""
+
+    def __init__(
+        self, device: torch.device, inside: _Level | None, between: _Level | None, broadcasts: bool
+    ) -> None:
+        self.sums: SimpleQueue[_Sum | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._serve, name="atoll-hierarchy", daemon=True)
+        self.levels = [level for level in (inside, between) if level is not None]
+        self._device, self._inside, self._between, self._broadcasts = device, inside, between, broadcasts
 
     def _serve(self) -> None:
-        """On the thread. What comes after a sum that failed fails too: the others are at another one."""
-        if self._on_cuda:
+        """What comes after a sum that failed fails too: the others are at another one."""
+        if self._device.type != "cpu":
             torch.accelerator.set_stream(torch.Stream(self._device))
         failure: Exception | None = None
-        while (asked := self._sums.get()) is not None:
+        while (asked := self.sums.get()) is not None:
             if failure is None:
                 try:
-                    self._go_through(asked)
+                    self._make(asked)
                 except Exception as error:
                     failure = error
             asked.end(failure)
 
-    def _go_through(self, asked: _Sum) -> None:
+    def _make(self, asked: _Sum) -> None:
         if asked.ready is not None:
             torch.accelerator.current_stream(self._device).wait_event(asked.ready)
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + asked.timeout
         if self._inside is not None:
             self._inside.make_sum(asked.tensor, until)
         points.reach("hierarchy.inside")
@@ -133,27 +162,9 @@ class HierarchicalChannel(Channel):
         if self._inside is not None and self._broadcasts:
             self._inside.make_broadcast(asked.tensor, until)
 
-    def close(self) -> None:
-        self._end(_END_SECONDS)
-        for level in self._levels:
-            level.close()
-        super().close()
-
-    def abandon(self) -> None:
-        for level in self._levels:
-            level.abandon()
-        super().abandon()
-        self._end(0.0)
-
-    def _end(self, seconds: float) -> None:
-        self._given_up.set()
-        self._sums.put(None)
-        if self._thread is not None:
-            see_off(self._thread, seconds)
-
 
 class _Level(Channel):
-    """One of a hierarchy's groups, which its thread alone uses. Workers are named as in the whole."""
+    """A group of a lane, which its thread alone uses. Workers are named as in the whole."""
 
     def __init__(
         self,
