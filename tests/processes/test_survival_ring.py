@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
@@ -60,13 +61,12 @@ class Fault:
 
 def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
     """Let the faults happen to this process, each once, written down before."""
-    counts = dict.fromkeys(faults, 0)
+    counts = {fault: itertools.count(1) for fault in faults}  # points are reached on several threads
 
     def handler(point: str, iteration: int) -> None:
         for fault in faults:
             if (fault.who, fault.point, fault.iteration) == (who, point, iteration):
-                counts[fault] += 1
-                if counts[fault] == fault.nth:
+                if next(counts[fault]) == fault.nth:
                     (folder / f"fired-{who}-{point}").touch()
                     os.kill(os.getpid(), fault.what)
                     time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)

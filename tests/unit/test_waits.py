@@ -96,10 +96,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
-    (
-        "put",
-        "sums",
-    ): "queue.SimpleQueue has no bound; an iteration has as many sums as messages, and waits for them",
+    ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
