@@ -65,11 +65,11 @@ def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
 
     def handler(point: str, iteration: int) -> None:
         for fault in faults:
-            if (fault.who, fault.point, fault.iteration) == (who, point, iteration):
-                if next(counts[fault]) == fault.nth:
-                    (folder / f"fired-{who}-{point}").touch()
-                    os.kill(os.getpid(), fault.what)
-                    time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
+            here = (fault.who, fault.point, fault.iteration) == (who, point, iteration)
+            if here and next(counts[fault]) == fault.nth:
+                (folder / f"fired-{who}-{point}").touch()
+                os.kill(os.getpid(), fault.what)
+                time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
 
     points.install(handler)
 

@@ -85,5 +85,6 @@ def test_more_groups_than_workers_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         check_groups(5, 4)
     assert str(refused.value) == (
-        "groups.count (--groups): 5 groups of 4 workers: a group has at least one, so at most 4"
+        "groups.count (--groups): 5 groups for 4 workers: each has at least one, so give 1 to 4, or leave it "
+        "out for as many as are best"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from atoll.core.errors import UserError
@@ -12,6 +13,7 @@ from atoll.store.entries import (
     Combine,
     Entry,
     Fenced,
+    Idle,
     Joined,
     Member,
     Step,
@@ -19,10 +21,10 @@ from atoll.store.entries import (
     encode_entry,
 )
 from atoll.store.leases import Leases
-from atoll.store.log import CommitLog
+from atoll.store.log import CommitLog, LogState
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
-from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
+from atoll.store.shard import ApplyChunks, Asked, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
 
@@ -146,6 +148,55 @@ def test_a_commit_that_counts_already_is_answered_again() -> None:
     again = log.handle_commit(0, commit(1, 0))
     assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
     assert log.entries == before
+
+
+def grouped(incarnation: int, iteration: int, grouping: int) -> messages.Commit:
+    return msgspec.structs.replace(commit(incarnation, iteration), grouping=grouping)
+
+
+def test_an_iterations_workers_are_told_the_grouping_that_all_of_them_know_of() -> None:
+    log = log_of("bsp")
+    for worker, grouping in ((0, 3), (1, 2)):
+        log.handle_staged(0, worker, worker + 1, 0)
+        outcome = log.handle_commit(worker, grouped(worker + 1, 0, grouping))
+    told = Committed(iteration=0, workers=[0, 1], grouping=2)
+    assert [reply.message for reply in outcome.replies] == [told, told]
+    for worker in (0, 1):
+        log.handle_step(worker, say(worker + 1, 0))
+    kept = msgspec.msgpack.encode(log.state())
+    again = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+    for each in (log, again):  # asked again after the step, as by a group's next speaker
+        assert [reply.message for reply in each.handle_commit(0, grouped(1, 0, 4)).replies] == [told]
+
+
+def test_a_contributor_is_told_its_own_grouping_and_the_latest_answer_again() -> None:
+    log = log_of("asp")
+    for iteration, grouping in ((0, 1), (1, 2)):
+        log.handle_staged(0, 0, 1, iteration)
+        (reply,) = log.handle_commit(0, grouped(1, iteration, grouping)).replies
+        assert reply.message == Committed(iteration=iteration, workers=[0, 1], grouping=grouping)
+    assert log.handle_commit(0, grouped(1, 1, 9)).replies == [reply]
+    assert log.handle_commit(0, grouped(1, 0, 9)).replies[0].message == Committed(iteration=0)
+
+
+def test_under_ssp_nobody_waits_for_one_that_waits_for_its_new_group() -> None:
+    log = log_of("ssp")
+
+    def lines(iteration: int, grouping: int) -> list[Entry]:
+        log.handle_staged(0, 0, 1, iteration)
+        entries = log.handle_commit(0, grouped(1, iteration, grouping)).entries
+        return [entry for entry in entries if not isinstance(entry, Apply)]
+
+    assert lines(0, 0) == []
+    assert lines(1, 1) == [Idle(worker=0, incarnation=1, idle=True)]
+    assert log.handle_commit(0, grouped(1, 1, 1)).entries == []  # said again, and counted before
+    assert lines(2, 1) == [Idle(worker=0, incarnation=1, idle=False)]  # it has stayed where it was
+    assert lines(3, 1) == []
+    # Who comes with a grouping is not told of it.
+    log.handle_join(7, 20)
+    log.handle_staged(0, 7, 20, 0)
+    entries = log.handle_commit(7, grouped(20, 0, 1)).entries
+    assert [type(entry) for entry in entries] == [Apply]
 
 
 def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts() -> None:
@@ -515,7 +566,7 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     )
     assert release == Release([10, 13])
     assert state.versions == {3: 1, 5: 1}
-    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=1))]
+    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=1))]
     assert state.poll_pulls() == []
     assert (state.clock_of(0), state.staleness_of(0)) == (1, 0.25)
     late = state.handle_push(0, push(3), 14)
@@ -565,7 +616,7 @@ def test_a_mean_is_pulled_edited_and_stepped() -> None:
     combine, release = state.handle_entry(Combine(iteration=0, members=members))
     assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0)
     assert release == Release([0, 1])
-    assert state.poll_pulls() == [(0, mean)]
+    assert state.poll_pulls() == [Asked(0, mean)]
     assert state.handle_replace(0, early, 9).keep
     assert not state.handle_replace(0, early, 10).keep
     step = Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
@@ -600,9 +651,9 @@ def test_ssp_holds_the_fast_back_until_the_slow_have_come_along_or_gone() -> Non
         pull = Pull(incarnation=1, clock=iteration + 1)
         assert state.handle_pull(0, pull) == (iteration == 0)
     state.handle_pull(0, Pull(incarnation=1, clock=1))  # a late duplicate displaces nothing
-    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
     state.handle_entry(Fenced(worker=1, incarnation=2))
-    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
@@ -611,7 +662,7 @@ def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
     state.handle_entry(applied(0, 0))
     assert not state.handle_pull(0, Pull(incarnation=1, clock=2))
     assert state.handle_pull(0, Pull(incarnation=1, clock=1))
-    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_who_joins_is_answered_when_it_takes_part() -> None:
@@ -620,7 +671,7 @@ def test_who_joins_is_answered_when_it_takes_part() -> None:
     state.handle_entry(Joined(worker=5, incarnation=9, clock=4))
     assert state.poll_pulls() == []  # worker 0 is at 0: four behind
     state.handle_entry(Fenced(worker=0, incarnation=1))
-    assert state.poll_pulls() == [(5, Pull(incarnation=9, clock=0))]
+    assert state.poll_pulls() == [Asked(5, Pull(incarnation=9, clock=0))]
     assert state.clock_of(5) == 4
 
 

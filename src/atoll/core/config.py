@@ -33,6 +33,8 @@ LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost st
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra"]
+SERVED = ("server", "ps-hra")  # the strategies with a parameter server
+GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
@@ -62,7 +64,7 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
 
     timeout: str = "10min"  # the deadline of a wait for other workers
     nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
-    consistency: Consistency = "bsp"  # strategy server: how far workers may be apart
+    consistency: Consistency = "bsp"  # how far workers may be apart, where shards are; asp for ps-hra
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
     # Samples in a step over all workers, for session.batches; 0: not asked for
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
@@ -88,9 +90,7 @@ class Groups(msgspec.Struct, forbid_unknown_fields=True):
     """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra)."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best
-    by: GroupBy = (
-        "auto"  # speed: the probe's queue; joint: speeds and links; auto: queue where count is given
-    )
+    by: GroupBy = "auto"  # auto: speed where count is given, else joint
     probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
     patience: str = "1min"  # for a worker's probe
     regroup: bool = True  # while the run goes, as speeds and members change
@@ -132,8 +132,8 @@ def check_groups(count: int, workers: int) -> None:
     """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
     if count > workers:
         raise ConfigError(
-            f"groups.count (--groups): {count} groups of {workers} worker{'s' * (workers > 1)}: a group has "
-            f"at least one, so at most {workers}"
+            f"groups.count (--groups): {count} groups for {workers} worker{'s' * (workers > 1)}: each has at "
+            f"least one, so give 1 to {workers}, or leave it out for as many as are best"
         )
 
 
@@ -155,6 +155,8 @@ def load_config(
     for setting in settings:
         _apply(table, setting)
         config = _convert(table, f"--set {setting}")
+    if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
+        config.sync.consistency = "asp"  # groups that wait for one another need no server between them
     return config
 
 

@@ -17,6 +17,11 @@ class Arranged:
     grouping: Grouping
     reason: str
 
+    def place_of(self, rank: int) -> tuple[int, int, int, int]:
+        """Of this rank: its group, of how many, and its number in it, of how many."""
+        groups, own = self.grouping.groups, self.grouping.group_of(rank)
+        return groups.index(own), len(groups), own.index(rank), len(own)
+
 
 def arrange(sites: Sequence[str], count: int) -> Arranged:
     """Groups of the workers at `sites`, which has a name for each rank ("": not told).

@@ -52,6 +52,10 @@ class ServedWorkers(Workers):
         """This worker takes part from the others' call of that number on."""
         self.late, self._number, self._ranks = False, meeting, list(ranks)
 
+    def saw(self, ranks: list[int]) -> None:
+        """These live, as an iteration's word says, between two calls: the first of them is the first now."""
+        self._ranks = list(ranks)
+
     def on_met(self, told: Callable[[int], None]) -> None:
         self._told = told
 
@@ -61,6 +65,10 @@ class ServedWorkers(Workers):
         if self.late:
             return [payload]
         number, self._number = self._number, self._number + 1
+        return self._meet(payload, number, what)
+
+    def _meet(self, payload: bytes, number: int, what: str) -> list[bytes]:
+        """What those who come to the meeting of this number bring, in order of who they are to the log."""
         shards = self._shards
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
