@@ -98,8 +98,8 @@ def test_more_groups_than_workers_are_refused_on_each_worker(pool: WorkerPool) -
     for failure in refused.value.failures.values():
         assert (failure.kind, failure.message) == (
             "ConfigError",
-            "groups.count (--groups): 3 groups for 2 workers: each has at least one, so give 1 to 2, or leave "
-            "it out for as many as are best",
+            "groups.count (--groups): 3 groups for 2 workers: each has at least one, so give 1 to 2, or "
+            "leave it out for as many as are best",
         )
     assert len(refused.value.failures) == 2
 
