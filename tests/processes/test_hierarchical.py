@@ -188,5 +188,6 @@ def test_a_run_in_groups(command: Command) -> None:
     assert code == 0, err
     assert out == "groups [[0, 0], [0, 1], [1, 0]]\n"
     assert "atoll: 3 workers (hierarchical): 20 steps" in err
+    assert command.summary()["groups"] == 2
     decided = [event for event in command.summary()["events"] if event.get("what") == "groups"]
     assert [(event["choice"], event["reason"]) for event in decided] == [("0 1 | 2", "groups.count is 2")]

@@ -44,6 +44,11 @@ class Hierarchy:
         self._count, self._site = count, site
         self.arranged: Arranged | None = None  # in the ring as it was formed last
 
+    @property
+    def groups(self) -> int:
+        """How many groups there are; of a ring that this worker is not in yet, as many as it asks for."""
+        return max(1, self._count) if self.arranged is None else len(self.arranged.grouping)
+
     def open(self, session: Channel, device: torch.device) -> Channel:
         """A channel over the workers of `session`, all of which call this."""
         word = json.dumps([self._count, self._site]).encode()

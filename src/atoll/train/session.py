@@ -146,6 +146,7 @@ class Session:
             strategy=config.run.strategy,
             device=str(self.device),
             pid=os.getpid(),
+            groups=1 if self._hierarchy is None else self._hierarchy.groups,
         )
         if service.keeps_memory if service is not None else self._keeps_memory():
             self._decided(
