@@ -52,6 +52,7 @@ class ApplyChunks:
     """
 
     worker: int
+    incarnation: int
     iteration: int
     chunks: Parts
     part: float
@@ -59,6 +60,7 @@ class ApplyChunks:
     closes: bool
     hyperparameters: Hyperparameters
     staleness: float
+    behind: int = 0
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,13 @@ class ServedModel:
         connection = Connection(shards, self._shard_of, service.used, service.measured_staleness, members)
         sync = training.config.sync
         # Inside a site it is always bsp; `sync.consistency` is between the sites.
-        kind = MeanExchange if sync.consistency == "bsp" or service.site else AsyncExchange
-        self.exchange: MeanExchange | AsyncExchange = kind(
-            training.chunks, connection, training.calls, sync.lazy
-        )
+        self.exchange: MeanExchange | AsyncExchange
+        if sync.consistency == "bsp" or service.site:
+            self.exchange = MeanExchange(training.chunks, connection, training.calls, sync.lazy)
+        else:
+            self.exchange = AsyncExchange(
+                training.chunks, connection, training.calls, sync.lazy, sync.pipeline
+            )
         workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()
@@ -266,12 +269,16 @@ class ServedModel:
             steps=self.exchange.steps,
             first=self._workers.ranks[0],
             number=self._number,
+            staleness=sync.staleness,
+            compensation=sync.compensation,
+            pipeline=sync.pipeline,
         )
 
     def _digest(self) -> str:
         """What must be the same on every worker, so that shards may tell."""
         sync, layout = self._training.config.sync, self._training.chunk_map
-        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack)
+        stale = (sync.staleness, sync.compensation, sync.pipeline)
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:
@@ -306,7 +313,7 @@ class ServedModel:
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it."""
         shards = self._service.shards
-        self.exchange.before_use()  # the step that was made last is then in the state
+        self.exchange.settle()  # the step that was made last is then in the state
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
         shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)
