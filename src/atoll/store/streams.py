@@ -14,8 +14,6 @@ from atoll.store.stages import Stages
 from atoll.wire import messages
 from atoll.wire.messages import Count
 
-
-
 SCALED = ("weight", "rate", "none")
 
 
