@@ -4,11 +4,14 @@ step late, to the bit, and delay compensation is what its formula says."""
 from __future__ import annotations
 
 import copy
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
@@ -134,3 +137,51 @@ def test_workers_of_unlike_compensation_are_refused(pool: WorkerPool) -> None:
         pytest.raises(JobFailedError, match="'sync.compensation' is 1.0 on worker 0"),
     ):
         pool.run(differing, served.address, "compensation", [1.0, 2.0], world=2)
+
+
+def epochs(place: Place, address: str, consistency: Any, folder: str) -> tuple[int, list[list[Tensor]]]:
+    """Two epochs of leased data with worker 1 slower, then a meeting; samples trained on, and parameters
+    after the meeting, as saved, and after a load."""
+    sync = Sync(consistency=consistency, slack=0, timeout="60s", pipeline=1, compensation=0.5)
+    with (
+        served_worker(address, place.rank),
+        atoll.join(Config(run=Run(strategy="server"), chunks=Chunks(size="1KiB"), sync=sync)) as session,
+    ):
+        model, optimizer = session.prepare(*make("adamw"))
+        sampler = session.sampler(range(50), seed=1)
+        loader = DataLoader(range(50), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+        count = 0
+        for _ in range(2):
+            for batch in loader:
+                session.weight(len(batch))
+                loss_of(model, int(batch[0])).backward()
+                time.sleep(0.005 * place.rank)
+                optimizer.step()
+                optimizer.zero_grad()
+                count += len(batch)
+            seen = []
+            session.barrier()
+            seen.append(values_of(model))
+            session.save(folder)
+            seen.append(values_of(model))
+            loss_of(model, 0).backward()  # something is in flight when all is put back
+            optimizer.step()
+            optimizer.zero_grad()
+            session.load(folder)
+            seen.append(values_of(model))
+        return count, seen
+
+
+@pytest.mark.parametrize("consistency", ["asp", "ssp"])
+def test_epochs_end_whole_and_meetings_bring_all_the_same(
+    pool: WorkerPool, tmp_path: Path, consistency: str
+) -> None:
+    with ServedRun(2, shards=2) as served:
+        counts, seen = zip(
+            *pool.run(epochs, served.address, consistency, str(tmp_path / "saved"), world=2), strict=True
+        )
+    assert not served.failures
+    assert sum(counts) == 2 * 50
+    first = seen[0][0]
+    for values in (*seen[0], *seen[1]):
+        assert all(map(torch.equal, first, values))
