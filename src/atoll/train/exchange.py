@@ -220,7 +220,8 @@ class Exchange(Reducer):
         """With `sync.lazy`: what the last step asked for must be there now."""
         self.parameters.publish()
 
-    def settle(self) -> None:
+    def before_state(self) -> None:
+        """The optimizer's state is asked for: the step that was made last must be in it."""
         self.before_use()
 
     def before_step(self) -> None:
@@ -519,10 +520,13 @@ class AsyncExchange(Exchange):
 
     def settle(self) -> None:
         """Wait for the exchange in flight; what came of it is published in its time."""
+        self.parameters.arrive()
+
+    def before_state(self) -> None:
         if self._pipelined:
-            self.parameters.arrive()
+            self.settle()
         else:
-            super().settle()
+            super().before_state()
 
     def before_step(self) -> None:
         if not self._pipelined:

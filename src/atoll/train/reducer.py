@@ -103,7 +103,7 @@ class Reducer:
         self._own = None
 
     def settle(self) -> None:
-        """Wait until what this worker has sent counts."""
+        """Wait until what this worker has sent by itself counts."""
 
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""

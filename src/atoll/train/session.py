@@ -514,7 +514,7 @@ class Session:
     # Inside
 
     def _settle(self) -> None:
-        """Wait until what this worker has sent counts: exchanges may go on while it computes."""
+        """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 

@@ -313,7 +313,7 @@ class ServedModel:
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it."""
         shards = self._service.shards
-        self.exchange.settle()  # the step that was made last is then in the state
+        self.exchange.before_state()
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
         shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)
