@@ -136,7 +136,7 @@ def draw(cases: Sequence[StaleCase], path: Path) -> None:
         axes.vlines(100 * case.off, row - 0.25, row + 0.25, color="#2b6ca3", linewidth=3, zorder=3)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(100 * WITHIN, color="#c23b22", linewidth=1.5)
-    labels = [f"{c.name}\nstaleness {c.staleness:.1f}, at most {c.stalest:.1f}" for c in reversed(shown)]
+    labels = [f"{c.name}\nthe slow worker's staleness {c.slowest:.1f}" for c in reversed(shown)]
     axes.set_yticks(range(len(shown)), labels)
     axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlabel("held-out loss against bsp's, % (dots: seeds, blue: their mean, red: target)")
