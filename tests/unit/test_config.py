@@ -29,6 +29,16 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert config.sync.nonfinite == "skip"
 
 
+def test_groups_that_meet_at_shards_are_asynchronous_unless_it_is_said(tmp_path: Path) -> None:
+    assert load_config(None, ["run.strategy=server"], {}).sync.consistency == "bsp"
+    grouped = load_config(None, ["run.strategy=ps-hra"], {})
+    assert grouped.sync.consistency == "asp"
+    path = write(tmp_path / "as-used.toml", to_toml(grouped))
+    assert load_config(path, environment={}).sync.consistency == "asp"
+    said = load_config(None, ["sync.consistency=bsp", "run.strategy=ps-hra"], {})
+    assert said.sync.consistency == "bsp"
+
+
 def test_file_here_counts_and_the_variable_counts_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
