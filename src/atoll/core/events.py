@@ -69,7 +69,7 @@ class Decided(Event, frozen=True):
 
 
 class Regrouped(Event, frozen=True):
-    """From its `iteration` on, the worker shares a ring with `workers` (ranks, with its own); to the shards they
+    """After its `iteration` the worker shares a ring with `workers` (ranks, with its own); to the shards they
     are `group` together. `grouping` counts the hub's decisions, from 1; `reason` is that decision's, empty
     where the worker does not know it.
     """

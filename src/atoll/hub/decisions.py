@@ -12,18 +12,7 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.core.events import Decided, EventBus
-
-FILE = "decisions.jsonl"  # in the run's directory
-HUB = -1  # the hub's number where an event names a worker
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """A line of the file. `time` is in seconds since the epoch."""
-
-    time: float
-    what: str
-    choice: str
-    reason: str
+from atoll.observe.decisions import FILE, HUB, Decision
 
 
 class Decisions:

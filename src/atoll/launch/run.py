@@ -33,6 +33,7 @@ from atoll.launch.served import ServedLaunch, check_run
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
+from atoll.observe.groups import group_lines
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -280,6 +281,7 @@ def closing_lines(summary: Summary, directory: RunDirectory, drawn: bool) -> lis
     lines = [f"atoll: {_count(summary.workers)} ({summary.strategy}): " + " · ".join(facts)]
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
+    lines += [f"atoll: {line}" for line in group_lines(summary)]
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
     lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
     return lines

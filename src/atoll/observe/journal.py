@@ -117,10 +117,14 @@ def _say(line: str) -> None:
 
 
 class JournalReader:
-    """Reads what is new in a journal that may still be growing, or not be there yet."""
+    """Reads what is new in a journal that may still be growing, or not be there yet.
 
-    def __init__(self, path: Path) -> None:
+    `decode` makes an event of a line, or raises msgspec.DecodeError.
+    """
+
+    def __init__(self, path: Path, decode: Callable[[bytes], AnyEvent] = decode) -> None:
         self.path = path
+        self._decode = decode
         self.unreadable = 0  # whole lines that hold no event
         self._offset = 0
         self._rest = b""
@@ -137,7 +141,7 @@ class JournalReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
-                event = decode(line)
+                event = self._decode(line)
             except msgspec.DecodeError:
                 self.unreadable += 1
             else:

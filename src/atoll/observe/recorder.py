@@ -26,6 +26,8 @@ from atoll.core.events import (
     StepDone,
     Warned,
 )
+from atoll.observe.decisions import HUB, decode_decision
+from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.metrics import Line, Merger
 from atoll.observe.rundir import RunDirectory
@@ -140,6 +142,8 @@ class Recorder:
         self._workers, self._strategy, self._groups = workers, strategy, 1
         self._writers = list(writers)
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
+        self._decisions = JournalReader(run.decisions, decode_decision)
+        self._grouped = GroupRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -157,9 +161,13 @@ class Recorder:
     def poll(self) -> list[AnyEvent]:
         """Read what is new; returns the events to show a person, each once, however many workers sent it."""
         fresh = [event for reader in self._readers.values() for event in reader.read()]
+        # Of the hub's decisions, what its own log does not show to whoever watches the workers.
+        fresh += [e for e in self._decisions.read() if isinstance(e, Decided) and e.what == "groups"]
         news: list[AnyEvent] = []
         for event in sorted(fresh, key=lambda event: event.time):
-            self._take(event)
+            self._grouped.take(event)
+            if event.worker != HUB:
+                self._take(event)
             if isinstance(event, _KEPT) and self._keep(event):
                 news.append(event)
         for line in self._merger.whole():
@@ -263,6 +271,7 @@ class Recorder:
     def _summary(self) -> Summary:
         each = [self._totals[worker] for worker in sorted(self._totals)]
         events = [_plain(event) for event in self._events]
+        groupings, each_group = self._grouped.shown(self._first)
         if self._dropped:
             events.append(
                 {"event": "warned", "message": f"{self._dropped} more events are in {self.run.workers}"}
@@ -279,6 +288,8 @@ class Recorder:
             last=self._last,
             events=events,
             each_worker=each,
+            groupings=groupings,
+            each_group=each_group,
         )
 
 
