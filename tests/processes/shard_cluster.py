@@ -201,18 +201,21 @@ def gradients(seed: int) -> list[Tensor]:
 
 
 class Worker(Peer):
-    """A worker that has said Hello."""
+    """A worker that has said Hello, or a member of a group."""
 
-    def __init__(self, addresses: list[str], rank: int, model: Model, incarnation: int = 0) -> None:
+    def __init__(
+        self, addresses: list[str], rank: int, model: Model, incarnation: int = 0, member: int = 0
+    ) -> None:
         super().__init__(addresses)
         self.rank, self.model, self.incarnation = rank, model, incarnation or rank + 1
+        self.member = member
         for shard in range(len(addresses)):
             self.send(shard, self.hello())
             assert self.expect(shard, m.Welcome)[0].run == "test"
 
     def hello(self, **changes: Any) -> m.Hello:
         given = {"version": m.VERSION, "run": "test", "role": "worker", "worker": self.rank}
-        return m.Hello(**{**given, "incarnation": self.incarnation, **changes})
+        return m.Hello(**{**given, "incarnation": self.incarnation, "member": self.member, **changes})
 
     def set_up(self, workers: int, **changes: Any) -> None:
         for shard in range(self.model.shards):
@@ -227,12 +230,18 @@ class Worker(Peer):
             self.expect(shard, m.Ready)
 
     def push(
-        self, iteration: int, tensors: list[Tensor], missing: tuple[int, ...] = (), pull: bool = False
+        self,
+        iteration: int,
+        tensors: list[Tensor],
+        missing: tuple[int, ...] = (),
+        pull: bool = False,
+        share: int = 0,
+        shares: int = 1,
     ) -> None:
-        """All chunks; with `pull`, each shard's last one asks for what comes of them."""
+        """All chunks, or a share of each; with `pull`, each shard's last one asks for what comes of them."""
         for chunk, shard in self.model.shard_of.items():
             last = chunk == self.model.held(shard)[-1]
-            self.push_chunk(shard, chunk, iteration, tensors, missing, pull and last)
+            self.push_chunk(shard, chunk, iteration, tensors, missing, pull and last, share, shares)
 
     def push_chunk(
         self,
@@ -242,6 +251,8 @@ class Worker(Peer):
         tensors: list[Tensor],
         missing: tuple[int, ...] = (),
         pull: bool = False,
+        share: int = 0,
+        shares: int = 1,
     ) -> None:
         zeroed = [torch.zeros_like(t) if i in missing else t for i, t in enumerate(tensors)]
         present = bytes(slot.parameter not in missing for slot in self.model.layout.chunks[chunk].slots)
@@ -252,8 +263,12 @@ class Worker(Peer):
             chunks_in_all=len(self.model.held(shard)),
             present=present,
             pull=pull,
+            share=share,
+            shares=shares,
         )
-        self.send(shard, message, payload_of(self.model.flat(chunk, zeroed)))
+        flat = self.model.flat(chunk, zeroed)
+        start, stop = m.run_of(flat.numel(), share, shares)
+        self.send(shard, message, payload_of(flat[start:stop]))
 
     def commit(self, iteration: int, weight: float = 1.0, **more: Any) -> None:
         self.send(
@@ -263,14 +278,14 @@ class Worker(Peer):
             ),
         )
 
-    def means(self, iteration: int, ask: bool = True) -> dict[int, tuple[Tensor, bytes]]:
+    def means(self, iteration: int, ask: bool = True, share: int = 0) -> dict[int, tuple[Tensor, bytes]]:
         found = {}
         for shard in range(self.model.shards if ask else 0):
             self.send(shard, m.PullMean(incarnation=self.incarnation, iteration=iteration))
         for shard in range(self.model.shards):
             for _ in self.model.held(shard):
                 mean, payload = self.expect(shard, m.Mean)
-                assert mean.iteration == iteration
+                assert (mean.iteration, mean.share) == (iteration, share)
                 assert payload is not None
                 found[mean.chunk] = tensor_of(payload, torch.float32), mean.present
         return found
@@ -279,17 +294,18 @@ class Worker(Peer):
         given = {"hyperparameters": self.model.hyperparameters(), "scale": scale, **more}
         self.send(0, m.Step(incarnation=self.incarnation, iteration=iteration, **given))
 
-    def ask(self, clock: int) -> None:
+    def ask(self, clock: int, **share: int) -> None:
         for shard in range(self.model.shards):
-            self.send(shard, m.Pull(incarnation=self.incarnation, clock=clock))
+            self.send(shard, m.Pull(incarnation=self.incarnation, clock=clock, **share))
 
-    def parameters(self, clock: int | None = None) -> dict[int, Tensor]:
+    def parameters(self, clock: int | None = None, share: int = 0) -> dict[int, Tensor]:
         """The answer to `ask`, bit by bit."""
         found = {}
         for shard in range(self.model.shards):
             for _ in self.model.held(shard):
                 message, payload = self.expect(shard, m.Parameters)
                 assert clock is None or message.clock == clock
+                assert message.share == share
                 assert payload is not None
                 found[message.chunk] = tensor_of(payload, torch.float32)
         return found
@@ -331,8 +347,8 @@ class Run:
         hub.expect(0, m.Welcome)
         return hub
 
-    def again(self, rank: int, incarnation: int) -> Worker:
-        worker = Worker(self.cluster.addresses, rank, self.model, incarnation)
+    def again(self, rank: int, incarnation: int, member: int = 0) -> Worker:
+        worker = Worker(self.cluster.addresses, rank, self.model, incarnation, member)
         self.peers.append(worker)
         return worker
 

@@ -72,7 +72,7 @@ class Watch:
 def test_a_shards_folder_holds_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments, whole, and two snapshots; that is so after any number of iterations."""
     segment = 60_000  # above eight times the chunks
-    monkeypatch.setattr("atoll.server.shard._SMALL_JOURNAL", segment)
+    monkeypatch.setattr("atoll.server.durability._SMALL_JOURNAL", segment)
     folder = tmp_path / "shard"
     kept = Kept(folder, seconds=SECONDS)
     worker = begin(kept)
@@ -81,7 +81,7 @@ def test_a_shards_folder_holds_what_the_page_says(tmp_path: Path, monkeypatch: p
     pushed = sum(each.nbytes for each in gradients(0)) + 4096  # of an iteration, with its headers
     assert 8 * held < segment
     watch, seen = Watch(folder), set()
-    snapshots = kept.cluster.shards[0]._snapshots
+    snapshots = kept.cluster.shards[0].kept.snapshots
     assert snapshots is not None
     for iteration in range(100):
         iterate(worker, iteration)

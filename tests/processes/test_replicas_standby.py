@@ -169,7 +169,7 @@ def test_its_directory_is_marked_until_it_holds_the_whole_shard(stage: Stage, tm
     stage.turn()
     assert (tmp_path / MARK).exists()
     assert (stage.journal.clears, stage.journal.segments) == (1, 1)
-    assert not stage.standby.shard.is_on_disk
+    assert not stage.standby.shard.kept.is_on_disk
 
 
 def test_a_lost_primary_is_told_to_the_hub(stage: Stage) -> None:

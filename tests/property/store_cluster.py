@@ -230,9 +230,10 @@ class Cluster:
             kept = msgspec.msgpack.encode(runtime.state.state())
             state = ShardState.restored(msgspec.msgpack.decode(kept, type=HeldState))
             assert msgspec.msgpack.encode(state.state()) == kept
-            for worker, pull in runtime.state.waiting_pulls():
-                mean = isinstance(pull, messages.PullMean)
-                assert not (state.handle_pull_mean if mean else state.handle_pull)(worker, pull)  # type: ignore[operator, arg-type]
+            for asked in runtime.state.waiting_pulls():
+                mean = isinstance(asked.pull, messages.PullMean)
+                ask = state.handle_pull_mean if mean else state.handle_pull
+                assert not ask(asked.worker, asked.pull, asked.member)  # type: ignore[operator, arg-type]
             runtime.state = state
 
     # -- the network --------------------------------------------------------------------------------------
@@ -314,8 +315,8 @@ class Cluster:
     def _entry(self, shard: int, entry: log_entries.Entry) -> None:
         runtime = self.shards[shard]
         runtime.act(entry)
-        for worker, pull in runtime.state.poll_pulls():
-            self._answer(shard, worker, pull)
+        for asked in runtime.state.poll_pulls():
+            self._answer(shard, asked.worker, asked.pull)
 
     def _answer(self, shard: int, worker: int, pull: messages.Pull | messages.PullMean) -> None:
         state = self.shards[shard].state

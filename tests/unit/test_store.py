@@ -22,7 +22,7 @@ from atoll.store.leases import Leases
 from atoll.store.log import CommitLog
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
-from atoll.store.shard import ApplyChunks, CombineChunks, Release, ShardState, StepChunks
+from atoll.store.shard import ApplyChunks, Asked, CombineChunks, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import Commit, Committed, Lease, Leased, Pull, PullMean, Push, Replace, Used
 
@@ -515,7 +515,7 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     )
     assert release == Release([10, 13])
     assert state.versions == {3: 1, 5: 1}
-    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=1))]
+    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=1))]
     assert state.poll_pulls() == []
     assert (state.clock_of(0), state.staleness_of(0)) == (1, 0.25)
     late = state.handle_push(0, push(3), 14)
@@ -565,7 +565,7 @@ def test_a_mean_is_pulled_edited_and_stepped() -> None:
     combine, release = state.handle_entry(Combine(iteration=0, members=members))
     assert combine == CombineChunks(0, [(1.0, {3: (0, b"\1")}), (2.0, {3: (1, b"\1")})], 3.0, 4.0)
     assert release == Release([0, 1])
-    assert state.poll_pulls() == [(0, mean)]
+    assert state.poll_pulls() == [Asked(0, mean)]
     assert state.handle_replace(0, early, 9).keep
     assert not state.handle_replace(0, early, 10).keep
     step = Step(iteration=0, scale=0.5, hyperparameters=LR, edited=[3], editor=0, accepted=True)
@@ -600,9 +600,9 @@ def test_ssp_holds_the_fast_back_until_the_slow_have_come_along_or_gone() -> Non
         pull = Pull(incarnation=1, clock=iteration + 1)
         assert state.handle_pull(0, pull) == (iteration == 0)
     state.handle_pull(0, Pull(incarnation=1, clock=1))  # a late duplicate displaces nothing
-    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
     state.handle_entry(Fenced(worker=1, incarnation=2))
-    assert state.poll_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.poll_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
@@ -611,7 +611,7 @@ def test_a_late_duplicate_of_a_pull_leaves_the_one_that_waits() -> None:
     state.handle_entry(applied(0, 0))
     assert not state.handle_pull(0, Pull(incarnation=1, clock=2))
     assert state.handle_pull(0, Pull(incarnation=1, clock=1))
-    assert state.waiting_pulls() == [(0, Pull(incarnation=1, clock=2))]
+    assert state.waiting_pulls() == [Asked(0, Pull(incarnation=1, clock=2))]
 
 
 def test_who_joins_is_answered_when_it_takes_part() -> None:
@@ -620,7 +620,7 @@ def test_who_joins_is_answered_when_it_takes_part() -> None:
     state.handle_entry(Joined(worker=5, incarnation=9, clock=4))
     assert state.poll_pulls() == []  # worker 0 is at 0: four behind
     state.handle_entry(Fenced(worker=0, incarnation=1))
-    assert state.poll_pulls() == [(5, Pull(incarnation=9, clock=0))]
+    assert state.poll_pulls() == [Asked(5, Pull(incarnation=9, clock=0))]
     assert state.clock_of(5) == 4
 
 

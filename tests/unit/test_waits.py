@@ -80,7 +80,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     },
     **{
         ("poll", name): "takes in what there is, of files or without waiting for a socket"
-        for name in ("recorder", "self", "_rings", "_log", "_upstream", "_snapshots", "_rendezvous", "_pairs")
+        for name in ("recorder", "self", "_rings", "_log", "_upstream", "snapshots", "_rendezvous", "_pairs")
+        + ("_groups", "_planner", "_formation")
     },
     ("poll", "select"): "makes a poll object",
     ("connect", "_log"): "a ZeroMQ socket connects in the background",

@@ -87,7 +87,7 @@ class Groups(msgspec.Struct, forbid_unknown_fields=True):
     """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra)."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best
-    by: GroupBy = "auto"  # speed: the probe's queue; joint: speeds and links; auto: queue where count is given
+    by: GroupBy = "auto"  # auto: speed where count is given, else joint
     probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
     patience: str = "1min"  # for a worker's probe
     regroup: bool = True  # while the run goes, as speeds and members change

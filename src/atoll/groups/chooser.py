@@ -94,6 +94,12 @@ class Choice:
     scored: int  # groupings that were looked at
 
 
+def computing(speeds: Mapping[int, float]) -> ScoreFunction:
+    """Scores what groups give if sending takes no time: each as many times its slowest member as it has
+    members. For as long as links, or what is sent, are not known."""
+    return lambda grouping: Score(sum(len(group) * min(speeds[w] for w in group) for group in grouping))
+
+
 def choose(
     measured: Measured,
     score: ScoreFunction,

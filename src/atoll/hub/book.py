@@ -17,20 +17,53 @@ from atoll.hub.records import (
     Began,
     BookState,
     Came,
+    Decided,
     Died,
+    InGroups,
     InRing,
     Knows,
     Left,
     Over,
+    Paced,
     Paired,
     Promoted,
+    TimePassed,
     Told,
 )
 from atoll.store.leases import Key, Leases
 from atoll.store.members import Admission, Membership
-from atoll.wire.messages import AnyMessage, Leased, Used
+from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
 GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
+
+
+class GroupsOf(Protocol):
+    """What the book needs of the hub's groups (`hub/groups.py`)."""
+
+    def joined(self, rank: int, incarnation: int) -> None:
+        """A worker has come."""
+
+    def left(self, now: float, rank: int, *, finished: bool = False) -> None:
+        """A worker is no more; who is to be fenced for it is added to the book's fences."""
+
+    def replay(self, record: Paced | Decided | InGroups | TimePassed) -> None:
+        """Take again what was written before."""
+
+    def lease(self, rank: int, lease: Lease) -> Leased:
+        """A worker asks for samples."""
+
+    def fenced(self, key: Key) -> None:
+        """A log has answered to a fence."""
+
+    @property
+    def changes(self) -> int:
+        """Grows with each answer to a lease that a journal would have to know."""
+
+    def state(self) -> bytes:
+        """All that is known of groups."""
+
+    def restore(self, now: float, state: bytes) -> None:
+        """Know that again."""
 
 
 class RingsOf(Protocol):
@@ -82,6 +115,7 @@ class Book:
         self.members = Membership(workers, patience, shards, sites, heartbeat, replicas)
         self.leases = Leases()
         self.rings: RingsOf | None = None
+        self.groups: GroupsOf | None = None
         self.fences: dict[str, set[Key]] = {GLOBAL: set(), **{site: set() for site in self.members.sites}}
         self.begun = self.over = False
         self._site_of: dict[Key, str] = {}  # of every worker that has ever come
@@ -102,6 +136,9 @@ class Book:
         elif isinstance(record, InRing):
             assert self.rings is not None
             self.rings.replay(record.at, record.message)
+        elif isinstance(record, (Paced, Decided, InGroups, TimePassed)):
+            assert self.groups is not None
+            self.groups.replay(record)
         elif isinstance(record, Paired):
             self.pair(record)
         elif isinstance(record, Promoted):
@@ -138,6 +175,8 @@ class Book:
             record.before,
         )
         if not admission.refused:
+            if record.role == "worker" and self.groups is not None:
+                self.groups.joined(admission.worker, admission.incarnation)
             if record.role == "worker" and self.members.sites:
                 self._site_of[admission.worker, admission.incarnation] = record.site
             self.begun = self.begun or len(self.members.live()) >= self.members.workers
@@ -180,6 +219,9 @@ class Book:
         if self.rings is not None:
             finished = isinstance(record, Left) and record.finished
             self.rings.left(incarnation, said_goodbye=said_goodbye, finished=finished)
+        if self.groups is not None:  # its contributor is fenced with its last member
+            self.groups.left(record.at, rank, finished=isinstance(record, Left) and record.finished)
+            return
         if self.members.sites:
             fences = self.fences.get(self._site_of.get((rank, incarnation), GLOBAL))
         else:
@@ -196,14 +238,22 @@ class Book:
     def lease(self, record: Asked) -> tuple[Leased, bool]:
         """A worker asks for samples; the answer, and whether it is the epoch's first. Raises UserError, and
         changes nothing, for what `Leases.handle_lease` refuses."""
-        before = self.leases.changes
-        leased = self.leases.handle_lease(record.rank, record.lease.incarnation, record.lease)
-        if leased.start >= leased.stop or self.leases.changes == before:
+        before = self.lease_changes
+        if self.groups is not None:
+            leased = self.groups.lease(record.rank, record.lease)
+        else:
+            leased = self.leases.handle_lease(record.rank, record.lease.incarnation, record.lease)
+        if leased.start >= leased.stop or self.lease_changes == before:
             return leased, False
         key = (leased.sampler, leased.epoch)
         first = key not in self._dealt
         self._dealt.setdefault(key, Counter())[record.rank] += leased.stop - leased.start
         return leased, first
+
+    @property
+    def lease_changes(self) -> int:
+        """Grows with each answer to a lease that a journal has to know."""
+        return self.leases.changes + (self.groups.changes if self.groups is not None else 0)
 
     def told(self, record: Told) -> Word:
         """A log says what was used: asked for, after a fence, or as news."""
@@ -212,6 +262,8 @@ class Book:
         asked = not fenced.news and fences is not None and key in fences
         if asked and fences is not None:
             fences.discard(key)
+            if self.groups is not None:
+                self.groups.fenced(key)
         if record.log != GLOBAL:  # the global log has yet to count it
             if not asked:
                 return Word()
@@ -253,6 +305,7 @@ class Book:
             self.begun,
             self.over,
             self.rings.state() if self.rings is not None else b"",
+            self.groups.state() if self.groups is not None else b"",
         )
 
     def restore(self, now: float, state: BookState) -> None:
@@ -265,3 +318,5 @@ class Book:
         self.begun, self.over = state.begun, state.over
         if self.rings is not None:
             self.rings.restore(now, state.rings)
+        if self.groups is not None and state.groups:
+            self.groups.restore(now, state.groups)

@@ -17,6 +17,7 @@ from atoll.core.events import AnyEvent, Decided, EventBus
 from atoll.hub.book import Book
 from atoll.hub.decisions import Decisions
 from atoll.hub.journal import FILE, HubJournal
+from atoll.hub.planner import GroupingSettings
 from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
@@ -45,6 +46,7 @@ def serve(
     replicas: int = 1,
     until_done: bool = False,
     at_least: int = 1,
+    grouping: GroupingSettings | None = None,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -58,15 +60,17 @@ def serve(
     started again with the same folder goes on with the same run at the same address. `ready` is called with
     the address once others may connect. `patience`: the most seconds of silence after which a member counts
     as dead; `heartbeat`: how often they are to be heard. `at_least`: a ring with fewer members left than
-    these ends. It ends when `until` says so, by a signal, or with `until_done` when all workers have left or
-    died and the shards, which it tells, have ended. Raises UserError for input that is wrong, a port in use
-    and a folder of another run too.
+    these ends. `grouping`: how workers are put into groups, where they are. It ends when `until` says so, by
+    a signal, or with `until_done` when all workers have left or died and the shards, which it tells, have
+    ended. Raises UserError for input that is wrong, a port in use and a folder of another run too.
     """
     _check(workers, shards, patience, heartbeat)
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
     _check_replicas(replicas, shards, sites or {})
+    if grouping is not None:
+        _check_groups(grouping, workers, shards, sites or {})
     keys = read_keys(keys_file) if keys_file else None
     where = None if not folder else Path(folder)
     with contextlib.ExitStack() as stack:
@@ -82,6 +86,7 @@ def serve(
             shards=shards,
             sites=_pairs(sites),
             replicas=replicas,
+            groups=str(grouping) if grouping is not None else "",
         )
         began = _goes_on(journal, asked) if journal is not None else None
         run = began.run if began is not None else run or _new_name()
@@ -108,6 +113,7 @@ def serve(
             until_done=until_done,
             at_least=at_least,
             journal=journal,
+            grouping=grouping,
         )
         stack.callback(hub.close)
         if book.over and not book.members.incarnations():
@@ -159,6 +165,7 @@ def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
         "shards": (asked.shards, began.shards),
         "replicas": (asked.replicas, began.replicas),
         "site": (asked.sites, began.sites),
+        "groups": (asked.groups or "none", began.groups or "none"),
     }
     for option, (now, before) in said.items():
         if now != before:
@@ -207,6 +214,20 @@ def _check_replicas(replicas: int, shards: int, sites: Mapping[str, int]) -> Non
         raise UserError(f"--replicas {replicas} does not go with --site: sites' shards have no standby yet")
     if replicas > 1 and not shards:
         raise UserError(f"--replicas {replicas}: a ring has no shards; give --shards M, from 1")
+
+
+def _check_groups(grouping: GroupingSettings, workers: int, shards: int, sites: Mapping[str, int]) -> None:
+    if not shards:
+        raise UserError("--groups: groups meet at a parameter server; give --shards M, from 1")
+    if sites:
+        raise UserError("--groups does not go with --site: a site's workers are a group already")
+    if not 0 <= grouping.count <= workers:
+        raise UserError(
+            f"--groups {grouping.count}: from 1 to {workers}, the number of workers; or auto, for as many as "
+            "are best"
+        )
+    if not grouping.patience > 0:
+        raise UserError(f"a probe's patience of {grouping.patience:g} s: must be more than 0")
 
 
 def _at(sites: Mapping[str, int]) -> str:

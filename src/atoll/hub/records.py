@@ -14,7 +14,7 @@ import msgspec
 from atoll.core.errors import AtollError
 from atoll.store.leases import Key, LeasesState
 from atoll.store.members import MembershipState
-from atoll.wire.messages import AnyMessage, Fenced, Lease
+from atoll.wire.messages import AnyMessage, Fenced, InGroup, JoinGroup, Lease
 
 
 class DamagedError(AtollError):
@@ -37,6 +37,7 @@ class Began(Record, frozen=True):
     shards: int
     sites: list[tuple[str, int]]
     replicas: int = 1
+    groups: str = ""  # how workers are put into groups, in words; empty: they are not
 
 
 class Came(Record, frozen=True):
@@ -100,6 +101,33 @@ class Promoted(Record, frozen=True):
     shard: int
 
 
+class Paced(Record, frozen=True):
+    """How long a worker computes a sample, in seconds: at first, and when it has changed."""
+
+    incarnation: int
+    pace: float
+
+
+class Decided(Record, frozen=True):
+    """Who is to be in which group. `placed`: the start is over with it, and who comes later is placed beside
+    the others."""
+
+    groups: list[list[int]]
+    reason: str
+    placed: bool = False
+
+
+class InGroups(Record, frozen=True):
+    """A worker's word on its way from group to group; `patience`: how many seconds it may be let wait."""
+
+    message: JoinGroup | InGroup
+    patience: float = 0.0
+
+
+class TimePassed(Record, frozen=True):
+    """By `at`, groups were given up, or opened."""
+
+
 class Over(Record, frozen=True):
     """The run is over: shards are told to end."""
 
@@ -116,6 +144,7 @@ class BookState:
     begun: bool
     over: bool
     rings: bytes
+    groups: bytes = b""
 
 
 class Knows(Record, frozen=True):
@@ -124,7 +153,10 @@ class Knows(Record, frozen=True):
     state: BookState
 
 
-AnyRecord = Union[Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Over, Knows]
+AnyRecord = Union[
+    Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Paced, Decided, InGroups, TimePassed,
+    Over, Knows,
+]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -41,12 +41,16 @@ _CHANGES = ("set", "add", "append", "compare_set", "delete")  # operations on ke
 class _State:
     meeting: RendezvousState
     regroup: RegroupState
+    of_groups: list[RegroupState] = field(default_factory=list)
 
 
 class Rings:
     """Takes what workers say about rings; `now` gives the hub's seconds, `send` and `refuse` its answers.
     `give_up(incarnation, reason)` is called for a member that is dead by what the others say of it: it ends
     in `left`. `keep` is told of each word that changes something, for the hub's journal.
+
+    A run without shards has one ring; where workers are put into groups each group has its own
+    (`form_group`), and `grouping_of(incarnation)` is what its member is told of groupings.
 
     A call says by its incarnation whose it is, since it comes over another connection than the worker's
     Hello: whoever was let in, by the run's keys, is trusted with that.
@@ -69,7 +73,9 @@ class Rings:
         self._keep = keep
         self._replayed_at: float | None = None  # while words from before a restart are taken again
         self._rendezvous = Rendezvous(members.workers)
-        self._regroup = Regroup(self._rendezvous.form, at_least)
+        self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
+        self._of_groups: list[Regroup] = []
+        self.grouping_of: Callable[[int], int] | None = None
         self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
     def _now(self) -> float:
@@ -89,8 +95,8 @@ class Rings:
             elif isinstance(message, Reform):
                 self._reform(asker, rank, message)
             else:
-                self._regrouped(self._regroup.handle_enter(asker, rank, message))
-                self._tell_members()
+                self._regrouped(self._regroup, self._regroup.handle_enter(asker, rank, message))
+                self._tell_members(self._regroup)
             if self._replayed_at is None and (
                 not isinstance(message, StoreCall) or message.operation in _CHANGES
             ):
@@ -118,21 +124,40 @@ class Rings:
 
     def _reform(self, asker: _Asker, rank: int, reform: Reform) -> None:
         live = {incarnation: rank for rank, incarnation in self._members.live().items()}
-        quiet = not self._regroup.broken
-        self._regrouped(self._regroup.handle_reform(asker, reform, live))
-        if self._regroup.broken and quiet:
+        regroup = self._regroup_of(reform.incarnation)
+        if self.grouping_of is not None and regroup is self._regroup:
+            raise UserError(f"incarnation {reform.incarnation} is in no group, and so in no ring")
+        quiet = not regroup.broken
+        self._regrouped(regroup, regroup.handle_reform(asker, reform, live))
+        if regroup.broken and quiet:
             self._decisions.add(
                 "ring broken", f"ring {reform.group}", f"worker {rank} lost touch with another member"
             )
-            self._broken()
+            self._broken(regroup)
 
-    def _regrouped(self, answers: Sequence[tuple[object, Reformed]]) -> None:
+    def _regroup_of(self, incarnation: int) -> Regroup:
+        """The ring that a worker is in; the run's, if it is in none of a group."""
+        return next((each for each in self._of_groups if incarnation in each.members), self._regroup)
+
+    def form_group(self, members: Mapping[int, int]) -> int:
+        """A ring of these, incarnation -> rank in the run, in its order: they leave the rings that they are
+        in, whose other members go on without them. Gives its number."""
+        for member in members:
+            self._leave(member, said_goodbye=True)
+        regroup = Regroup(self._rendezvous.form)
+        number = self._rendezvous.form(list(members))
+        regroup.handle_formed(number, members)
+        self._of_groups.append(regroup)
+        return number
+
+    def _regrouped(self, regroup: Regroup, answers: Sequence[tuple[object, Reformed]]) -> None:
         """Tell the members, if there is a next ring, and the record."""
         self._answer(answers)
         if not answers:
             return
         ring = answers[0][1]
-        self._members.open = self._regroup.under_way
+        if regroup is self._regroup:
+            self._members.open = regroup.under_way
         gone = [f"worker {rank} died" for rank in ring.lost] + [f"worker {rank} left" for rank in ring.left]
         entered = [f"worker {rank} entered" for rank in ring.workers[len(ring.workers) - ring.newcomers :]]
         self._decisions.add(
@@ -142,36 +167,56 @@ class Rings:
             or f"{', '.join(gone + entered) or 'a connection broke'}; it goes on at its round {ring.round}",
         )
 
-    def _broken(self) -> None:
+    def _broken(self, regroup: Regroup) -> None:
         """Free whoever waits for a member that is gone."""
-        self._answer(self._rendezvous.handle_broken(self._regroup.group))
-        self._tell_members()
+        self._answer(self._rendezvous.handle_broken(regroup.group))
+        self._tell_members(regroup)
 
-    def _tell_members(self) -> None:
-        news = self._news()
-        for member in self._regroup.members:
-            if member in self._beats:
-                self._send(self._beats[member], news)
+    def _tell_members(self, regroup: Regroup) -> None:
+        for member in regroup.members:
+            self.tell(member)
 
-    def _news(self) -> RingNews:
-        return RingNews(group=self._regroup.group, broken=self._regroup.broken, waiting=self._regroup.waiting)
+    def tell(self, incarnation: int) -> None:
+        """Tell a worker how its ring stands, and which grouping is meant for it, over the connection of its
+        heartbeats."""
+        if incarnation in self._beats:
+            self._send(self._beats[incarnation], self._news(incarnation))
+
+    def _news(self, incarnation: int) -> RingNews:
+        regroup = self._regroup_of(incarnation)
+        grouping = self.grouping_of(incarnation) if self.grouping_of is not None else 0
+        if incarnation not in regroup.members:
+            return RingNews(group=0, grouping=grouping)
+        return RingNews(
+            group=regroup.group, broken=regroup.broken, waiting=regroup.waiting, grouping=grouping
+        )
 
     def beat(self, peer: bytes, incarnation: int) -> None:
         """A heartbeat has come."""
         self._beats[incarnation] = peer
-        if incarnation in self._regroup.members and (self._regroup.broken or self._regroup.waiting):
-            self._send(peer, self._news())
+        regroup = self._regroup_of(incarnation)
+        stirs = incarnation in regroup.members and (regroup.broken or regroup.waiting)
+        if stirs or self.grouping_of is not None:
+            self._send(peer, self._news(incarnation))
 
     def left(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
         """A worker said goodbye or died; `finished`: at the end of its session."""
         self._beats.pop(incarnation, None)
-        was_member = incarnation in self._regroup.members
-        # First who is in the next ring: while the last member of this one leaves, its keys go.
-        self._regrouped(self._regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished))
-        self._rendezvous.handle_left(incarnation)
+        self._leave(incarnation, said_goodbye=said_goodbye, finished=finished)
         self._members.open = self._regroup.under_way
-        if was_member and self._regroup.broken:
-            self._broken()
+
+    def _leave(self, incarnation: int, *, said_goodbye: bool = False, finished: bool = False) -> None:
+        """A worker is in its ring no longer."""
+        regroup = self._regroup_of(incarnation)
+        was_member = incarnation in regroup.members
+        # First who is in the next ring: while the last member of this one leaves, its keys go.
+        answers = regroup.handle_left(incarnation, said_goodbye=said_goodbye, finished=finished)
+        self._regrouped(regroup, answers)
+        self._rendezvous.handle_left(incarnation)
+        if was_member and regroup.broken:
+            self._broken(regroup)
+        if not regroup.members and regroup in self._of_groups:
+            self._of_groups.remove(regroup)
 
     def replay(self, now: float, message: AnyMessage) -> None:
         """Take a word that `keep` was told of before a restart: nobody is there yet who could be answered."""
@@ -182,7 +227,8 @@ class Rings:
 
     def state(self) -> bytes:
         """All that is known of rings, as MessagePack."""
-        return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state()))
+        of_groups = [regroup.state() for regroup in self._of_groups]
+        return msgspec.msgpack.encode(_State(self._rendezvous.state(), self._regroup.state(), of_groups))
 
     def restore(self, now: float, state: bytes) -> None:
         """Know what `state` says."""
@@ -190,16 +236,23 @@ class Rings:
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
         self._regroup.restore(found.regroup, _NOBODY)
+        self._of_groups = [Regroup(self._rendezvous.form) for _ in found.of_groups]
+        for regroup, state_of_it in zip(self._of_groups, found.of_groups, strict=True):
+            regroup.restore(state_of_it, _NOBODY)
         self._members.open = self._regroup.under_way
 
     def poll(self) -> None:
         """Answer those whose time is over, and give up whom the others have lost."""
         now = self._now()
         self._answer(self._rendezvous.poll(now))
-        if not self._regroup.broken:
-            return
-        for member in self._regroup.awaited:
-            if member not in self._regroup.awaited:
+        for regroup in [self._regroup, *self._of_groups]:
+            if regroup.broken:
+                self._give_up_silent(now, regroup)
+
+    def _give_up_silent(self, now: float, regroup: Regroup) -> None:
+        """Give up whom the others of its ring have lost, and nobody hears."""
+        for member in regroup.awaited:
+            if member not in regroup.awaited:
                 break  # with the one given up before, the next ring was formed
             if self._members.handle_suspect(now, member):
                 silence = self._members.silence(now, member)

@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.core.points import reach
 from atoll.hub.book import GLOBAL, Book, Gone, Word
 from atoll.hub.broken import BrokenLinks
 from atoll.hub.decisions import Decisions
+from atoll.hub.groups import Groups
 from atoll.hub.journal import HubJournal
 from atoll.hub.loglink import LogLink
 from atoll.hub.pairs import HubParts, Pairs
+from atoll.hub.planner import GroupingSettings
 from atoll.hub.records import (
     AnyRecord,
     Asked,
@@ -45,8 +49,11 @@ from atoll.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    InGroup,
     InSync,
+    JoinGroup,
     Lease,
+    Looked,
     LostTouch,
     Reform,
     Refused,
@@ -108,7 +115,7 @@ class Hub:
     `run` is the run's name; who names another one is refused, who names none is told it. `turn` is one round
     of the loop, `serve` is the loop. With `until_done` it ends when all workers have left or died, after as
     many were there as the run begins with, and the shards have ended, which are then told to. A ring of fewer
-    members than `at_least` does not go on.
+    members than `at_least` does not go on. With `grouping` the workers are put into groups.
 
     Each turn writes down what it has changed, in `journal` where there is one, before it answers anybody.
     What the journal holds already is gone through again first, and the run goes on from there.
@@ -125,6 +132,7 @@ class Hub:
         until_done: bool = False,
         at_least: int = 1,
         journal: HubJournal | None = None,
+        grouping: GroupingSettings | None = None,
     ) -> None:
         self._until_done = until_done
         self._server, self._book, self._members, self._decisions = server, book, book.members, decisions
@@ -139,7 +147,7 @@ class Hub:
             lambda: book.fences[GLOBAL],
             lambda fenced: self._handle_fenced(GLOBAL, fenced),
             lambda line: decisions.add("log", "not reached", line),
-            looked=lambda looked: self._broken.looked(looked),
+            looked=self._handle_looked,
         )
         self._broken = BrokenLinks(self._members, server, self._ask_log)
         self._sites = Sites(list(self._members.sites), lambda site: self._link_to(site, keys))
@@ -156,6 +164,20 @@ class Hub:
             at_least=at_least,
         )
         book.rings = self._rings
+        self._groups = (
+            Groups(
+                grouping,
+                book,
+                self._rings,
+                decisions,
+                self._now,
+                self._send,
+                self._refuse,
+                self._new_record,
+            )
+            if grouping is not None
+            else None
+        )
         self._owners: dict[int, bytes] = {}  # incarnation -> whose connection it is
         self._pids: dict[int, int] = {}  # incarnation of a shard -> its process
         self._pairs = self._make_pairs()
@@ -184,8 +206,17 @@ class Hub:
         """Ask the log that knows a worker for its connection."""
         site = self._book.site_of(incarnation) if self._members.sites else ""
         link = self._sites.link(site) if site else self._log
-        if link is not None:
-            link.look(rank, incarnation)
+        key = (rank, incarnation) if self._groups is None else self._groups.looked_for(rank)
+        if link is not None and key is not None:
+            link.look(*key)
+
+    def _handle_looked(self, looked: Looked) -> None:
+        if self._groups is not None:
+            incarnation = self._groups.worker_of(looked.worker)
+            if incarnation is None:
+                return
+            looked = msgspec.structs.replace(looked, incarnation=incarnation)
+        self._broken.looked(looked)
 
     def _make_pairs(self) -> Pairs:
         parts = HubParts(
@@ -216,7 +247,7 @@ class Hub:
         if self._log.client is not None:
             endpoints.append(self._log.client)
         endpoints += self._sites.clients
-        poll(endpoints, self._rings.soon(timeout))
+        poll(endpoints, self._soon(timeout))
         for _ in range(_MESSAGES):
             received = self._server.receive(0)
             if received is None:
@@ -231,7 +262,13 @@ class Hub:
         self._pairs.poll()
         self._poll_shards()
         self._rings.poll()
+        if self._groups is not None:
+            self._groups.poll()
         self._commit()
+
+    def _soon(self, seconds: float) -> float:
+        seconds = self._rings.soon(seconds)
+        return self._groups.soon(seconds) if self._groups is not None else seconds
 
     def close(self) -> None:
         """Close the connections to the logs; server and journal are the caller's."""
@@ -259,6 +296,9 @@ class Hub:
         self._members.handle_return(self._clock.now())
         for site in self._members.live_sites():
             self._reach_site(site, self._members.site_address(site))
+
+    def _new_record(self, record: AnyRecord) -> None:
+        self._new.append(record)
 
     def _keep_word(self, message: AnyMessage) -> None:
         """A worker's word about rings has changed something."""
@@ -324,6 +364,8 @@ class Hub:
             self._handle_lease(peer, message)
         elif isinstance(message, (Gather, StoreCall, Reform, Enter)):
             self._rings.handle(peer, message)
+        elif isinstance(message, (JoinGroup, InGroup)) and self._groups is not None:
+            self._groups.handle(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
@@ -448,6 +490,9 @@ class Hub:
             self._send(peer, messages.Over())
         else:
             self._broken.beat(peer, beat.incarnation)
+            rank = self._members.rank_of(beat.incarnation)
+            if self._groups is not None and rank is not None:
+                self._groups.beat(rank, beat.incarnation, beat.iteration, beat.pace)
             self._rings.beat(peer, beat.incarnation)
             self._pairs.beat(peer, beat.incarnation)
 
@@ -645,7 +690,8 @@ class Hub:
     def _tell_fenced(self, log: str, fenced: Fenced, word: Word) -> None:
         sites = list(self._members.sites)
         of_site = log == GLOBAL and bool(sites)
-        who = f"site {sites[fenced.worker]!r}" if of_site else _worker(fenced.worker, fenced.incarnation)
+        name = self._groups.name if self._groups is not None else _worker
+        who = f"site {sites[fenced.worker]!r}" if of_site else name(fenced.worker, fenced.incarnation)
         free = f"{word.returned} samples of its leases are free again"
         self._decisions.add("fenced", who, f"{fenced.iteration} iterations of it count; {free}")
 
@@ -656,13 +702,13 @@ class Hub:
         if rank is None or not self._owns(peer, lease.incarnation):
             self._refuse(peer, self._given_up(lease.incarnation), "Lease", lease.number)
             return
-        asked, before = Asked(at=self._clock.now(), rank=rank, lease=lease), self._book.leases.changes
+        asked, before = Asked(at=self._clock.now(), rank=rank, lease=lease), self._book.lease_changes
         try:
             leased, first = self._book.lease(asked)
         except UserError as error:
             self._refuse(peer, str(error), "Lease", lease.number)
             return
-        if self._book.leases.changes != before:
+        if self._book.lease_changes != before:
             self._new.append(asked)
         self._send(peer, leased)
         if first:

@@ -68,6 +68,16 @@ class Entrance:
             if want.asked == (worker, incarnation):
                 want.asked = None
 
+    def remind(self, worker: int, incarnation: int) -> None:
+        """Another member speaks for this one now: who was asked may be gone."""
+        for life, want in self._wants.items():
+            if want.asked == (worker, incarnation):
+                self._ask_for(life, want.iteration, (worker, incarnation))
+
+    def _ask_for(self, life: Life, iteration: int, giver: Life) -> None:
+        asked = messages.WantState(iteration=iteration, worker=life[0], life=life[1])
+        self._peers.send(self._peers.worker(*giver), asked)
+
     def _hand(self, give: messages.GiveState, payload: memoryview | None) -> None:
         """To the newcomer."""
         self._peers.send(self._peers.worker(give.worker, give.life), give, payload)
@@ -89,8 +99,7 @@ class Entrance:
         givers = [each for each in sorted(live.items()) if each not in self._wants]
         if givers:
             want.asked = givers[0]
-            asked = messages.WantState(iteration=want.iteration, worker=life[0], life=life[1])
-            self._peers.send(self._peers.worker(*givers[0]), asked)
+            self._ask_for(life, want.iteration, givers[0])
         else:
             self._nobody(life, want.iteration, meeting)
 

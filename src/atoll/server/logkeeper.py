@@ -167,14 +167,21 @@ class LogKeeper:
         """Whether the run has begun without this worker, which has yet to arrive."""
         return self.takes_latecomers and self._meetings.comes_late(worker, incarnation)
 
-    def handle_arrive(self, worker: int, incarnation: int) -> str:
-        """A worker takes part from now on; returns why it may not."""
+    def handle_arrive(self, worker: int, incarnation: int, meeting: int = -1) -> str:
+        """A worker takes part from now on; returns why it may not. A new group's members know the number of
+        their next `meeting`, which waits for them."""
         outcome = self._meetings.handle_join(worker, incarnation)
         if outcome.refused:
             return outcome.refused
         self._joined[worker] = incarnation
         self._act(outcome, entries=False)
+        if meeting >= 0:
+            self._meetings.handle_entered(worker, incarnation, meeting)
         return self._act(self._log.handle_join(worker, incarnation)) if self._log is not None else ""
+
+    def handle_speaker(self, worker: int, incarnation: int) -> None:
+        """Another member speaks for this group than before."""
+        self._entrance.remind(worker, incarnation)
 
     def handle_fence(self, fence: messages.Fence) -> None:
         """The hub gives a worker up, or it has left."""

@@ -164,8 +164,8 @@ def serve(
 
 def _drop_older(shard: Shard, journal: Journal, heading: Heading) -> None:
     """A snapshot is whole: with the journal since, it is all that the shard holds."""
-    if not shard.is_on_disk:
-        shard.is_on_disk = True
+    if not shard.kept.is_on_disk:
+        shard.kept.is_on_disk = True
         shard.tell_comes_back()
     (journal.folder.path / MARK).unlink(missing_ok=True)
     journal.drop_before(heading.journal)

@@ -22,7 +22,7 @@ from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Relea
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.shard import AnyPull, HeldState, ShardState
-from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup
+from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup, run_of
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
@@ -285,13 +285,31 @@ class Model:
         outcome = self.state.handle_push(worker, push, self._handles + 1)
         if outcome.keep:
             self._keep(payload)
+        for handle in outcome.freed:
+            del self._payloads[handle]
+        if outcome.joins:
+            whole = b"".join([self._payloads.pop(handle) for handle in outcome.joins])
+            self._payloads[self._handles] = memoryview(whole)
         return outcome.refused, outcome.staged
 
     def pull_with(self, push: Push) -> AnyPull:
         """What a push asks for that is a pull as well: the mean under bsp, else the parameters."""
         if self.setup.consistency == "bsp":
-            return PullMean(incarnation=push.incarnation, iteration=push.iteration)
-        return Pull(incarnation=push.incarnation, clock=push.iteration + 1)
+            return PullMean(
+                incarnation=push.incarnation,
+                iteration=push.iteration,
+                share=push.share,
+                shares=push.shares,
+            )
+        return Pull(
+            incarnation=push.incarnation, clock=push.iteration + 1, share=push.share, shares=push.shares
+        )
+
+    def run_bytes(self, chunk: int, share: int, shares: int) -> slice:
+        """Where the `share`-th of `shares` runs of a chunk lies among its bytes."""
+        size = self.optimizer.dtype(chunk).itemsize
+        start, stop = run_of(self.optimizer.nbytes(chunk) // size, share, shares)
+        return slice(start * size, stop * size)
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -319,17 +337,19 @@ class Model:
             return f"this shard does not hold chunk {chunk}"
         if len(message.present) != self.optimizer.slots(chunk):
             return f"chunk {chunk} has {self.optimizer.slots(chunk)} parameters, not {len(message.present)}"
-        expected = self.optimizer.nbytes(chunk)
-        return (
-            ""
-            if payload is not None and payload.nbytes == expected
-            else _wrong_size(chunk, payload, expected)
-        )
+        share, shares = (message.share, message.shares) if isinstance(message, Push) else (0, 1)
+        if share >= shares:
+            return no_share(share, shares)
+        run = self.run_bytes(chunk, share, shares)
+        expected = run.stop - run.start
+        got = payload.nbytes if payload is not None else 0
+        if got == expected and (payload is not None or shares > 1):  # a run may be empty
+            return ""
+        return _wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
 
     def _keep(self, payload: memoryview | None) -> None:
-        assert payload is not None
         self._handles += 1
-        self._payloads[self._handles] = payload
+        self._payloads[self._handles] = payload if payload is not None else memoryview(b"")
 
     def _gradients(self, chunk: int, handle: int) -> Tensor:
         return tensor_of(self._payloads[handle], self.optimizer.dtype(chunk))
@@ -463,5 +483,10 @@ def _check(setup: Setup, layout: ChunkMap, shard: int) -> Sequence[int]:
     return placed
 
 
-def _wrong_size(chunk: int, payload: memoryview | None, expected: int) -> str:
-    return f"chunk {chunk} takes {expected} bytes, and {0 if payload is None else payload.nbytes} came"
+def no_share(share: int, shares: int) -> str:
+    """Why there is no such share."""
+    return f"share {share} of {shares}: shares are counted from 0 to {shares - 1}"
+
+
+def _wrong_size(chunk: int, payload: memoryview | None, expected: int, of: str = "") -> str:
+    return f"chunk {chunk}{of} takes {expected} bytes, and {0 if payload is None else payload.nbytes} came"

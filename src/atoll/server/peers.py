@@ -13,17 +13,21 @@ from atoll.wire.messages import VERSION, AnyMessage, Hello, Ping, encode
 ROLES = ("worker", "shard", "hub")
 _MOST = 16_384  # peers that are remembered
 
-Name: TypeAlias = tuple[str, int]  # a role, and the worker's rank or the shard's index
+# A role; the worker's number or the shard's index; the member, where a worker is a group of several.
+Name: TypeAlias = tuple[str, int, int]
 
 
 class Peers:
-    """One connection for each rank, shard and hub: the latest that said Hello."""
+    """One connection for each worker, shard and hub: the latest that said Hello. A group of several is one
+    worker, and has one for each of its members."""
 
     def __init__(self, server: Server, run: str) -> None:
         self._server, self._run = server, run
         self._hellos: dict[bytes, Hello] = {}
         self._connections: dict[Name, bytes] = {}
-        self._lost: dict[int, int] = {}  # worker -> its incarnation, whose connection has gone
+        self._members: dict[int, set[int]] = {}  # worker -> the members that are connected
+        self._speakers: dict[int, int] = {}  # worker -> the member that spoke to the log last
+        self._lost: dict[int, int] = {}  # worker -> its incarnation, all of whose connections have gone
         self._waiting: dict[bytes, deque[tuple[bytes, Any]]] = {}  # what a full queue did not take
         # Lets nothing leave before what it may tell of is in the journal, where there is one.
         self.when_kept: Callable[[Callable[[], None]], None] = lambda send: send()
@@ -44,18 +48,35 @@ class Peers:
             return "a worker says Hello with the rank and incarnation that the hub gave it"
         before = self._connections.get(name)
         if before is None and len(self._connections) >= _MOST:
-            return f"{_MOST} peers are known, which is the most"
-        known = self._hellos.get(before) if before is not None else None
-        if known is not None and known.incarnation > hello.incarnation:
-            return f"{name[0]} {name[1]} lives in a later incarnation, {known.incarnation}"
+            self._look_for_gone()
+            if len(self._connections) >= _MOST:
+                return f"{_MOST} peers are known, which is the most"
+        known = max((each.incarnation for each in self._known_as(name)), default=0)
+        if known > hello.incarnation:
+            return f"{name[0]} {name[1]} lives in a later incarnation, {known}"
         if before != peer:
             self.forget(peer)
             if before is not None:
                 self.forget(before)
         self._hellos[peer], self._connections[name] = hello, peer
         if hello.role == "worker":
+            self._members.setdefault(hello.worker, set()).add(hello.member)
             self._lost.pop(hello.worker, None)
         return ""
+
+    def _known_as(self, name: Name) -> list[Hello]:
+        """What those of this name have said, all members of a group."""
+        role, number, member = name
+        members = self._members.get(number, ()) if role == "worker" else (member,)
+        peers = [self._connections.get((role, number, each)) for each in members]
+        return [self._hellos[peer] for peer in peers if peer is not None]
+
+    def _look_for_gone(self) -> None:
+        """Forget connections that nobody has told of their end: groups come and go, and nothing is sent to
+        one that is no more."""
+        for peer in list(self._hellos):
+            if peer not in self._waiting:
+                self._offer(peer, encode(Ping()), None)
 
     def who(self, peer: bytes) -> Hello | None:
         """What this connection said it is."""
@@ -66,41 +87,70 @@ class Peers:
         hello = self._hellos.pop(peer, None)
         if hello is not None:
             self._connections.pop(_name(hello), None)
+        if hello is not None and hello.role == "worker":
+            members = self._members[hello.worker]
+            members.discard(hello.member)
+            if not members:
+                del self._members[hello.worker]
+                self._speakers.pop(hello.worker, None)
         self._waiting.pop(peer, None)
 
     def _gone(self, peer: bytes) -> None:
         """The connection has broken."""
         hello = self._hellos.get(peer)
-        if hello is not None and hello.role == "worker":
-            self._lost[hello.worker] = hello.incarnation
         self.forget(peer)
+        if hello is None or hello.role != "worker":
+            return
+        if not self.members(hello.worker, hello.incarnation):
+            self._lost[hello.worker] = max(hello.incarnation, self._lost.get(hello.worker, 0))
 
     def has_lost(self, worker: int, incarnation: int) -> bool:
-        """Whether this worker was connected, and is not any more. A connection is tried, to know."""
-        peer = self.worker(worker, incarnation)
-        if peer is not None and peer not in self._waiting:  # else what waits for it is tried anyway
-            self._offer(peer, encode(Ping()), None)
+        """Whether this worker was connected, and is not any more, no member of it. Connections are tried, to
+        know."""
+        for peer in self.members(worker, incarnation):
+            if peer not in self._waiting:  # else what waits for it is tried anyway
+                self._offer(peer, encode(Ping()), None)
         return self._lost.get(worker) == incarnation
 
+    def speaks(self, peer: bytes) -> bool:
+        """A worker has said a word to the log; whether the log's words went to another of its members."""
+        hello = self._hellos.get(peer)
+        if hello is None or hello.role != "worker":
+            return False
+        before = self.worker(hello.worker, hello.incarnation)
+        self._speakers[hello.worker] = hello.member
+        return before != peer
+
     def worker(self, worker: int, incarnation: int) -> bytes | None:
-        """The connection of this incarnation of a worker."""
-        peer = self._connections.get(("worker", worker))
+        """The connection of this incarnation of a worker, for the log's words: of a group, that of the member
+        that spoke to the log last, or of any, where that one is not connected."""
+        speaker = self.member(worker, incarnation, self._speakers.get(worker, 0))
+        return speaker or next(iter(self.members(worker, incarnation)), None)
+
+    def member(self, worker: int, incarnation: int, member: int) -> bytes | None:
+        """The connection of one member of this incarnation of a worker."""
+        peer = self._connections.get(("worker", worker, member))
         return peer if peer is not None and self._hellos[peer].incarnation == incarnation else None
+
+    def members(self, worker: int, incarnation: int) -> list[bytes]:
+        """The connections of this incarnation of a worker."""
+        found = (self.member(worker, incarnation, each) for each in sorted(self._members.get(worker, ())))
+        return [peer for peer in found if peer is not None]
 
     def workers(self) -> list[bytes]:
         """The connections of all workers."""
-        return [peer for (role, _), peer in self._connections.items() if role == "worker"]
+        return [peer for (role, _, _), peer in self._connections.items() if role == "worker"]
 
     def shards(self) -> list[bytes]:
         """The connections of all shards that follow this one."""
-        return [peer for (role, _), peer in self._connections.items() if role == "shard"]
+        return [peer for (role, _, _), peer in self._connections.items() if role == "shard"]
 
     def shard(self, index: int) -> bytes | None:
-        return self._connections.get(("shard", index))
+        return self._connections.get(("shard", index, 0))
 
     @property
     def hub(self) -> bytes | None:
-        return self._connections.get(("hub", 0))
+        return self._connections.get(("hub", 0, 0))
 
     def send(self, peer: bytes | None, message: AnyMessage, payload: Any = None) -> None:
         """Send, or keep until the connection takes it. A payload is not copied: nobody changes it."""
@@ -144,4 +194,6 @@ class Peers:
 
 
 def _name(hello: Hello) -> Name:
-    return hello.role, {"worker": hello.worker, "shard": hello.shard}.get(hello.role, 0)
+    if hello.role == "worker":
+        return hello.role, hello.worker, hello.member
+    return hello.role, hello.shard if hello.role == "shard" else 0, 0

@@ -188,7 +188,7 @@ class SiteShard(Shard):
 
     def _make_log(self, workers: int) -> LogKeeper:
         self._site_log = SiteLog(
-            workers, self._peers, self._queue, self._meet, self._want_above, self._give_above
+            workers, self._peers, self._lines.queue, self._meet, self._want_above, self._give_above
         )
         return self._site_log
 
@@ -310,7 +310,7 @@ class SiteShard(Shard):
             return  # the answer to what was sent twice
         self._upstream.came()
         self._upstream.answered((_MEETING, message.number))
-        self._note(_ABOVE, messages.encode(message), payload)
+        self.kept.note(_ABOVE, messages.encode(message), payload)
         self._end_meeting(message, payload)
 
     def _end_meeting(self, message: messages.Met, payload: memoryview | None) -> None:
@@ -335,7 +335,7 @@ class SiteShard(Shard):
         assert isinstance(message, messages.GiveState)
         assert self._upstream is not None
         self._upstream.answered(_ENTERING)
-        self._note(_ABOVE, messages.encode(message))  # its payload is only passed on
+        self.kept.note(_ABOVE, messages.encode(message))  # its payload is only passed on
         self._site_log.handle_given_from_above(message, payload)
 
     # -- setting up ---------------------------------------------------------------------------------------
@@ -344,14 +344,14 @@ class SiteShard(Shard):
         """All workers make the same sequence of set-ups: the first to come with its n-th begins the n-th."""
         if hello.role != "worker":
             return "a worker brings the Setup"
-        if self._upstream is None and not self._replaying:
+        if self._upstream is None and not self.kept.replaying:
             self._find_global_shards("to be set up")
         if self._model is not None and setup.digest != self._model.setup.digest:
             return self._trains_another()
-        if self._next_set_up((hello.worker, hello.incarnation), setup.number) <= self._generation:
+        if self._setups.next_of((hello.worker, hello.incarnation), setup.number) <= self._lines.generation:
             return ""
         try:
-            model = self._make_model(setup, self._generation + 1)
+            model = self._make_model(setup, self._lines.generation + 1)
         except Exception as error:  # the sender's mistake, not the shard's
             return (str(error) or type(error).__name__).splitlines()[0]
         bringer = self._site_log.incarnation(setup.first)
@@ -378,7 +378,7 @@ class SiteShard(Shard):
 
     def _handle_ready(self, peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:
         who, model = (hello.worker, hello.incarnation), self._model
-        if isinstance(model, SiteModel) and who == self._setter and not model.complete:
+        if isinstance(model, SiteModel) and who == self._setups.setter and not model.complete:
             model.begin()  # its values have all gone up
         return super()._handle_ready(peer, hello, message, None)
 
@@ -387,7 +387,7 @@ class SiteShard(Shard):
     ) -> str:
         """A worker leaves: the site does not wait for it to come back."""
         if hello.role == "worker":
-            self._note(hello, messages.encode(goodbye))
+            self.kept.note(hello, messages.encode(goodbye))
             self._site_log.handle_goodbye(hello.worker, hello.incarnation)
         return ""
 
@@ -418,7 +418,7 @@ class SiteShard(Shard):
 
     def recover_site(self, found: FoundSite) -> str:
         """Go on where the shard of this site stood that left this; returns what that was, in words."""
-        self._replaying, count = True, 0
+        self.kept.replaying, count = True, 0
         try:
             if found.image is not None:
                 self._restore_site(found, found.image)
@@ -426,7 +426,7 @@ class SiteShard(Shard):
                 self.hear_again(told, payload)
                 count += 1
         finally:
-            self._replaying = False
+            self.kept.replaying = False
         line = f"{self.name} goes on from {count} records of its journal: iteration {self._model_iteration()}"
         self._decide("shard", "goes on", line)
         return line
@@ -437,9 +437,7 @@ class SiteShard(Shard):
         model.remember(shard.model, found.parts[CONTRIBUTION], {})
         model.optimizer.set_hyperparameters(image.hyperparameters)
         model.clock = image.clock
-        self._model, self._setter = model, shard.setter
-        self._generation, self._next_entry = shard.generation, shard.next_entry
-        self._bases, self._readies = dict(shard.bases), dict(shard.readies)
+        self._take_place(model, shard)
         assert shard.log is not None
         last = found.parts[LAST_MEETING].get(0)
         self._site_log.restore(shard.log, found.parts[MEETING], None if last is None else bytes(last))
@@ -482,7 +480,7 @@ class SiteShard(Shard):
 
     def _settle(self) -> None:
         """What is about to go up tells of all that was taken in: wait until that is in the journal."""
-        journal, since = self._journal, time.monotonic()
+        journal, since = self.kept.journal, time.monotonic()
         if journal is None:
             return
         written = threading.Event()
@@ -504,13 +502,13 @@ class SiteShard(Shard):
     def _poll_snapshots(self) -> None:
         """Now and then the journal begins anew, with all that is remembered: between two iterations, when
         no payloads have to be written with it but those that came early."""
-        journal, model = self._journal, self._model
+        journal, model = self.kept.journal, self._model
         if journal is None or not isinstance(model, SiteModel) or not model.complete:
             return
         large = journal.size > max(_SMALL_JOURNAL, _LARGE_JOURNAL * model.held_bytes)
         if time.monotonic() < self._image_at and not large:
             return
-        if self._upstream is None or self._entries or self._meets or model.mean is not None:
+        if self._upstream is None or not self.is_between_lines or self._meets or model.mean is not None:
             return
         self._image_at = time.monotonic() + self._image_seconds
         shard, parts = self.image()

@@ -178,7 +178,7 @@ class Standby:
         if self._snapshots is None or model is None or not model.is_whole:
             return False
         due = self._snapshots.next_deadline()
-        return self.shard.wants_snapshot or (due is not None and time.monotonic() >= due)
+        return self.shard.kept.wants_snapshot or (due is not None and time.monotonic() >= due)
 
     def _take(self, received: Received) -> None:
         try:
@@ -258,7 +258,7 @@ class Standby:
         if self._journal is not None and self._folder is not None:
             (self._folder / MARK).touch()
             self._journal.begin_anew()
-            self.shard.is_on_disk, self.shard.wants_snapshot = False, True
+            self.shard.kept.is_on_disk, self.shard.kept.wants_snapshot = False, True
 
     # -- handling -----------------------------------------------------------------------------------------
 

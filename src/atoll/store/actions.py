@@ -14,11 +14,17 @@ Parts: TypeAlias = dict[int, Part]  # by chunk
 @dataclass(frozen=True)
 class PushOutcome:
     """`keep`: the payload is now held under its handle; else free it. `staged`: tell the log Staged. An empty
-    `refused` with `keep` False is a duplicate, which is no error."""
+    `refused` with `keep` False is a duplicate, which is no error.
+
+    Of a share: `joins` are the handles of all the runs of a chunk that is whole now, in order, this one's
+    among them: their payloads, end to end, are from now on held under this one's handle, and under no other.
+    `freed` are handles of runs that nobody needs."""
 
     keep: bool = False
     staged: bool = False
     refused: str = ""
+    joins: tuple[int, ...] = ()
+    freed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

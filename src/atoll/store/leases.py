@@ -124,6 +124,18 @@ class Leases:
                 held.remove(start, stop)
                 epoch.used.add(start, stop)
 
+    def handle_moved(self, old: Key, new: Key, held: Iterable[Used]) -> None:
+        """What `old` has leased of these is `new`'s from now on: its worker has been given it, and has not
+        used it. What is not leased to `old` is left aside."""
+        for part in held:
+            epoch = self._epochs.get((part.sampler, part.epoch))
+            there = epoch.leased.get(old) if epoch is not None else None
+            if epoch is None or there is None:
+                continue
+            for start, stop in there.overlap(part.start, part.stop):
+                there.remove(start, stop)
+                epoch.leased.setdefault(new, Ranges()).add(start, stop)
+
     def handle_fenced(self, worker: int, incarnation: int, used: Iterable[Used], final: bool = True) -> int:
         """The incarnation commits nothing any more, and `used` is all that it ever used: the rest of its
         leases is free again. Gives how many positions came back. May be said again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from atoll.core.config import SITE_VARIABLE
@@ -121,6 +121,7 @@ class Membership:
         self.shards = shards
         self.open = False  # a ring is under way, which late workers may enter: any rank is good then
         self._incarnations = 0
+        self.not_ranks: Collection[int] = ()  # numbers of groups: no worker may have one as its rank
 
     def handle_hello(
         self,
@@ -193,9 +194,14 @@ class Membership:
         """Whether a site is no more: its shard does not come back."""
         return site in self._ended_sites
 
+    def new_incarnation(self) -> int:
+        """One that nobody has: of a group of workers, that is to be told apart from others as workers are."""
+        self._incarnations += 1
+        return self._incarnations
+
     def _new(self, now: float, address: str = "", token: str = "") -> _Member:
         """With the next incarnation."""
-        self._incarnations += 1
+        self.new_incarnation()
         return _Member(self._incarnations, now, self._fresh_patience(), address=address, token=token)
 
     def _fresh_patience(self) -> Patience:
@@ -214,7 +220,10 @@ class Membership:
             return there
         if wish in self._workers:
             return Admission(refused=f"rank {wish} is taken: its worker lives")
-        rank = wish if wish >= 0 else next(r for r in range(RANKS + 1) if r not in self._workers)
+        if wish in self.not_ranks:
+            return Admission(refused=f"{wish} is the number of a group, and so no rank; wish for another one")
+        taken = {*self._workers, *self.not_ranks}
+        rank = wish if wish >= 0 else next(r for r in range(len(taken) + 1) if r not in taken)
         if not self.shards and rank >= self.workers and not self.open:
             return Admission(refused=self._beyond(wish))
         if rank >= RANKS:

@@ -27,6 +27,7 @@ class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     said: dict[int, messages.Step]
     follow: list[Count] = []
     entering: dict[int, Count]
+    told: messages.Committed | None = None
 
 
 class Rounds:
@@ -55,6 +56,7 @@ class Rounds:
         # Who enters with the next iteration, worker -> incarnation: fixed when this one is combined, so that
         # all its members can be told alike.
         self._entering: dict[int, int] = {}
+        self._told: messages.Committed | None = None  # the latest: who has lost it is told the same
 
     def state(self) -> RoundsState:
         """For a journal; `restored` makes the same of it."""
@@ -69,6 +71,7 @@ class Rounds:
             said=dict(self._said),
             follow=sorted(self._follow),
             entering=dict(self._entering),
+            told=self._told,
         )
 
     @classmethod
@@ -78,6 +81,7 @@ class Rounds:
         rounds._members, rounds._commits = dict(state.members), dict(state.commits)
         rounds._combined, rounds._said = list(state.combined), dict(state.said)
         rounds._follow, rounds._entering = set(state.follow), dict(state.entering)
+        rounds._told = state.told
         return rounds
 
     def committed(self, _worker: int) -> int:
@@ -96,10 +100,9 @@ class Rounds:
             self._commits.setdefault(worker, commit)
 
     def _answer(self, iteration: int) -> messages.Committed:
-        if iteration != self._iteration:
-            return messages.Committed(iteration=iteration)
-        entering = sorted(self._entering)
-        return messages.Committed(iteration=iteration, workers=sorted(self._combined), entering=entering)
+        if self._told is not None and self._told.iteration == iteration:
+            return self._told
+        return messages.Committed(iteration=iteration)
 
     def step(self, worker: int, step: messages.Step, draft: Draft) -> None:
         """A member says how to step; `draft.refused` says if that cannot be."""
@@ -201,8 +204,14 @@ class Rounds:
             f"iteration {self._iteration} is whole: {_workers(self._members)} committed, staged everywhere",
         )
         self._combined, self._entering = list(self._members), dict(self._roster.waiting)
+        self._told = messages.Committed(
+            iteration=self._iteration,
+            workers=sorted(self._combined),
+            entering=sorted(self._entering),
+            grouping=min(self._commits[worker].grouping for worker in self._members),
+        )
         for worker, incarnation in self._members.items():
-            draft.reply(worker, incarnation, self._answer(self._iteration))
+            draft.reply(worker, incarnation, self._told)
         return True
 
     def _try_step(self, draft: Draft) -> bool:

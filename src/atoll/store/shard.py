@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, Union
 
 import msgspec
@@ -17,6 +18,7 @@ __all__ = [
     "Action",
     "AnyPull",
     "ApplyChunks",
+    "Asked",
     "CombineChunks",
     "PushOutcome",
     "Release",
@@ -25,7 +27,25 @@ __all__ = [
 ]
 
 Key: TypeAlias = tuple[int, int]  # worker, incarnation
+Waiting: TypeAlias = tuple[int, int, int]  # worker, incarnation, member
 AnyPull: TypeAlias = Union[messages.Pull, messages.PullMean]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pull, and who waits for it: `member` tells the members of a group apart."""
+
+    worker: int
+    pull: AnyPull
+    member: int = 0
+
+
+class Runs(msgspec.Struct, forbid_unknown_fields=True):
+    """A chunk that comes in `shares` runs: the handles of those that are here, by share."""
+
+    shares: Count
+    present: bytes
+    handles: dict[int, Count]
 
 
 class Contribution(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,12 +53,21 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
 
     expected: Count
     parts: Parts = {}
+    runs: dict[int, Runs] = {}  # by chunk: those that are here in part
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
+    def copy(self) -> Contribution:
+        runs = {
+            chunk: Runs(each.shares, each.present, dict(each.handles)) for chunk, each in self.runs.items()
+        }
+        return Contribution(self.expected, dict(self.parts), runs)
+
     def handles(self) -> list[int]:
-        return [handle for handle, _ in self.parts.values()]
+        """Of all that is here."""
+        runs = [handle for each in self.runs.values() for handle in each.handles.values()]
+        return [handle for handle, _ in self.parts.values()] + runs
 
 
 class Member(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,8 +117,8 @@ class ShardState:
         self._combined = -1  # the iteration whose mean is there, not yet stepped
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
-        self._pulls: dict[Key, messages.Pull] = {}
-        self._mean_pulls: dict[Key, messages.PullMean] = {}
+        self._pulls: dict[Waiting, messages.Pull] = {}
+        self._mean_pulls: dict[Waiting, messages.PullMean] = {}
 
     def state(self) -> HeldState:
         """For a journal; `restored` makes the same of it."""
@@ -106,10 +135,7 @@ class ShardState:
             },
             fenced=dict(self._fenced),
             staged={
-                key: {
-                    iteration: Contribution(each.expected, dict(each.parts))
-                    for iteration, each in staged.items()
-                }
+                key: {iteration: each.copy() for iteration, each in staged.items()}
                 for key, staged in self._staged.items()
             },
             combined=self._combined,
@@ -137,7 +163,7 @@ class ShardState:
     # -- what workers send --------------------------------------------------------------------------------
 
     def handle_push(self, worker: int, push: messages.Push, handle: int) -> PushOutcome:
-        """A chunk of a contribution. Its worker's Joined may still be on its way."""
+        """A chunk of a contribution, or a share of one. Its worker's Joined may still be on its way."""
         if push.chunk not in self.versions:
             return PushOutcome(refused=f"this shard does not hold chunk {push.chunk}")
         refusal = self.refusal(worker, push.incarnation)
@@ -164,9 +190,10 @@ class ShardState:
                 refused=f"worker {worker} announced {contribution.expected} chunks of iteration "
                 f"{push.iteration}, and now {push.chunks_in_all}, or sends more"
             )
-        contribution.parts[push.chunk] = (handle, push.present)
-        self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
-        return PushOutcome(keep=True, staged=contribution.is_whole())
+        outcome = _add(contribution, worker, push, handle)
+        if outcome.keep:
+            self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
+        return outcome
 
     def _next_iteration(self, worker: int, incarnation: int) -> int | None:
         """The first iteration that is not in the log here; None while its Joined is on its way."""
@@ -190,13 +217,14 @@ class ShardState:
         parts[replace.chunk] = (handle, replace.present)
         return PushOutcome(keep=True)
 
-    def handle_pull_mean(self, worker: int, pull: messages.PullMean) -> bool:
+    def handle_pull_mean(self, worker: int, pull: messages.PullMean, member: int = 0) -> bool:
         """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will."""
-        key = (worker, pull.incarnation)
+        key = (worker, pull.incarnation, member)
         if self._has_mean(worker, pull):
             self._mean_pulls.pop(key, None)
             return True
-        if not self.refusal(*key) and pull.iteration >= self.steps and pull.iteration > self._combined:
+        is_due = pull.iteration >= self.steps and pull.iteration > self._combined
+        if is_due and not self.refusal(worker, pull.incarnation):
             self._mean_pulls[key] = pull
         return False
 
@@ -209,13 +237,13 @@ class ShardState:
             and pull.iteration == self._combined
         )
 
-    def handle_pull(self, worker: int, pull: messages.Pull) -> bool:
+    def handle_pull(self, worker: int, pull: messages.Pull, member: int = 0) -> bool:
         """Whether to answer now; if not, `poll_pulls` gives it later. `refusal` says if it never will.
 
         One who has just joined asks with clock 0, and is answered when it takes part; `clock_of` is then the
         iteration that it begins with.
         """
-        key = (worker, pull.incarnation)
+        key = (worker, pull.incarnation, member)
         waiting = self._pulls.get(key)
         newest = (
             waiting is None or waiting.clock <= pull.clock
@@ -224,7 +252,7 @@ class ShardState:
             if newest:
                 self._pulls.pop(key, None)
             return True
-        if newest and not self.refusal(*key):
+        if newest and not self.refusal(worker, pull.incarnation):
             self._pulls[key] = pull
         return False
 
@@ -241,15 +269,15 @@ class ShardState:
             each.idle or each.clock >= member.clock - self.slack for each in self._members.values()
         )
 
-    def poll_pulls(self) -> list[tuple[int, AnyPull]]:
+    def poll_pulls(self) -> list[Asked]:
         """The pulls that waited and may be answered now: ask after each entry."""
-        ready: list[tuple[int, AnyPull]] = []
-        for (worker, _), mean in list(self._mean_pulls.items()):
-            if self.handle_pull_mean(worker, mean):
-                ready.append((worker, mean))
-        for (worker, _), pull in list(self._pulls.items()):
-            if self.handle_pull(worker, pull):
-                ready.append((worker, pull))
+        ready: list[Asked] = []
+        for (worker, _, member), mean in list(self._mean_pulls.items()):
+            if self.handle_pull_mean(worker, mean, member):
+                ready.append(Asked(worker, mean, member))
+        for (worker, _, member), pull in list(self._pulls.items()):
+            if self.handle_pull(worker, pull, member):
+                ready.append(Asked(worker, pull, member))
         return ready
 
     # -- what the log says --------------------------------------------------------------------------------
@@ -349,12 +377,13 @@ class ShardState:
         if member is not None and member.incarnation <= entry.incarnation:
             del self._members[entry.worker]
         for waiting in (self._pulls, self._mean_pulls):
-            for key in [key for key in waiting if self.refusal(*key)]:
-                del waiting[key]
-        gone: list[Parts] = []
+            for asking in [each for each in waiting if self.refusal(*each[:2])]:
+                del waiting[asking]
+        gone: list[int] = []
         for key in [key for key in self._staged if self.refusal(*key)]:
-            gone += [contribution.parts for contribution in self._staged.pop(key).values()]
-        return list(_release(*gone))
+            for contribution in self._staged.pop(key).values():
+                gone += contribution.handles()
+        return [Release(gone)] if gone else []
 
     # -- what others ask ----------------------------------------------------------------------------------
 
@@ -381,10 +410,41 @@ class ShardState:
             if contribution.is_whole()
         ]
 
-    def waiting_pulls(self) -> list[tuple[int, AnyPull]]:
+    def waiting_pulls(self) -> list[Asked]:
         """The pulls that are not answered yet."""
-        waiting: list[tuple[int, AnyPull]] = [(key[0], pull) for key, pull in self._mean_pulls.items()]
-        return waiting + [(key[0], pull) for key, pull in self._pulls.items()]
+        means = [Asked(worker, pull, member) for (worker, _, member), pull in self._mean_pulls.items()]
+        return means + [Asked(worker, pull, member) for (worker, _, member), pull in self._pulls.items()]
+
+
+def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
+    """Put a chunk that is not there yet, or a run of it, into a contribution.
+
+    A group's ring only ever gets smaller, when a member dies; those who are left cut the chunk into fewer
+    runs and send all of them. So what comes in fewer runs begins the chunk anew, and what comes in more was
+    sent before that.
+    """
+    runs = contribution.runs.get(push.chunk)
+    freed: tuple[int, ...] = ()
+    if runs is not None and push.shares < runs.shares:
+        freed = tuple(runs.handles.values())
+        runs = None
+    if runs is None:
+        runs = Runs(push.shares, push.present, {})
+    elif push.shares > runs.shares or push.share in runs.handles:
+        return PushOutcome()
+    elif push.present != runs.present:
+        return PushOutcome(
+            refused=f"share {push.share} of chunk {push.chunk} of worker {worker}'s iteration "
+            f"{push.iteration} has gradients for other parameters than the shares before it"
+        )
+    runs.handles[push.share] = handle
+    if len(runs.handles) < runs.shares:
+        contribution.runs[push.chunk] = runs
+        return PushOutcome(keep=True, freed=freed)
+    contribution.runs.pop(push.chunk, None)
+    contribution.parts[push.chunk] = (handle, push.present)
+    joins = tuple(runs.handles[share] for share in range(runs.shares)) if runs.shares > 1 else ()
+    return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 
 
 def _release(*parts: Parts) -> list[Action]:

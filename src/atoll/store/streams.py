@@ -22,6 +22,7 @@ class Stream(msgspec.Struct, forbid_unknown_fields=True):
     clock: Count  # iterations in the log
     seen: Count  # contributions of all workers that were in the log at its last own one
     pending: dict[int, messages.Commit] = {}
+    told: messages.Committed | None = None  # the latest: who has lost it is told the same
 
 
 class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="streams"):
@@ -83,7 +84,10 @@ class Streams:
         """A live worker commits its contribution; `draft.refused` says if it may not."""
         stream = self._streams[worker]
         if commit.iteration < stream.clock:
-            draft.reply(worker, commit.incarnation, messages.Committed(iteration=commit.iteration))
+            told = stream.told
+            if told is None or told.iteration != commit.iteration:
+                told = messages.Committed(iteration=commit.iteration)
+            draft.reply(worker, commit.incarnation, told)
         elif commit.iteration in stream.pending:
             return  # answered when it goes into the log
         elif commit.iteration != stream.clock + len(stream.pending):
@@ -146,8 +150,10 @@ class Streams:
             f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
         )
         draft.counted.append((worker, commit))
-        committed = messages.Committed(iteration=stream.clock, workers=sorted(self._streams))
-        draft.reply(worker, stream.incarnation, committed)
+        stream.told = messages.Committed(
+            iteration=stream.clock, workers=sorted(self._streams), grouping=commit.grouping
+        )
+        draft.reply(worker, stream.incarnation, stream.told)
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1
@@ -188,7 +194,7 @@ class Streams:
 
 def _copies(streams: dict[int, Stream]) -> dict[int, Stream]:
     return {
-        worker: Stream(stream.incarnation, stream.clock, stream.seen, dict(stream.pending))
+        worker: Stream(stream.incarnation, stream.clock, stream.seen, dict(stream.pending), stream.told)
         for worker, stream in streams.items()
     }
 

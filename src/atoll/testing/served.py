@@ -22,6 +22,7 @@ from unittest import mock
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE
 from atoll.core.errors import DeadlineError
 from atoll.hub import main as hub
+from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
 
 RUN = "test"
@@ -48,13 +49,14 @@ class ServedRun:
         site_timeout: float = START_SECONDS,
         until_done: bool = False,
         at_least: int = 1,
+        grouping: GroupingSettings | None = None,
     ) -> None:
-        """`patience`, `heartbeat`, `sites`, `until_done` and `at_least` as the hub's; `folder` gets what hub
-        and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
+        """`patience`, `heartbeat`, `sites`, `until_done`, `at_least` and `grouping` as the hub's; `folder`
+        gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least
-        self._workers, self._shards = workers, shards
+        self._workers, self._shards, self._grouping = workers, shards, grouping
         self._patience, self._heartbeat, self._folder = patience, heartbeat, folder
         self.address = ""
         self.failures: list[BaseException] = []
@@ -84,6 +86,7 @@ class ServedRun:
                 ready=at,
                 until_done=self._until_done,
                 at_least=self._at_least,
+                grouping=self._grouping,
             ),
         )
         self._await(listening, "the hub")

@@ -150,10 +150,10 @@ class Channel:
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
 
-    def broadcast(self, tensor: Tensor) -> Work:
-        """Begin to replace `tensor` by worker 0's."""
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """Begin to replace `tensor` by that of the worker of rank `root`."""
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = root
         options.rootTensor = 0
         return self._begin("broadcast", [tensor], options)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk, Buffer
-from atoll.train.messages import Message
+from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
 from atoll.train.samples import Contribution
 from atoll.train.shards import LOG, Shards
@@ -39,6 +39,7 @@ from atoll.wire.messages import (
     Replace,
     Step,
     Used,
+    run_of,
 )
 
 # What messages are sent again until: the mean under bsp, else the parameters; the parameters.
@@ -80,7 +81,9 @@ class NewParameters:
         self._published: dict[int, Tensor] = {}  # the values that were put into the parameters
         self._publishing = False  # the script waits for it in `step`, or before its forward
         self._asked: int | None = None  # the clock of the pull under way
+        self._share = (0, 1)  # which run of each chunk it is for, of how many
         self.clock = 0  # of the latest answer: a worker that joins late begins there
+        self.staleness = 0.0  # the same answer's
         self._versions = self._seen()
         connection.shards.on(Parameters, self._handle)
 
@@ -88,19 +91,25 @@ class NewParameters:
     def on_their_way(self) -> bool:
         return self._asked is not None
 
-    def pull(self, clock: int, newest: bool = False) -> None:
-        """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`:
-        as wire's Pull has it."""
-        self.expect(clock)
+    def pull(self, clock: int, newest: bool = False, share: tuple[int, int] = (0, 1)) -> None:
+        """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`
+        and `share` (the run, of how many): as wire's Pull has them."""
+        self.expect(clock, share)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
-            pull = Pull(incarnation=shards.incarnation, clock=clock, newest=newest)
+            pull = Pull(
+                incarnation=shards.incarnation,
+                clock=clock,
+                newest=newest,
+                share=share[0],
+                shares=share[1],
+            )
             shards.send(shard, pull, until=STEP)
 
-    def expect(self, clock: int) -> None:
+    def expect(self, clock: int, share: tuple[int, int] = (0, 1)) -> None:
         """As `pull`, where the contribution before has asked for them."""
         self._staged.clear()
-        self._asked = clock
+        self._asked, self._share = clock, share
 
     def publish(self) -> None:
         """Wait for what was asked for and put it into the parameters."""
@@ -120,6 +129,24 @@ class NewParameters:
         finally:
             self._publishing = False
         self._done()
+        self._versions = self._seen()
+
+    def collect(self) -> dict[int, Tensor]:
+        """Wait for what was asked for; each chunk's run of it, 1-D, by chunk. Nothing is made of it yet."""
+        self._connection.shards.wait(
+            lambda: len(self._staged) == len(self._chunks), self._missing, self._what
+        )
+        values = {chunk_id: values for chunk_id, values in self._staged.items() if values is not None}
+        self._done()
+        return values
+
+    def put(self, values: Mapping[int, Tensor]) -> None:
+        """Put these into the parameters: all chunks' values, 1-D, by chunk. What was asked for is not waited
+        for any more."""
+        self._done()
+        self.check_unchanged()
+        for chunk_id, flat in values.items():
+            self._put(self._chunks[chunk_id], flat)
         self._versions = self._seen()
 
     def discard(self) -> None:
@@ -186,8 +213,10 @@ class NewParameters:
         bound = self._chunks.get(message.chunk)
         if self._asked is None or message.clock < self._asked or bound is None:
             return  # an answer to a pull that was given up
-        self.clock = message.clock
-        values = values_of(payload, bound, shard)
+        if message.share != self._share[0]:
+            return
+        self.clock, self.staleness = message.clock, message.staleness
+        values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way
             self._put(bound, values)
         self._staged[message.chunk] = None if self._publishing else values
@@ -288,7 +317,104 @@ class Exchange(Reducer):
         )
 
 
-class MeanExchange(SendingReducer, Exchange):
+class MeanSteps(Exchange):
+    """bsp: what becomes of a mean once it is there: clipping and other edits, and the step."""
+
+    _gradients: dict[int, ChunkGradients]  # by chunk
+
+    def _connect(self, connection: Connection, lazy: bool) -> None:
+        super()._connect(connection, lazy)
+        self._committed = -1  # the last iteration that was
+        self._scale_at_step = 1.0  # of this iteration's means: by clipping
+        self._published: list[tuple[Tensor | None, int]] = []
+
+    def drop_kept(self) -> None:
+        super().drop_kept()
+        if self._reduced and self._committed == self.steps:
+            self._leave_out()
+
+    @torch.no_grad()
+    def _leave_out(self) -> None:
+        """A backward begins, and no step was made with the mean before: the script has skipped it, as a
+        GradScaler does. Raises UserError where gradients of it are left, to be added to."""
+        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
+        if any(parameter.grad is view and bool(view.any()) for parameter, view in views):
+            raise UserError(
+                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
+                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
+                "skip a step, call optimizer.zero_grad()"
+            )
+        self._reduced = False
+        self._step_left_out()
+        self.steps += 1
+
+    @abstractmethod
+    def _step_left_out(self) -> None:
+        """Let the shards leave this iteration's step out, and wait until they have."""
+
+    def clip(self, clip: Callable[[], float]) -> None:
+        """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
+        edited = self._edited()
+        coefficient = clip()
+        if not edited:  # else `step` sends the gradients themselves
+            self._scale_at_step *= coefficient
+            self._published = self._gradients_seen()
+
+    def _send_edited(self, edited: Sequence[int], send: bool = True) -> str:
+        """Send what the script made of these chunks' mean; its digest, which is the same on all workers."""
+        shards, edits = self.connection.shards, hashlib.blake2b(digest_size=16)
+        for chunk_id in edited:
+            chunk = self._gradients[chunk_id]
+            present = chunk.collect()
+            edits.update(bytes(present) + bytes_of(chunk.published.flat))
+            if send:
+                replace = Replace(
+                    incarnation=shards.incarnation,
+                    iteration=self.steps,
+                    chunk=chunk_id,
+                    present=bytes(present),
+                )
+                flat = bytes_of(chunk.published.flat)
+                shards.send(self.connection.shard_of[chunk_id], replace, flat, until=STEP)
+        return edits.hexdigest() if edited else ""
+
+    def _say_step(
+        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
+    ) -> None:
+        shards = self.connection.shards
+        shards.send(
+            LOG,
+            Step(
+                incarnation=shards.incarnation,
+                iteration=self.steps,
+                scale=self._scale_at_step,
+                hyperparameters=hyperparameters,
+                edited=edited,
+                edits=edits,
+                accepted=accepted,
+            ),
+            until=STEP,
+        )
+
+    def _edited(self) -> list[int]:
+        """The chunks in which the script has changed or replaced a gradient since it was published."""
+        now = iter(zip(self._published, self._gradients_seen(), strict=True))
+        found = []
+        for chunk_id, chunk in self._gradients.items():
+            pairs = [next(now) for _ in chunk.bound.parameters]
+            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
+                found.append(chunk_id)
+        return found
+
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+        return [
+            (p.grad, -1 if p.grad is None else p.grad._version)
+            for chunk in self._gradients.values()
+            for p in chunk.bound.parameters
+        ]
+
+
+class MeanExchange(SendingReducer, MeanSteps):
     """bsp: after backward `p.grad` is the mean over workers, as the shards made it."""
 
     def __init__(
@@ -297,10 +423,7 @@ class MeanExchange(SendingReducer, Exchange):
         super().__init__(chunks, calls, message_bytes=0)
         self._connect(connection, lazy)
         self._first = True  # nothing leaves early: some parameters may get their gradients more than once
-        self._committed = -1  # the last iteration that was
-        self._scale_at_step = 1.0  # of this iteration's means: by clipping
         self._means: dict[int, Mean] = {}
-        self._published: list[tuple[Tensor | None, int]] = []
         connection.shards.on(Mean, self._handle_mean)
 
     def _scale(self) -> float:
@@ -357,100 +480,26 @@ class MeanExchange(SendingReducer, Exchange):
         if self._first:
             self.sends_early = False
 
-    def drop_kept(self) -> None:
-        super().drop_kept()
-        if self._reduced and self._committed == self.steps:
-            self._leave_out()
-
-    @torch.no_grad()
-    def _leave_out(self) -> None:
-        """A backward begins, and no step was made with the mean before: the script has skipped it, as a
-        GradScaler does. Raises UserError where gradients of it are left, to be added to."""
-        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
-        if any(parameter.grad is view and bool(view.any()) for parameter, view in views):
-            raise UserError(
-                f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
-                "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
-                "skip a step, call optimizer.zero_grad()"
-            )
-        self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
-        self._reduced = False
-        self.steps += 1
-        self.parameters.pull(self.steps)
-        self.parameters.discard()
-
-    def clip(self, clip: Callable[[], float]) -> None:
-        """Run `clip`, which multiplies all gradients by the number that it returns; the shards will, too."""
-        edited = self._edited()
-        coefficient = clip()
-        if not edited:  # else `step` sends the gradients themselves
-            self._scale_at_step *= coefficient
-            self._published = self._gradients_seen()
-
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         edited = self._edited() if accepted else []  # what is left out needs no gradients
-        shards, edits = self.connection.shards, hashlib.blake2b(digest_size=16)
-        for chunk_id in edited:
-            chunk = self._gradients[chunk_id]
-            present = chunk.collect()
-            edits.update(bytes(present) + bytes_of(chunk.published.flat))
-            shards.send(
-                self.connection.shard_of[chunk_id],
-                Replace(
-                    incarnation=shards.incarnation,
-                    iteration=self.steps,
-                    chunk=chunk_id,
-                    present=bytes(present),
-                ),
-                bytes_of(chunk.published.flat),
-                until=STEP,
-            )
-        self._say_step(accepted, hyperparameters, edited, edits.hexdigest() if edited else "")
+        edits = self._send_edited(edited)
+        self._say_step(accepted, hyperparameters, edited, edits)
+        self._scale_at_step = 1.0
         self.parameters.pull(self.steps + 1)
         if not self._lazy or edited:
             self.parameters.publish()
 
-    def _say_step(
-        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
-    ) -> None:
-        shards = self.connection.shards
-        shards.send(
-            LOG,
-            Step(
-                incarnation=shards.incarnation,
-                iteration=self.steps,
-                scale=self._scale_at_step,
-                hyperparameters=hyperparameters,
-                edited=edited,
-                edits=edits,
-                accepted=accepted,
-            ),
-            until=STEP,
-        )
+    def _step_left_out(self) -> None:
+        self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
         self._scale_at_step = 1.0
+        self.parameters.pull(self.steps + 1)
+        self.parameters.discard()
 
     def _what(self) -> str:
         """What is waited for, in words."""
         chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
         return f"the mean of {chunks} in iteration {self.steps}"
-
-    def _edited(self) -> list[int]:
-        """The chunks in which the script has changed or replaced a gradient since it was published."""
-        now = iter(zip(self._published, self._gradients_seen(), strict=True))
-        found = []
-        for chunk_id, chunk in self._gradients.items():
-            pairs = [next(now) for _ in chunk.bound.parameters]
-            if any(before[0] is not after[0] or before[1] != after[1] for before, after in pairs):
-                found.append(chunk_id)
-        return found
-
-    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
-        return [
-            (p.grad, -1 if p.grad is None else p.grad._version)
-            for chunk in self._gradients.values()
-            for p in chunk.bound.parameters
-        ]
 
     def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Mean)
@@ -555,10 +604,16 @@ def bytes_of(flat: Tensor) -> memoryview:
     return memoryview(host.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def values_of(payload: memoryview | None, bound: BoundChunk, shard: int) -> Tensor:
-    """The values of a chunk in `payload`, in place; raises RunError where their number is wrong."""
-    expected = bound.chunk.extent * bound.flat.element_size()
-    if payload is None or len(payload) != expected:
-        got = 0 if payload is None else len(payload)
+def values_of(
+    payload: memoryview | None, bound: BoundChunk, shard: int, share: tuple[int, int] = (0, 1)
+) -> Tensor:
+    """The values of a chunk, or of a share of it, in `payload`, in place; raises RunError where their number
+    is wrong."""
+    start, stop = run_of(bound.chunk.extent, *share)
+    expected = (stop - start) * bound.flat.element_size()
+    got = 0 if payload is None else len(payload)
+    if got != expected:
         raise RunError(f"shard {shard} sent {got} bytes for chunk {bound.chunk.id}, which has {expected}")
+    if payload is None or not got:  # the last shares of a chunk that has fewer elements
+        return torch.empty(0, dtype=bound.flat.dtype)
     return torch.frombuffer(payload, dtype=bound.flat.dtype)

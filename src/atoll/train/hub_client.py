@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -23,8 +23,11 @@ from atoll.wire.messages import (
     Gather,
     Gathered,
     Goodbye,
+    Grouped,
     Heartbeat,
     Hello,
+    InGroup,
+    JoinGroup,
     Lease,
     Leased,
     Reform,
@@ -32,6 +35,7 @@ from atoll.wire.messages import (
     Refused,
     RingNews,
     Shards,
+    Used,
     Welcome,
     WhereAreShards,
     WireError,
@@ -71,7 +75,10 @@ class HubClient:
         self._losses = 0
         self._leases = 0  # requests
         self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
-        self._wishes = 0  # to form a ring, the next one, or to enter one
+        self._wishes = 0  # to form a ring, the next one, to enter one, or to join a group
+        self._pace = 0.0
+        self._contributor: int | None = None  # the group that this worker has moved to
+        self._at_once = threading.Event()  # the next heartbeat is not to wait
         self.late = False  # the ring was under way when this worker came
         self.news: RingNews | None = None  # the latest of a ring, as the heartbeats' thread got it
         self._stop = threading.Event()
@@ -179,15 +186,75 @@ class HubClient:
             raise RunError(f"the ring does not go on: {ring.reason}")
         return ring
 
-    def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float | None = None) -> Leased:
-        """Up to `count` positions of an epoch of `length` samples.
+    @property
+    def pace(self) -> float:
+        """How long this worker computes a sample, in seconds, for a run with groups; 0: not known yet."""
+        return self._pace
+
+    @pace.setter
+    def pace(self, seconds: float) -> None:
+        if seconds > 0 and not self._pace:
+            self._at_once.set()
+        self._pace = seconds
+
+    @property
+    def grouping(self) -> int:
+        """The latest grouping that the hub has told is meant for this worker; 0: none."""
+        return self.news.grouping if self.news is not None else 0
+
+    def join_group(self, grouping: int, iteration: int, held: Sequence[Used] = ()) -> Grouped:
+        """Ask for this worker's group in `grouping`, at the end of its `iteration`-th iteration. `held` is
+        what it was given of its leases and has not used: it is the new group's then. With `group` 0 in the
+        answer it stays where it is.
+
+        Returns when all members have asked, or the hub does not wait any longer; raises DeadlineError when
+        there is no hub.
+        """
+        self._wishes += 1
+        wish = JoinGroup(
+            incarnation=self._incarnation,
+            number=self._wishes,
+            grouping=grouping,
+            iteration=iteration,
+            held=list(held),
+        )
+        assert self.welcome is not None
+        # The hub answers when the time is over: if it does not, it is gone.
+        patience = self._timeout + self.welcome.patience
+        what = f"the other members of its group, in grouping {grouping}"
+        return self._ask(wish, Grouped, what, patience, number=wish.number)
+
+    def in_group(self, contributor: int) -> None:
+        """This worker has moved: the shards know `contributor`, for which it speaks from now on. Each
+        heartbeat says so again, so no lost connection loses it."""
+        self._contributor = contributor
+        self._at_once.set()
+
+    def lease(
+        self,
+        sampler: int,
+        epoch: int,
+        length: int,
+        count: int,
+        wait: float | None = None,
+        contributor: int = 0,
+        block: int = 0,
+    ) -> Leased:
+        """Up to `count` positions of an epoch of `length` samples; `contributor` and `block` as
+        wire/messages.py: Lease has them, for a group's member.
 
         While others hold what is left, it asks again for up to `wait` seconds, and then returns an empty
         Leased with over=False. None: up to the timeout, and then it raises DeadlineError. A request whose
         answer is lost with a connection is sent again, and counts once.
         """
         request = Lease(
-            incarnation=self._incarnation, sampler=sampler, epoch=epoch, length=length, count=count
+            incarnation=self._incarnation,
+            sampler=sampler,
+            epoch=epoch,
+            length=length,
+            count=count,
+            contributor=contributor,
+            block=block,
         )
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
@@ -312,16 +379,26 @@ class HubClient:
             while not self._pause(link, pause):
                 pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)
                 if link.connected:  # else they would only heap up
-                    link.send(encode(Heartbeat(incarnation=welcome.incarnation, iteration=self.iteration)))
+                    self._send_beat(link, welcome.incarnation)
                 if self._given_up:
                     return
                 self._look(link)
 
+    def _send_beat(self, link: Client, incarnation: int) -> None:
+        beat = Heartbeat(incarnation=incarnation, iteration=self.iteration, pace=self._pace)
+        link.send(encode(beat))
+        contributor = self._contributor
+        if contributor is not None:
+            link.send(encode(InGroup(incarnation=incarnation, contributor=contributor)))
+
     def _pause(self, link: Client, seconds: float) -> bool:
-        """Take what the hub says for so long; whether the heartbeats are to end. Its word that a ring broke
-        frees a member that waits for another one."""
+        """Take what the hub says for so long, or until a heartbeat is wanted at once; whether the heartbeats
+        are to end. Its word that a ring broke frees a member that waits for another one."""
         until = time.monotonic() + seconds
         while not self._stop.is_set():
+            if self._at_once.is_set() and link.connected:
+                self._at_once.clear()
+                return False
             left = until - time.monotonic()
             received = link.receive(max(0.0, min(left, _LISTEN_SECONDS)))
             if received is not None:

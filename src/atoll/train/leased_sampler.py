@@ -16,6 +16,7 @@ from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
 BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
+_FILLED = -1  # the epoch of a run that only fills a batch up, and weighs nothing
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
 GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub begins its epochs anew
 
@@ -134,9 +135,29 @@ class LeasedSampler(Sampler[int]):
         return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
     def count(self, samples: float) -> float:
-        """A backward has reached this many samples; all of them count."""
+        """A backward has reached this many samples; how many of them count: not those that a batch was filled
+        up with."""
+        filled = self._filled_among(self._consumed - self._reported, int(samples))
         self.consumed += int(samples)
-        return samples
+        return samples - filled
+
+    def _filled_among(self, first: int, count: int) -> int:
+        """How many of `count` samples, from the `first` that is held on, only fill up."""
+        filled, place = 0, 0
+        for epoch, start, stop in self._held:
+            if epoch == _FILLED:
+                filled += max(0, min(place + stop - start, first + count) - max(place, first))
+            place += stop - start
+        return filled
+
+    def held(self) -> list[Used]:
+        """What this worker was given, or has consumed, and `used` has not named yet."""
+        runs = _merge([*self._seen, *(run for run in self._held if run[0] != _FILLED)])
+        return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
+
+    def leave_leased(self) -> None:
+        """What is leased and was not given is another's from now on."""
+        self._queue.clear()
 
     def committed(self) -> None:
         """An iteration is whole: `used` is what says so of its samples."""
@@ -268,7 +289,7 @@ class LeasedSampler(Sampler[int]):
             self.given += 1
             if self._on_index is not None:
                 self._on_index(self)
-            yield int(self._order(epoch)[0][place])
+            yield 0 if epoch == _FILLED else int(self._order(epoch)[0][place])
 
     def _hold(self, run: Run) -> None:
         if self._held and self._held[-1][0] == run[0] and self._held[-1][2] == run[1]:
@@ -308,10 +329,12 @@ class LeasedSampler(Sampler[int]):
         return leased
 
     def _take_lease(self, leased: Leased) -> bool:
-        if leased.start >= leased.stop:
-            return False
-        self._queue.append((leased.epoch, leased.start, leased.stop))
-        return True
+        missing = leased.length - (leased.stop - leased.start)
+        if leased.start < leased.stop:
+            self._queue.append((leased.epoch, leased.start, leased.stop))
+        if missing > 0:  # the others of the group have more
+            self._queue.append((_FILLED, 0, missing))
+        return bool(self._queue)
 
     def _lease_count(self) -> int:
         """Samples to lease: whole batches, the rest of a batch under way included."""
@@ -336,6 +359,7 @@ class LeasedSampler(Sampler[int]):
         left, the script left it out or counts samples otherwise, and it would come again without end.
         """
         self._seen += self._take_consumed()
+        self._held = deque(run for run in self._held if run[0] != _FILLED)
         left, size = _merge(self._held), sum(stop - start for _, start, stop in self._held)
         self._held.clear()
         if self._whole and size >= max(1, self._batch):
@@ -356,7 +380,7 @@ class LeasedSampler(Sampler[int]):
             if cut < stop:
                 self._held.appendleft((epoch, cut, stop))
             count -= cut - start
-        return taken
+        return [run for run in taken if run[0] != _FILLED]
 
     def _order(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The epoch's indices as leased, int64, shape (left,), and their positions in the epoch's whole

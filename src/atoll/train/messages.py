@@ -72,6 +72,10 @@ class ChunkGradients:
     def publish(self, present: Sequence[bool]) -> None:
         """Let `p.grad` show the published values where any worker had a gradient."""
         self.kept = [parameter.grad for parameter in self.bound.parameters]
+        self.show(present)
+
+    def show(self, present: Sequence[bool]) -> None:
+        """As `publish`, where this worker's own gradients are kept already."""
         for parameter, view, here in zip(self.bound.parameters, self.published.views, present, strict=True):
             parameter.grad = view if here else None
 
@@ -99,6 +103,7 @@ class Message:
     """Chunks that are reduced together: one allocation with their gradients, then `room` spare elements."""
 
     def __init__(self, bounds: Sequence[BoundChunk], room: int) -> None:
+        self.number = 0  # in the order in which they were laid
         first = bounds[0].flat
         self._starts: list[int] = []
         end = 0
@@ -171,7 +176,10 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int) -> list[Message]:
         else:
             groups.append([bound])
     parameters = sum(len(bound.parameters) for group in groups for bound in group)
-    return [Message(group, room=parameters + len(groups) + HEAD) for group in groups]
+    messages = [Message(group, room=parameters + len(groups) + HEAD) for group in groups]
+    for number, message in enumerate(messages):
+        message.number = number
+    return messages
 
 
 HEAD = 5  # values of an agreement besides those for each message and each parameter

@@ -17,7 +17,7 @@ from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
-from atoll.train.exchange import Exchange, MeanExchange
+from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
@@ -123,7 +123,7 @@ class Prepared:
             norms.append(self.norm.clip(max_norm, norm_type, error_if_nonfinite))
             return float(self.norm.coefficient)
 
-        if isinstance(self.reducer, MeanExchange):
+        if isinstance(self.reducer, MeanSteps):
             self.reducer.clip(clip)
         else:
             clip()

@@ -196,6 +196,7 @@ class SendingReducer(Reducer):
 
     def drop_kept(self) -> None:
         """A new backward begins: the last iteration's own gradients are not needed any more."""
+        super().drop_kept()
         for chunk in self._gradients.values():
             chunk.kept = []
 

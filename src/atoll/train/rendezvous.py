@@ -257,7 +257,7 @@ class HubRing:
         self.hub, self.welcome, self._address = hub, hub.welcome, address
         self._keys, self._timeout = keys, timeout
         self._group = hub.gather()
-        self._store = self._store_of(self._group)
+        self._store: HubStore | None = self._store_of(self._group)
         self.late = hub.late
         self.finished = False  # the session came to its end
         own, workers = self.welcome.worker, self.welcome.workers
@@ -270,6 +270,7 @@ class HubRing:
         return HubStore(self._address, self._keys, self.welcome, group, self._timeout)
 
     def _place(self, rank: int, names: tuple[int, ...]) -> Place:
+        """In the ring whose store this worker has."""
         return Place(
             rank=rank,
             world=len(names),
@@ -282,7 +283,8 @@ class HubRing:
 
     def reform(self, round: int, *, holds: bool, admits: bool, fresh: bool) -> Reformed:
         """Form the next ring, with all living members of this one, of which none answers any more."""
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
         rank = self.place.rank
         return self.hub.reform(self._group, rank, round, holds=holds, admits=admits, fresh=fresh)
 
@@ -292,6 +294,8 @@ class HubRing:
 
     def place_in(self, ring: Reformed) -> Place:
         """This worker's place in a ring that the hub has formed."""
+        if self._store is not None:
+            self._store.close()
         self._group = ring.group
         self._store = self._store_of(ring.group)
         self.place = self._place(ring.workers.index(self.welcome.worker), tuple(ring.workers))
@@ -321,9 +325,34 @@ class HubRing:
 
     def close(self) -> None:
         """Leave the run in good order."""
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
         self.hub.goodbye(self.finished)
         self.hub.close()
+
+
+class GroupRing(HubRing):
+    """This worker's part in the rings of groups: alone at first, then in those that the hub has made.
+
+    Groups change by the hub's grouping (`train/regrouping.py`), so nobody enters a ring that is under way.
+    The hub's connection is the caller's.
+    """
+
+    def __init__(self, hub: HubClient, address: str, keys: Keys | None, timeout: float) -> None:
+        assert hub.welcome is not None
+        self.hub, self.welcome, self._address = hub, hub.welcome, address
+        self._keys, self._timeout = keys, timeout
+        self._group, self.late, self.finished = 0, False, False
+        self._store: HubStore | None = None
+        self.place = Place(0, 1, _local_rank(), names=(self.welcome.worker,))
+
+    def is_awaited(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Let the store go; the worker's goodbye is said elsewhere."""
+        if self._store is not None:
+            self._store.close()
 
 
 def _local_rank() -> int:

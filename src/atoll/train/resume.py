@@ -126,6 +126,9 @@ class TrainingState:
             ],
             "random": random_state(self._device),
         }
+        return self._pack(state)
+
+    def _pack(self, state: dict[str, Any]) -> bytes:
         optimizers: list[Any] = []
         model: dict[str, Any] = {}
         for index, prepared in enumerate(self.prepared):
@@ -137,6 +140,30 @@ class TrainingState:
             model |= {_prefix(index) + name: value for name, value in held.items()}
             optimizers.append(optimizer)
         return pack(model=model, trees={"optimizer": optimizers, "state": state})
+
+    def capture_shared(self) -> bytes:
+        """As `capture`, of what the members of a group have alike: neither samplers, reducers nor random
+        numbers, in which they go on as they are."""
+        return self._pack(
+            {
+                **self._own_state(),
+                "held": "all",
+                "reducers": [None] * len(self.prepared),
+                "samplers": [None] * len(self.samplers),
+            }
+        )
+
+    def restore_shared(self, raw: bytes | bytearray | memoryview) -> None:
+        """Take over what another worker's `capture_shared` gave. Raises CheckpointError as `restore` does."""
+        where = "the state of a group's first member"
+        model, trees = unpack(raw, where)
+        try:
+            self._check(model, trees, where, "session.prepare")
+            if type(trees["state"]["iteration"]) is not int or trees["state"]["iteration"] < 0:
+                raise CheckpointError(f"{where}: its iteration is {trees['state']['iteration']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{where}: not what this Atoll sends: {error!r}") from None
+        self._put_back(model, trees)
 
     def restore(
         self, raw: bytes | bytearray | memoryview, rank: int | None = None, fixed: bool = False

@@ -121,6 +121,10 @@ class RingReducer(SendingReducer):
         self._publish(agreed)
         self._leave_in(order)
         points.reach("ring.published", self.steps)
+        self._ring_is_whole(own, agreed)
+
+    def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
+        """`p.grad` shows the mean over the ring."""
         self._done(own, agreed.samples)
 
     def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:

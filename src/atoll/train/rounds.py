@@ -21,10 +21,12 @@ from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.train.channel import BrokenRingError, Channel
 from atoll.train.confirmation import Confirmations
 from atoll.train.place import Place
+from atoll.train.solo import SoloChannel
 from atoll.wire.messages import Reformed
 
 _Result = TypeVar("_Result")
 _CPU = torch.device("cpu")
+MOVING = "moving to another group"  # what a ring is doing that is left for another
 
 
 class Member(Protocol):
@@ -79,7 +81,7 @@ class _Channels:
     data: Channel
     agreement: Channel
     session: Channel
-    confirmations: Confirmations | None  # where rings go on
+    confirmations: Confirmations | None  # where rings go on, and are of several
 
     def close(self) -> None:
         if self.confirmations is not None:
@@ -218,8 +220,8 @@ class Ring:
 
     def _confirm(self, what: str) -> None:
         confirmations = self._all.confirmations
-        assert confirmations is not None  # a ring without a member has no rounds
-        confirmations.confirm(what)
+        if confirmations is not None:  # else this worker is its group, or has no rounds
+            confirmations.confirm(what)
 
     def _passed(self, number: int) -> None:
         self._number, self._holds, self._met = number, False, None
@@ -263,6 +265,20 @@ class Ring:
             self._form_next(broken, "entering")
         self._meet_new_members()
         return True
+
+    def move(self, ring: Reformed) -> None:
+        """Leave this ring for `ring`, of other members, between two rounds. Its last `newcomers` take over
+        the first one's state."""
+        assert self._member is not None
+        began = time.monotonic()
+        self._abandon()
+        self._number, self._holds, self._met = ring.round, False, None
+        self._fresh = ring.workers.index(self.place.name) >= len(ring.workers) - ring.newcomers
+        try:
+            self._stand(ring, began, MOVING, again=False)
+        except BrokenRingError as broken:
+            self._form_next(broken, MOVING)
+        self._meet_new_members()
 
     def _form_next(self, broken: BrokenRingError | None, what: str) -> bool:
         """Form rings until one stands; whether the round's result is to be taken as it is held."""
@@ -353,6 +369,11 @@ class Ring:
 
     def _open(self) -> None:
         place, timeout = self.place, self._timeout
+        if place.store is None:
+            solo = SoloChannel(place, timeout)
+            self._channels = _Channels(solo, solo, solo, None)
+            self.generation += 1
+            return
         opened: list[Channel] = []
         try:
             for purpose, device in (("session", _CPU), ("ring", self._device), ("agreement", _CPU)):

@@ -61,6 +61,10 @@ class ServedWorkers(Workers):
         if self.late:
             return [payload]
         number, self._number = self._number, self._number + 1
+        return self._meet(payload, number, what)
+
+    def _meet(self, payload: bytes, number: int, what: str) -> list[bytes]:
+        """What those who come to the meeting of this number bring, in order of who they are to the log."""
         shards = self._shards
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
         shards.send(LOG, meet, memoryview(payload), until=MEETING)

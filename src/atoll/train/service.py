@@ -23,13 +23,14 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.place import Place
-from atoll.train.rendezvous import HubRing
+from atoll.train.rendezvous import GroupRing, HubRing
 from atoll.train.shards import LOG, Shards
 from atoll.wire.messages import Goodbye, Used
 
 _WITHOUT_HUB = "training goes on while leased samples last"
 _WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
 _WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
+SERVED = ("server", "ps-hra")  # the strategies with shards
 _LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 
@@ -40,9 +41,10 @@ def enter(config: Config) -> Service | HubRing:
     """
     address = os.environ.get(HUB_VARIABLE, "")
     if not address:
+        strategy = config.run.strategy
         raise ConfigError(
-            f"strategy 'server' needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
-            f"run --strategy server`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
+            f"strategy {strategy!r} needs a hub, and {HUB_VARIABLE} is not set; start the run with `atoll "
+            f"run --strategy {strategy}`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
         )
     kept = keep_freed_memory(messages=True)
     keys = _keys()
@@ -51,11 +53,11 @@ def enter(config: Config) -> Service | HubRing:
     try:
         welcome = hub.join(_wish(), os.environ.get(SITE_VARIABLE, ""))
         if welcome.shards:
-            return Service(config, hub, keys, keeps_memory=kept)
-        if config.run.strategy == "server":
+            return Service(config, hub, address, keys, keeps_memory=kept)
+        if config.run.strategy in SERVED:
             raise ConfigError(
-                f"strategy 'server' needs shards, and the run at {address} has none: its workers are a ring; "
-                "set run.strategy to ring, or start the hub with --shards 1 or more"
+                f"strategy {config.run.strategy!r} needs shards, and the run at {address} has none: its "
+                "workers are a ring; set run.strategy to ring, or start the hub with --shards 1 or more"
             )
         _tell_of_torchrun(welcome.workers)
         hub.meanwhile = _WITHOUT_HUB_RING
@@ -70,10 +72,14 @@ class Service:
     """The hub, which this worker has joined, and the shards, as one worker sees them."""
 
     def __init__(
-        self, config: Config, hub: HubClient, keys: Keys | None, *, keeps_memory: bool = False
+        self, config: Config, hub: HubClient, address: str, keys: Keys | None, *, keeps_memory: bool = False
     ) -> None:
         assert hub.welcome is not None
         self.keeps_memory, self.site = keeps_memory, os.environ.get(SITE_VARIABLE, "")
+        self.ring: GroupRing | None = None  # where workers are in groups
+        if config.run.strategy == "ps-hra":
+            _check_grouped(config, self.site)
+            self.ring = GroupRing(hub, address, keys, config.timeout_seconds)
         self.hub, self.welcome = hub, hub.welcome
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
         hub.tell = self._tell
@@ -138,7 +144,23 @@ class Service:
             self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
         self.hub.goodbye()
         self.shards.close()
+        if self.ring is not None:
+            self.ring.close()
         self.hub.close()
+
+
+def _check_grouped(config: Config, site: str) -> None:
+    """Raise ConfigError for what workers in groups cannot do yet."""
+    if site:
+        raise ConfigError(
+            f"strategy 'ps-hra' makes groups of its own, and {SITE_VARIABLE} is {site!r}; unset it, or use "
+            "strategy 'server' with sites"
+        )
+    if config.sync.lazy:
+        raise ConfigError(
+            "sync.lazy is of strategy 'server': a group of 'ps-hra' takes its parameters together; set it to "
+            "false"
+        )
 
 
 def _tell_of_torchrun(workers: int) -> None:

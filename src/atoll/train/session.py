@@ -39,19 +39,24 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.groupexchange import GroupReducer
+from atoll.train.groupworkers import GroupWorkers
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
+from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
 from atoll.train.resume import AnySampler, Stateful, TrainingState
-from atoll.train.rounds import Regrouped, Ring
+from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service, enter, print_warning
+from atoll.train.service import SERVED, Service, enter, print_warning
 from atoll.train.speed import Stretch, speed_from
-from atoll.train.strategies import Alone, OverRing, Served, Strategy
+from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
+from atoll.wire.messages import Grouped as GroupedAnswer
 
 MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
 
@@ -80,9 +85,9 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     show_errors_as_one_line()
     speed_from()  # a mistake in it is found before anybody is waited for
     config = config if isinstance(config, Config) else load_config(config)
-    if place is None and (config.run.strategy == "server" or os.environ.get(HUB_VARIABLE)):
+    if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
-        if isinstance(member, Service):
+        if isinstance(member, Service) and member.ring is None:
             config = msgspec.structs.replace(
                 config, run=msgspec.structs.replace(config.run, strategy="server")
             )
@@ -110,11 +115,17 @@ class Session:
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
         self._ring = self._make_ring(timeout)
-        if service is not None:
-            self._workers: Workers = ServedWorkers(place, service.shards)
+        self._group_ring: Ring | None = None  # strategy ps-hra: of this worker's group
+        if service is not None and service.ring is not None:
+            self._group_ring = Ring(service.ring.place, self.device, timeout, service.ring)
+            self._workers: Workers = GroupWorkers(place, service.shards, self._group_ring)
+        elif service is not None:
+            self._workers = ServedWorkers(place, service.shards)
         else:
             self._workers = Workers(place, self._ring)
         self._state = TrainingState(self._workers, self.device)
+        self._pace = Pace(config.groups.probe)
+        self._regrouping: Regrouping | None = None
         if self._ring is not None:
             self._ring.state, self._ring.told = self._state, self._regrouped
         self._entrance: Entrance | None = self._ring  # where workers may come late
@@ -178,6 +189,15 @@ class Session:
     @property
     def group(self) -> Group:
         """This worker's group; under `ring` there is one."""
+        if self._regrouping is not None and self._group_ring is not None:
+            groups = self._regrouping.contributors
+            own = self._regrouping.contributor
+            return Group(
+                index=groups.index(own) if own in groups else 0,
+                count=max(1, len(groups)),
+                rank=self._group_ring.rank,
+                size=self._group_ring.world,
+            )
         return Group(index=0, count=1, rank=self.rank, size=self.world)
 
     @property
@@ -321,10 +341,9 @@ class Session:
         assert self._service is not None
         if drop_last:
             raise UserError("session.sampler: with leased data every sample counts; leave drop_last out")
-        hub = self._service.hub
         sampler = LeasedSampler(
             dataset,
-            lease=hub.lease,
+            lease=self._leases.lease,
             number=len(self._state.samplers),
             workers=self.world,
             seed=seed,
@@ -498,8 +517,9 @@ class Session:
             if self._member is not None:
                 ends.callback(self._member.close)
             ends.callback(self._workers.close)
-            if self._ring is not None:
-                ends.callback(self._ring.close)
+            for ring in (self._ring, self._group_ring):
+                if ring is not None:
+                    ends.callback(ring.close)
             for journal in (self._journal, self._lab_journal):
                 if journal is not None:
                     ends.callback(journal.close)
@@ -524,9 +544,47 @@ class Session:
             elastic=self.config.sync.consistency == "bsp" and not service.site,
             fixed=self.config.sync.consistency == "bsp" and bool(service.site),
         )
-        served = Served(service, self._workers, self.config, entrance)
         self._entrance = entrance
+        self._leases = Leases(service.hub)
+        if self._group_ring is None:
+            served = Served(service, self._workers, self.config, entrance)
+        else:
+            served = self._make_grouped(service, self._workers, entrance, self._group_ring)
         return served
+
+    def _make_grouped(
+        self, service: Service, workers: ServedWorkers, entrance: ServedEntrance, ring: Ring
+    ) -> Grouped:
+        def regrouping() -> Regrouping:
+            assert self._regrouping is not None
+            return self._regrouping
+
+        grouped = Grouped(service, workers, self.config, entrance, ring, regrouping)
+        parts = Parts(
+            hub=service.hub,
+            ring=ring,
+            shards=service.shards,
+            workers=workers,
+            state=self._state,
+            samplers=service.samplers,
+            leases=self._leases,
+            exchange=lambda: grouped.exchange,
+        )
+        self._regrouping = Regrouping(parts, self._moved)
+        ring.state, ring.told = GroupState(self._state), self._group_changed
+        return grouped
+
+    def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
+        """This worker is in another group, or was told to stay where it is."""
+        self._pace.leave_out()
+        if grouped.group and grouped.workers[0] == self._place.name:
+            names = " ".join(map(str, sorted(grouped.workers)))
+            self._emit(
+                events.Decided,
+                what="group",
+                choice=f"group {grouped.contributor}: workers {names}",
+                reason=f"{grouped.reason or 'the hub made groups anew'}; it took {seconds:.2f} s",
+            )
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()
@@ -539,19 +597,31 @@ class Session:
 
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
+        if self.is_main:
+            self._tell_of_ring(ring, "the ring")
+        self._tell_of_confirmations()
+
+    def _group_changed(self, ring: Regrouped) -> None:
+        """The ring of this worker's group is another one; `_moved` tells of moves."""
+        self._pace.leave_out()
+        assert self._group_ring is not None
+        assert self._regrouping is not None
+        if ring.what != MOVING and self._group_ring.rank == 0:
+            self._tell_of_ring(ring, f"group {self._regrouping.contributor}")
+
+    def _tell_of_ring(self, ring: Regrouped, who: str) -> None:
         gone = [f"worker {name} was lost" for name in ring.lost] + [
             f"worker {name} left" for name in ring.left
         ]
         entered = [f"worker {name} entered" for name in ring.entered]
         happened = ", ".join(gone + entered) or "a connection was lost"
         how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
-        self._decided("ring", f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}")
-        self._tell_of_confirmations()
-        if self.is_main:
-            self._warn(
-                f"{happened} during iteration {self.iteration}; the ring goes on with {ring.world} "
-                f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
-            )
+        choice, reason = f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}"
+        self._emit(events.Decided, what="ring", choice=choice, reason=reason)
+        self._warn(
+            f"{happened} during iteration {self.iteration}; {who} goes on with {ring.world} "
+            f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
+        )
 
     def _tell_of_confirmations(self) -> None:
         """How a ring's members confirm what they hold, where that has changed."""
@@ -627,14 +697,18 @@ class Session:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
+        now = time.perf_counter()
+        waiting, sent = self._counted_so_far()
+        self._pace.stepped(now - self._stepped_at - (waiting - self._counters[0]), prepared.own_samples)
         if self._member is not None:
             self._member.stepped(self._state.iteration)
+        if self._service is not None:
+            self._service.hub.pace = self._pace.seconds
         if self._journal is None and self._lab_journal is None:
+            self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)
             return
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
-        now = time.perf_counter()
-        waiting, sent = self._counted_so_far()
         self._emit(
             events.StepDone,
             iteration=self._state.iteration,
@@ -642,11 +716,21 @@ class Session:
             seconds=now - self._stepped_at,
             waiting=waiting - self._counters[0],
             bytes_sent=sent - self._counters[1],
+            phases=self._phases(waiting - self._counters[0]),
         )
         self._stepped_at, self._counters = now, (waiting, sent)
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
             self._read_logged()
+
+    def _phases(self, waiting: float) -> dict[str, float]:
+        """What the latest step's waiting was for, where a group's ring and its exchange are two things."""
+        if self._group_ring is None:
+            return {}
+        reducer = self._state.prepared[0].reducer
+        assert isinstance(reducer, GroupReducer)
+        exchange, reducer.exchange_seconds = reducer.exchange_seconds, 0.0
+        return {"ring": max(0.0, waiting - exchange), "exchange": exchange}
 
     def _counted_so_far(self) -> tuple[float, int]:
         """Seconds waited and bytes of gradients sent, in all."""
@@ -710,6 +794,8 @@ class Session:
         """What this worker has waited for others in all, for whatever reason."""
         service = self._service
         sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
+        if self._group_ring is not None:
+            sources.append(self._group_ring)
         return float(sum(source.seconds_waited for source in sources))
 
     def _not_computing(self) -> contextlib.AbstractContextManager[None]:

@@ -78,19 +78,37 @@ class Shards:
         self._where, self._tell = where, tell
         self._handlers: dict[type[AnyMessage], Handler] = {Missing: _nothing}
         self._heard = [_Heard() for _ in addresses]
+        self._keys, self._limit = keys, limit
+        self._connect(addresses, worker)
+
+    def move(self, contributor: int, incarnation: int) -> None:
+        """Speak for another contributor from now on, with new connections: a group, of which this worker is a
+        member. Nothing that was sent is waited for any more."""
+        addresses = self.addresses
+        self._links.close()
+        self.incarnation, self.late = incarnation, False
+        self._connect(addresses, contributor, self.worker)
+
+    def _connect(self, addresses: Sequence[str], contributor: int, member: int = 0) -> None:
         hello = Hello(
-            version=VERSION, run=run, role="worker", worker=worker, incarnation=incarnation, site=site
+            version=VERSION,
+            run=self.run,
+            role="worker",
+            worker=contributor,
+            incarnation=self.incarnation,
+            site=self.site,
+            member=member,
         )
         self._links = ReturningLinks(
             addresses,
-            keys,
+            self._keys,
             hello=hello,
-            limit=limit,
+            limit=self._limit,
             name=self._name,
             ends=self._ends,
             where=self._where_they_are,
             is_it=lambda shard, welcome: (
-                welcome.shard in (-1, shard) and welcome.sites == [site] * bool(site)
+                welcome.shard in (-1, shard) and welcome.sites == [self.site] * bool(self.site)
             ),
             lost=self._tell_lost,
             back=self._tell_back,

@@ -6,6 +6,7 @@ A strategy is chosen once, by the session; `Prepared` asks it to build both for 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -15,19 +16,22 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
-from atoll.core.errors import PrepareError
+from atoll.core.errors import PrepareError, UserError
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
 from atoll.train.exchange import (
     AsyncExchange,
     Connection,
+    Exchange,
     MeanExchange,
     Members,
     bytes_of,
     values_of,
 )
+from atoll.train.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer
 from atoll.train.reducer import Calls, Reducer
+from atoll.train.regrouping import Regrouping
 from atoll.train.ring import Boundary, RingReducer
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
@@ -148,7 +152,7 @@ class Served:
                 "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
                 "prepare that, with one optimizer"
             )
-        model = ServedModel(training, self._service, self._workers, self._members)
+        model = ServedModel(training, self._service, self._workers, self._members, self._make_exchange)
         self._models.append(model)
         model.set_up()
         stepper = RemoteOptimizer(
@@ -159,6 +163,12 @@ class Served:
             loaded=lambda: None,
         )
         return model.exchange, stepper
+
+    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        sync = training.config.sync
+        # Inside a site it is always bsp; `sync.consistency` is between the sites.
+        kind = MeanExchange if sync.consistency == "bsp" or self._service.site else AsyncExchange
+        return kind(training.chunks, connection, training.calls, sync.lazy)
 
     def loaded(self) -> None:
         for model in self._models:
@@ -177,6 +187,51 @@ class Served:
                 model.exchange.refresh()
 
 
+class Grouped(Served):
+    """As `Served`, where workers of like speed share a ring, and come to the shards as one."""
+
+    def __init__(
+        self,
+        service: Service,
+        workers: ServedWorkers,
+        config: Config,
+        members: Members,
+        ring: Ring,
+        regrouping: Callable[[], Regrouping],
+    ) -> None:
+        super().__init__(service, workers, config, members)
+        self._ring, self._regrouping = ring, regrouping
+
+    @property
+    def exchange(self) -> GroupReducer:
+        """The model's; there is one once `build` has been called."""
+        exchange = self._models[0].exchange
+        assert isinstance(exchange, GroupReducer)
+        return exchange
+
+    def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        sync = training.config.sync
+        kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
+        return kind(
+            training.chunks,
+            self._ring,
+            connection,
+            training.calls,
+            uplink="members" if sync.uplink == "members" else "leader",
+            message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
+            grouping=lambda: self._regrouping().known(),
+            told=lambda grouping: self._regrouping().move(grouping),
+        )
+
+    def loaded(self) -> None:
+        if self._regrouping().grouping:
+            raise UserError(
+                "session.load: the workers are in groups already; call it before the loop, after "
+                "session.prepare"
+            )
+        super().loaded()
+
+
 SET_UP, STATE = "set-up", "state"  # what messages are sent again until
 
 
@@ -184,19 +239,19 @@ class ServedModel:
     """One model at the shards."""
 
     def __init__(
-        self, training: Training, service: Service, workers: ServedWorkers, members: Members
+        self,
+        training: Training,
+        service: Service,
+        workers: ServedWorkers,
+        members: Members,
+        make_exchange: Callable[[Training, Connection], Exchange],
     ) -> None:
         self._training, self._service, self._workers = training, service, workers
         shards = service.shards
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
         connection = Connection(shards, self._shard_of, service.used, service.measured_staleness, members)
-        sync = training.config.sync
-        # Inside a site it is always bsp; `sync.consistency` is between the sites.
-        kind = MeanExchange if sync.consistency == "bsp" or service.site else AsyncExchange
-        self.exchange: MeanExchange | AsyncExchange = kind(
-            training.chunks, connection, training.calls, sync.lazy
-        )
+        self.exchange = make_exchange(training, connection)
         workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)
         self._ready: set[int] = set()

@@ -1,0 +1,447 @@
+"""How workers move from the groups that they are in to those that were decided on, while they train.
+
+A group of workers is one **contributor** to the server shards: it has a number that no other of the run has,
+and an incarnation (its `life`). A worker that has come is one by itself. A decision **opens** groups: their
+members are told, and each **asks** for its group when it comes to the end of an iteration. Once all that live
+have asked, the group is **formed**: they make a ring, make themselves known to the shards as the new
+contributor, and say that they have **arrived**. Whom nobody speaks for any more is to be fenced.
+
+With `lockstep` (bulk-synchronous runs) every decision moves all workers, and old contributors are fenced only
+when no worker is on its way any more: so no iteration is made by a part of them. Whoever dies is fenced at
+once in both: those who have not moved stand in the way of such an iteration by themselves.
+
+Nobody waits longer than it is ready to: a group that does not come together is given up, those who asked stay
+where they are, and it is opened again later, each time after a longer pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from atoll.groups.grouping import Grouping, show
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 320.0  # seconds before a group that was given up is opened again
+LOST_SECONDS = 1.0  # from a member's death until those left are another contributor: others may follow it
+
+
+@dataclass(frozen=True)
+class Opened:
+    """These groups are to be formed; `grouping` counts."""
+
+    grouping: int
+    groups: tuple[tuple[int, ...], ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A group has come together. `workers` have the furthest first; the last `newcomers` of them take its
+    state."""
+
+    grouping: int
+    contributor: int
+    life: int
+    workers: tuple[int, ...]
+    newcomers: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A worker asks again for a group that was formed with it."""
+
+    worker: int
+    contributor: int
+
+
+@dataclass(frozen=True)
+class Stays:
+    """A worker that asked stays in the contributor that it is in."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A group has not come together; `again` is when it is opened again."""
+
+    grouping: int
+    group: tuple[int, ...]
+    reason: str
+    again: float
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Nobody speaks for this contributor any more: it is to be fenced."""
+
+    contributor: int
+    life: int
+
+
+Outcome: TypeAlias = Opened | Formed | Placed | Stays | GivenUp | Empty
+
+
+@dataclass
+class ContributorState:
+    """A contributor: who speaks for it, and who is on the way to it."""
+
+    life: int
+    members: list[int] = field(default_factory=list)
+    coming: list[int] = field(default_factory=list)
+    lost_since: float | None = None  # a member died or moved on, whose part of the leases nobody uses
+    over: bool = False  # a member has ended its session: the others are about to
+
+
+@dataclass
+class WorkerState:
+    """`contributor` is whom it speaks for, `target` where it is on the way to; `told` is the latest grouping
+    that is meant for it."""
+
+    life: int
+    contributor: int
+    target: int | None = None
+    told: int = 0
+    trains: bool = False  # it has made iterations
+    given_up: str = ""  # why its latest group was
+
+
+@dataclass
+class FormingState:
+    """A group that is to be formed: who is wanted, and who has asked, with how many iterations."""
+
+    grouping: int
+    wanted: list[int]
+    asked: dict[int, int] = field(default_factory=dict)
+    until: float | None = None
+
+
+@dataclass
+class DecisionState:
+    """What waits to be opened, not before `due`."""
+
+    groups: list[list[int]]
+    reason: str
+    due: float = 0.0
+
+
+@dataclass
+class FormationState:
+    """What `Formation` knows, as plain data: times in the caller's seconds, workers by rank."""
+
+    grouping: int
+    next_number: int
+    numbers: list[int]
+    workers: dict[int, WorkerState]
+    contributors: dict[int, ContributorState]
+    forming: list[FormingState]
+    waiting: list[DecisionState]
+    again: DecisionState | None
+    pause: float
+
+
+class Formation:
+    """The contributors of a run that begins with `workers` workers. Times are in the caller's seconds.
+
+    `new_life` gives an incarnation that nobody else has. What happens comes in by `handle_` methods and
+    `poll`; they give back what follows, in order.
+    """
+
+    def __init__(self, workers: int, new_life: Callable[[], int], *, lockstep: bool = False) -> None:
+        self._new_life, self._lockstep = new_life, lockstep
+        self._state = FormationState(0, workers, [], {}, {}, [], [], None, FIRST_PAUSE)
+
+    # -- what is known ------------------------------------------------------------------------------------
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all groups that there ever were: no worker may have one as its rank."""
+        return self._state.numbers
+
+    def grouping_of(self, worker: int) -> int:
+        """The latest grouping that is meant for a worker; 0 where it is not there."""
+        known = self._state.workers.get(worker)
+        return known.told if known is not None else 0
+
+    def contributors_of(self, worker: int) -> list[tuple[int, int]]:
+        """(number, life) of whom a worker speaks for, and of whom it is about to."""
+        known = self._state.workers.get(worker)
+        if known is None:
+            return []
+        numbers = [known.contributor, *([known.target] if known.target is not None else [])]
+        return [(number, self._state.contributors[number].life) for number in numbers]
+
+    def members(self, contributor: int) -> tuple[int, ...]:
+        """Who speaks for a contributor or is on the way to it, in order of rank."""
+        there = self._state.contributors.get(contributor)
+        return tuple(sorted([*there.members, *there.coming])) if there is not None else ()
+
+    def settled(self) -> bool:
+        """Whether nobody is asked to move, or on the way."""
+        return not self._state.forming and not any(each.coming for each in self._state.contributors.values())
+
+    def placed(self) -> Grouping:
+        """Who is together, of all that live: where they are on the way to, if they are."""
+        return Grouping(self._groups_now())
+
+    def state(self) -> FormationState:
+        """All that a restart must not lose, for `restore`. It is this object's own: encode it at once."""
+        return self._state
+
+    def restore(self, state: FormationState) -> None:
+        """Be as `state` says."""
+        self._state = state
+
+    # -- who is there -------------------------------------------------------------------------------------
+
+    def handle_joined(self, worker: int, life: int) -> None:
+        """A worker has come: it is a contributor by itself, until it is placed."""
+        state = self._state
+        state.workers[worker] = WorkerState(life, worker)
+        state.contributors[worker] = ContributorState(life, [worker])
+        state.next_number = max(state.next_number, worker + 1)
+
+    def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[Outcome]:
+        """A worker died, or said goodbye (`finished`: at the end of its session): it is left out."""
+        state = self._state
+        known = state.workers.pop(worker, None)
+        if known is None:
+            return []
+        outcomes: list[Outcome] = []
+        for number in dict.fromkeys([known.contributor, known.target]):
+            there = state.contributors.get(number) if number is not None else None
+            if number is None or there is None:
+                continue
+            there.members = [member for member in there.members if member != worker]
+            there.coming = [member for member in there.coming if member != worker]
+            there.over = there.over or finished
+            there.lost_since = now
+            if not there.members and not there.coming:
+                outcomes.append(self._emptied(number))
+        for forming in list(state.forming):
+            if worker in forming.wanted:
+                forming.wanted.remove(worker)
+                forming.asked.pop(worker, None)
+                outcomes += self._form_if_whole(forming)
+        for decision in [*state.waiting, *([state.again] if state.again is not None else [])]:
+            decision.groups = [[each for each in group if each != worker] for group in decision.groups]
+        return [*outcomes, *self._fence_left()]
+
+    def handle_trains(self, worker: int) -> None:
+        """A worker makes iterations: before, one in lock step would be waited for."""
+        if worker in self._state.workers:
+            self._state.workers[worker].trains = True
+
+    # -- what is decided ----------------------------------------------------------------------------------
+
+    def handle_decided(self, now: float, groups: Iterable[Iterable[int]], reason: str) -> list[Outcome]:
+        """These are to be groups; workers that are in none of them stay where they are. It is opened when
+        none of them is on the way elsewhere. What waited for some of them alone is forgotten."""
+        state = self._state
+        decision = DecisionState([sorted(group) for group in Grouping(groups)], reason, now)
+        touched = _workers_of(decision)
+        state.waiting = [each for each in state.waiting if not _workers_of(each) <= touched]
+        if state.again is not None:
+            state.again.groups = [group for group in state.again.groups if not touched & set(group)]
+            if not state.again.groups:
+                state.again, state.pause = None, FIRST_PAUSE
+        state.waiting.append(decision)
+        return self._open_waiting(now)
+
+    # -- what workers say ---------------------------------------------------------------------------------
+
+    def handle_asked(
+        self, now: float, worker: int, grouping: int, iteration: int, patience: float
+    ) -> list[Outcome]:
+        """A worker that is at the end of its `iteration`-th iteration, and knows of `grouping`, asks for its
+        group. It is ready to wait for `patience` seconds."""
+        state = self._state
+        known = state.workers.get(worker)
+        if known is None:
+            return []
+        if known.target is not None:
+            return [Placed(worker, known.target)]
+        forming = next((each for each in state.forming if worker in each.wanted), None)
+        if forming is None:
+            return [Stays(worker, known.given_up or "no other group is meant for it")]
+        if grouping < forming.grouping:
+            return [Stays(worker, known.given_up or f"grouping {forming.grouping} has taken its place")]
+        forming.asked[worker] = iteration
+        together = [each for each in state.forming if self._lockstep and each.grouping == forming.grouping]
+        for each in together or [forming]:
+            each.until = now + patience if each.until is None else each.until
+        return [*self._form_if_whole(forming), *self._fence_left()]
+
+    def handle_arrived(self, now: float, worker: int, contributor: int) -> list[Outcome]:
+        """A worker speaks for its new contributor, and for nobody else. May be said again."""
+        state = self._state
+        known = state.workers.get(worker)
+        if known is None or known.target != contributor:
+            return []
+        old, new = state.contributors[known.contributor], state.contributors[contributor]
+        old.members.remove(worker)
+        old.lost_since = now
+        new.coming.remove(worker)
+        new.members.append(worker)
+        known.contributor, known.target = contributor, None
+        return [*self._fence_left(), *self._open_waiting(now)]
+
+    # -- what time brings ---------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> list[Outcome]:
+        """Give up groups whose time is over, and open those that are due."""
+        state = self._state
+        late = [each for each in state.forming if each.until is not None and each.until <= now]
+        outcomes: list[Outcome] = []
+        for forming in late:
+            outcomes += self._give_up(now, forming)
+        if late:
+            state.pause = min(2 * state.pause, LONGEST_PAUSE)
+            outcomes += self._fence_left()
+        return [*outcomes, *self._open_waiting(now)]
+
+    def next_deadline(self) -> float | None:
+        """When `poll` may next have something, if nothing happens before."""
+        state = self._state
+        ends = [each.until for each in state.forming if each.until is not None]
+        ends += [each.due for each in state.waiting if self._may_open(each)]
+        if state.again is not None and self._may_open(state.again):
+            ends.append(state.again.due)
+        ends += [since + LOST_SECONDS for since, _ in self._lost()]
+        return min(ends, default=None)
+
+    # -- opening ------------------------------------------------------------------------------------------
+
+    def _open_waiting(self, now: float) -> list[Outcome]:
+        """Open all that is due, and whose workers are not on the way elsewhere."""
+        state = self._state
+        outcomes: list[Outcome] = []
+        for decision in list(state.waiting):
+            if self._may_open(decision):
+                state.waiting.remove(decision)
+                outcomes += self._open(decision)
+        if state.again is not None and state.again.due <= now and self._may_open(state.again):
+            again, state.again = state.again, None
+            outcomes += self._open(again)
+        for since, members in self._lost():
+            if since + LOST_SECONDS <= now and not self._is_busy(members):
+                reason = "a member is gone: what it had leased comes free when those left are another group"
+                outcomes += self._open(DecisionState([list(members)], reason))
+        return outcomes
+
+    def _may_open(self, decision: DecisionState) -> bool:
+        return not self._is_busy(_workers_of(decision))
+
+    def _is_busy(self, workers: Iterable[int]) -> bool:
+        """Whether one of these is wanted elsewhere, or on the way; in lock step, whether anybody is."""
+        if self._lockstep:
+            return not self.settled()
+        busy = {worker for each in self._state.forming for worker in each.wanted}
+        busy |= {worker for worker, known in self._state.workers.items() if known.target is not None}
+        return not busy.isdisjoint(workers)
+
+    def _lost(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Contributors of which a member is gone, by those who are left, that nothing else is planned for."""
+        planned = {worker for each in self._state.waiting for worker in _workers_of(each)}
+        return [
+            (there.lost_since, tuple(there.members))
+            for there in self._state.contributors.values()
+            if there.lost_since is not None
+            and there.members
+            and not there.over
+            and not self._is_busy(there.members)
+            and planned.isdisjoint(there.members)
+        ]
+
+    def _open(self, decision: DecisionState) -> list[Outcome]:
+        state = self._state
+        living = [[worker for worker in group if worker in state.workers] for group in decision.groups]
+        groups = [group for group in living if group and not self._is_there(group)]
+        if not groups:
+            return []
+        if self._lockstep:
+            groups += self._rest(groups)
+        state.grouping += 1
+        told = list(state.workers) if self._lockstep else [worker for group in groups for worker in group]
+        for worker in told:
+            state.workers[worker].told = state.grouping
+            state.workers[worker].given_up = ""
+        state.forming += [FormingState(state.grouping, group) for group in groups]
+        return [Opened(state.grouping, tuple(map(tuple, groups)), decision.reason)]
+
+    def _is_there(self, group: Sequence[int]) -> bool:
+        """Whether these are a contributor by themselves already, which has lost nobody."""
+        there = self._state.contributors[self._state.workers[group[0]].contributor]
+        return sorted(there.members) == sorted(group) and not there.coming and there.lost_since is None
+
+    def _rest(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Those that train and are in none of `groups`, as they are together now."""
+        resting = {worker for worker, known in self._state.workers.items() if not known.trains}
+        moved = resting | {worker for group in groups for worker in group}
+        return [rest for group in self._groups_now() if (rest := [w for w in group if w not in moved])]
+
+    def _groups_now(self) -> list[list[int]]:
+        together: dict[int, list[int]] = {}
+        for worker, known in self._state.workers.items():
+            where = known.contributor if known.target is None else known.target
+            together.setdefault(where, []).append(worker)
+        return [sorted(group) for group in together.values()]
+
+    # -- forming ------------------------------------------------------------------------------------------
+
+    def _form_if_whole(self, forming: FormingState) -> list[Outcome]:
+        state = self._state
+        if len(forming.asked) < len(forming.wanted):
+            return []
+        state.forming.remove(forming)
+        if not forming.wanted:
+            return []
+        if state.again is None:
+            state.pause = FIRST_PAUSE
+        order = sorted(forming.asked, key=lambda worker: (-forming.asked[worker], worker))
+        most = forming.asked[order[0]]
+        number, life = state.next_number, self._new_life()
+        state.next_number += 1
+        state.numbers.append(number)
+        state.contributors[number] = ContributorState(life, coming=list(order))
+        for worker in order:
+            state.workers[worker].target = number
+        newcomers = sum(forming.asked[worker] < most for worker in order)
+        return [Formed(forming.grouping, number, life, tuple(order), newcomers)]
+
+    def _give_up(self, now: float, forming: FormingState) -> list[Outcome]:
+        state = self._state
+        state.forming.remove(forming)
+        missing = [worker for worker in sorted(forming.wanted) if worker not in forming.asked]
+        who = " and ".join(f"worker {worker}" for worker in missing)
+        group = tuple(sorted(forming.wanted))
+        reason = f"{who} did not come to the end of an iteration in time"
+        for worker in forming.wanted:
+            state.workers[worker].given_up = reason
+        again = state.again or DecisionState([], "")
+        again.groups.append(list(group))
+        again.due = now + state.pause
+        again.reason = f"once more: {show(Grouping(again.groups))}"
+        state.again = again
+        stays = [Stays(worker, reason) for worker in sorted(forming.asked)]
+        return [GivenUp(forming.grouping, group, reason, again.due), *stays]
+
+    def _fence_left(self) -> list[Outcome]:
+        """Contributors for which nobody speaks; in lock step only when nobody is on the way any more."""
+        if self._lockstep and not self.settled():
+            return []
+        empty = [
+            number
+            for number, there in self._state.contributors.items()
+            if not there.members and not there.coming
+        ]
+        return [self._emptied(number) for number in empty]
+
+    def _emptied(self, number: int) -> Empty:
+        return Empty(number, self._state.contributors.pop(number).life)
+
+
+def _workers_of(decision: DecisionState) -> set[int]:
+    return {worker for group in decision.groups for worker in group}

@@ -1,0 +1,191 @@
+"""Who should share a ring: the chooser and the regrouper, on a thread of their own.
+
+They may take seconds, for which nobody else is to wait. One job is under way at a time, and only it touches
+the regrouper; what happens meanwhile is kept for the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from atoll.core.errors import UserError
+from atoll.groups.chooser import Choice, Measured, ScoreFunction, choose, computing
+from atoll.groups.drift import Proposal, Regrouper, Rules
+from atoll.groups.grouping import Grouping
+from atoll.groups.links import Links
+
+ScoreFor: TypeAlias = Callable[[Mapping[int, float], Links | None], ScoreFunction]
+
+_TOLERANCE = 0.05  # the share of samples/s that fewer groups may cost while a run goes
+_LOOK_SECONDS = 1.0  # between two jobs that only look at what was measured
+
+
+def _by_computing(speeds: Mapping[int, float], links: Links | None) -> ScoreFunction:
+    del links
+    return computing(speeds)
+
+
+@dataclass(frozen=True)
+class GroupingSettings:
+    """How a run's workers are put into groups. `count` 0: as many as are best. `patience` is for a worker's
+    probe, in seconds. `score_for(speeds, links)` gives what groupings of workers with these speeds are scored
+    by; links are None while they are not known."""
+
+    count: int = 0
+    by: Literal["auto", "speed", "site", "joint"] = "auto"
+    patience: float = 60.0
+    regroup: bool = True
+    consistency: Literal["bsp", "ssp", "asp"] = "asp"
+    score_for: ScoreFor = _by_computing
+    rules: Rules = field(default_factory=Rules)
+
+    @property
+    def queued(self) -> bool:
+        """Whether the probe's queue makes the first groups; else they are chosen when all have reported."""
+        return self.count > 0 and self.by in ("auto", "speed")
+
+    def __str__(self) -> str:
+        return f"{self.count or 'auto'} by {self.by}, {self.consistency}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Workers are to be grouped so; without a grouping, why there is none."""
+
+    grouping: Grouping | None
+    reason: str
+
+
+class Planner:
+    """Chooses groups. `links` are those between workers; nobody measures them yet."""
+
+    def __init__(self, settings: GroupingSettings) -> None:
+        self.links: Links | None = None
+        self._settings = settings
+        self._regrouper: Regrouper | None = None
+        self._events: list[Callable[[Regrouper], Proposal | None]] = []  # for the next job
+        self._urgent = False  # one of them is not to wait
+        self._next = math.inf  # when the regrouper may have something
+        self._last = -math.inf  # when a job was begun
+        self._thread: threading.Thread | None = None
+        self._found: list[Plan] = []
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def choose(self, now: float, speeds: Mapping[int, float]) -> None:
+        """Choose groups for these workers, of whom samples per second are given: `poll` gives them."""
+        speeds = dict(speeds)
+        self._events.clear()
+        self._begin_job(now, lambda: self._first(now, speeds))
+
+    def follow(self, now: float, grouping: Grouping, speeds: Mapping[int, float]) -> None:
+        """These groups are what the workers are in from now on."""
+        self._regrouper = self._make_regrouper(now, grouping, speeds)
+        self._events.clear()
+
+    def handle_measured(self, now: float, worker: int, pace: float) -> None:
+        """A worker has made an iteration, at so many seconds a sample."""
+        if self._settings.regroup:
+            self._tell(lambda regrouper: regrouper.handle_measured(now, worker, pace))
+
+    def handle_joined(self, now: float, worker: int, pace: float) -> None:
+        """A worker is to be placed beside the others."""
+        self._tell(lambda regrouper: regrouper.handle_joined(now, worker, pace), urgent=True)
+
+    def handle_left(self, now: float, worker: int) -> None:
+        """A worker is no more."""
+        self._tell(lambda regrouper: regrouper.handle_left(now, worker))
+
+    def _tell(self, event: Callable[[Regrouper], Proposal | None], *, urgent: bool = False) -> None:
+        self._events.append(event)
+        self._urgent = self._urgent or urgent
+
+    # -- what follows -------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way, or its result not yet taken."""
+        return self._thread is not None
+
+    def poll(self, now: float) -> list[Plan]:
+        """What was found; and begin the next job, if there is something to look at."""
+        if self._thread is not None:
+            if self._thread.is_alive():
+                return []
+            self._thread = None
+        found, self._found = self._found, []
+        due = self._urgent or (bool(self._events) and now >= self._last + _LOOK_SECONDS) or now >= self._next
+        if self._regrouper is not None and due:
+            regrouper, events = self._regrouper, self._events
+            self._events, self._urgent, self._next = [], False, math.inf
+            self._begin_job(now, lambda: self._look(now, regrouper, events))
+        return found
+
+    def _begin_job(self, now: float, job: Callable[[], list[Plan]]) -> None:
+        assert self._thread is None
+        self._last = now
+
+        def run() -> None:
+            try:
+                self._found = job()
+            except UserError as error:
+                self._found = [Plan(None, str(error))]
+
+        self._thread = threading.Thread(target=run, name="atoll-planner", daemon=True)
+        self._thread.start()
+
+    # -- on the thread ------------------------------------------------------------------------------------
+
+    def _first(self, now: float, speeds: dict[int, float]) -> list[Plan]:
+        choice = self._choose(speeds)
+        self._regrouper = self._make_regrouper(now, choice.grouping, speeds)
+        return [Plan(choice.grouping, choice.reason)]
+
+    def _look(
+        self, now: float, regrouper: Regrouper, events: list[Callable[[Regrouper], Proposal | None]]
+    ) -> list[Plan]:
+        proposals = [event(regrouper) for event in events]
+        if self._settings.regroup:
+            proposals.append(regrouper.poll(now))
+            deadline = regrouper.next_deadline()
+            self._next = math.inf if deadline is None else deadline
+        # Each holds for all workers: the last is what they are to be in.
+        there = [each for each in proposals if each is not None]
+        return [Plan(there[-1].grouping, " ".join(each.reason for each in there))] if there else []
+
+    def _make_regrouper(self, now: float, grouping: Grouping, speeds: Mapping[int, float]) -> Regrouper:
+        return Regrouper(
+            now,
+            grouping,
+            speeds,
+            self._choose,
+            lambda each, at: self._settings.score_for(at, self._links(at))(each),
+            rules=self._settings.rules,
+        )
+
+    def _choose(self, speeds: Mapping[int, float]) -> Choice:
+        """As the settings say, of those who are left."""
+        settings, links = self._settings, self._links(speeds)
+        count = min(settings.count, len(speeds)) or None
+        choice = choose(
+            Measured(speeds, links=links),
+            settings.score_for(speeds, links),
+            groups=None if settings.by == "site" else count,
+            tolerance=_TOLERANCE,
+        )
+        chosen = {"speed": choice.by_speed, "site": choice.by_site}.get(settings.by)
+        if chosen is None or chosen.grouping == choice.grouping:
+            return choice
+        rate = f"{chosen.score.samples_per_second:.4g} samples/s are predicted"
+        reason = f"groups.by = {settings.by!r}: {rate}. Else: {choice.reason}"
+        return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
+
+    def _links(self, speeds: Mapping[int, float]) -> Links | None:
+        """The links, where they are known of all these workers."""
+        links = self.links
+        return links if links is not None and set(links.workers) == set(speeds) else None

@@ -1,0 +1,135 @@
+"""A shard's steps: what a line of the log says is done chunk by chunk, and each chunk goes to those who wait
+for it as soon as it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from atoll.core.points import reach
+from atoll.server.durability import Durability
+from atoll.server.model import Model
+from atoll.server.payloads import payload_of
+from atoll.server.peers import Peers
+from atoll.store.entries import Entry
+from atoll.store.shard import Asked
+from atoll.wire import messages
+
+
+class Stepper:
+    """`model` gives what is trained; `meanwhile` is called between two chunks, to see to others."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        kept: Durability,
+        model: Callable[[], Model | None],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        self._peers, self._kept, self._find_model, self._meanwhile = peers, kept, model, meanwhile
+        self._active: list[Asked] = []  # those who get each chunk as it is ready
+        self._done: list[int] | None = None  # while a line is applied: the chunks that are
+
+    @property
+    def _model(self) -> Model:
+        model = self._find_model()
+        assert model is not None
+        return model
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a line is being applied."""
+        return self._done is not None
+
+    def apply(self, entry: Entry) -> None:
+        """Do what a line says, and answer those whom it makes ready, chunk by chunk."""
+        model = self._model
+        if not self._kept.replaying:
+            reach("shard.logged", getattr(entry, "iteration", -1))
+        actions = model.state.handle_entry(entry)
+        self._active = model.state.poll_pulls()
+        done = self._done = []
+        for action in actions:
+            model.act(action, self._kept.before_change, self._chunk_is_done)
+        for chunk in model.chunks:
+            if chunk not in done:
+                self._chunk_is_done(chunk)
+        self._active, self._done = [], None
+
+    def _chunk_is_done(self, chunk: int) -> None:
+        """Send a chunk to all who are to get it, and those before it to whoever has asked meanwhile."""
+        assert self._done is not None
+        self._done.append(chunk)
+        for asked in self._active:
+            self._answer(asked, chunk)
+        self._meanwhile()
+
+    def join(self, asked: Asked) -> None:
+        """One who is ready has asked meanwhile: it gets what is done, and the rest as it comes."""
+        for chunk in self._done or ():
+            self._answer(asked, chunk)
+        self._active.append(asked)
+
+    def pull(self, asked: Asked) -> None:
+        """Send all chunks to one who asks for them, if it is ready; else it waits for a line."""
+        if self.is_ready(asked):
+            for chunk in self._model.chunks:
+                self._answer(asked, chunk)
+
+    def is_ready(self, asked: Asked) -> bool:
+        """Whether what is asked for is there; if not, it is remembered who asks."""
+        state, pull = self._model.state, asked.pull
+        if isinstance(pull, messages.Pull):
+            return state.handle_pull(asked.worker, pull, asked.member)
+        return state.handle_pull_mean(asked.worker, pull, asked.member)
+
+    def _answer(self, asked: Asked, chunk: int) -> None:
+        """Send one chunk, or the share of it that is asked for, to one who waits for it."""
+        model, pull, worker = self._model, asked.pull, asked.worker
+        peer = self._peers.member(worker, pull.incarnation, asked.member)
+        if peer is None:
+            return
+        run = model.run_bytes(chunk, pull.share, pull.shares)
+        if isinstance(pull, messages.PullMean):
+            if model.mean is not None and model.mean.iteration == pull.iteration:
+                self._send_mean(peer, chunk, pull.share, run)
+                reach("shard.answered", pull.iteration)
+            return
+        self._peers.send(
+            peer,
+            messages.Parameters(
+                clock=model.state.clock_of(worker),
+                chunk=chunk,
+                version=model.state.versions[chunk],
+                staleness=model.state.staleness_of(worker),
+                share=pull.share,
+            ),
+            model.lend(chunk)[run],
+        )
+        reach("shard.answered", pull.clock - 1)
+
+    def _send_mean(self, peer: bytes, chunk: int, share: int, run: slice) -> None:
+        mean = self._model.mean
+        assert mean is not None
+        values, present = mean.chunks[chunk]
+        self._peers.send(
+            peer,
+            messages.Mean(
+                iteration=mean.iteration,
+                chunk=chunk,
+                present=present,
+                weight=mean.weight,
+                samples=mean.samples,
+                share=share,
+            ),
+            payload_of(values)[run],
+        )
+
+    def send_state(self, peer: bytes) -> None:
+        """Send the optimizer's state of all chunks, for a checkpoint."""
+        model = self._model
+        for chunk in model.chunks:
+            elements, slots = model.own.state(chunk)
+            self._peers.send(peer, messages.State(chunk=chunk, key="", values=slots))
+            for key, flat in elements.items():
+                self._peers.send(peer, messages.State(chunk=chunk, key=key), payload_of(flat))
+        self._peers.send(peer, messages.StateEnd(steps=model.iterations))

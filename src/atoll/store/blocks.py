@@ -1,0 +1,125 @@
+"""Leases of a group of workers: one lease for all members, cut in a part for each (`wire.messages.Lease`).
+
+What members ask for is numbered from 1, for each epoch of a sampler. The first of them that asks for a block
+has it leased, for as many members as there are then; the others find it. It is remembered until each living
+member has asked for a later one, for an answer may be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from atoll.core.errors import UserError
+from atoll.store.leases import Key, Leases
+from atoll.wire.messages import Lease, Leased
+
+MOST_BLOCKS = 1024  # of an epoch, that a group's fastest member may be ahead of its slowest
+
+
+@dataclass
+class BlockState:
+    """Positions start to stop, for these members (ranks, ascending), or `over`."""
+
+    start: int
+    stop: int
+    members: list[int]
+    over: bool = False
+
+
+@dataclass
+class EpochBlocks:
+    """An epoch's blocks by number, and the latest that each member has asked for."""
+
+    blocks: dict[int, BlockState] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+
+
+class Blocks:
+    """The blocks of all contributors, leased from `leases`."""
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
+        self._epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
+        self.changes = 0  # grows with each block that is new: what a journal would have to know
+
+    def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
+        """The part of `worker` in a block of contributor `key`, whose living members are `members`. What
+        could not be leased now is not remembered. Raises UserError for a worker that the block is not for, for
+        one that is too far ahead, and as `Leases.handle_lease`."""
+        epochs = self._epochs.setdefault(key, {})
+        epoch = epochs.setdefault((lease.sampler, lease.epoch), EpochBlocks())
+        if lease.block not in epoch.blocks and len(epoch.blocks) >= MOST_BLOCKS:
+            slowest = min(members, key=lambda member: epoch.asked.get(member, 0))
+            raise UserError(
+                f"worker {worker} asks for block {lease.block} of epoch {lease.epoch}, while worker "
+                f"{slowest} of its group has asked for {epoch.asked.get(slowest, 0)}: at most {MOST_BLOCKS} "
+                "are kept"
+            )
+        block = epoch.blocks.get(lease.block) or self._new_block(key, members, lease)
+        if block is None:
+            return _none(lease)
+        epoch.blocks[lease.block] = block
+        if worker not in block.members:
+            raise UserError(
+                f"worker {worker} asks for block {lease.block} of epoch {lease.epoch} of contributor "
+                f"{key[0]}, which was leased for workers {', '.join(map(str, block.members))}"
+            )
+        epoch.asked[worker] = max(lease.block, epoch.asked.get(worker, 0))
+        self._forget(epochs, lease, members)
+        return _part(lease, block, worker)
+
+    def handle_fenced(self, key: Key) -> None:
+        """The contributor commits nothing any more."""
+        self._epochs.pop(key, None)
+
+    def state(self) -> dict[Key, dict[tuple[int, int], EpochBlocks]]:
+        """All of it, for `restore`. It is this object's own: encode it at once."""
+        return self._epochs
+
+    def restore(self, state: dict[Key, dict[tuple[int, int], EpochBlocks]]) -> None:
+        """Be as `state` says."""
+        self._epochs = state
+
+    def _new_block(self, key: Key, members: Sequence[int], lease: Lease) -> BlockState | None:
+        """None: nothing is free now, but may be later."""
+        whole = msgspec.structs.replace(lease, count=lease.count * len(members), number=0)
+        leased = self._leases.handle_lease(*key, whole)
+        if leased.start == leased.stop and not leased.over:
+            return None
+        self.changes += 1
+        return BlockState(leased.start, leased.stop, sorted(members), leased.over)
+
+    def _forget(
+        self, epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]
+    ) -> None:
+        """What all members have left behind them."""
+        epoch = epochs[lease.sampler, lease.epoch]
+        least = min(epoch.asked.get(member, 0) for member in members)
+        for number in [number for number in epoch.blocks if number < least]:
+            del epoch.blocks[number]
+        if least:  # all are in this epoch
+            for sampler, earlier in list(epochs):
+                if sampler == lease.sampler and earlier < lease.epoch:
+                    del epochs[sampler, earlier]
+
+
+def _part(lease: Lease, block: BlockState, worker: int) -> Leased:
+    """Contiguous parts in order of rank, the first ones longer by one."""
+    size, more = divmod(block.stop - block.start, len(block.members))
+    place = block.members.index(worker)
+    start = block.start + place * size + min(place, more)
+    leased = _none(lease)
+    return msgspec.structs.replace(
+        leased,
+        start=start,
+        stop=start + size + (place < more),
+        over=block.over,
+        length=size + (more > 0),
+    )
+
+
+def _none(lease: Lease) -> Leased:
+    return Leased(sampler=lease.sampler, epoch=lease.epoch, start=0, stop=0, number=lease.number)

@@ -1,0 +1,159 @@
+"""How a worker moves to another group: by the hub's grouping, between two iterations.
+
+The hub counts its groupings, and tells workers of the latest. A contribution says which one its workers know
+of, and its answer, to which they all move at the end of that step: so the members of a group leave it
+together. What is in flight is none: the iteration before is whole, and the next has not begun. Source: S1,
+"Beyond the paper"; docs/notes/ps-hra.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from atoll.core import points
+from atoll.train.groupexchange import GroupReducer
+from atoll.train.hub_client import HubClient
+from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.rounds import Ring
+from atoll.train.served_workers import ServedWorkers
+from atoll.train.shards import LOG, Shards
+from atoll.wire.messages import Arrive, Grouped, Leased, Reformed, Used
+
+ARRIVING = "arriving"  # what a group's Arrive is sent again until
+
+
+class Shared(Protocol):
+    """What a session has alike on all members of a group (`train/resume.py`: TrainingState)."""
+
+    iteration: int
+
+    def capture_shared(self) -> bytes: ...
+
+    def restore_shared(self, raw: bytes) -> None: ...
+
+
+class GroupState:
+    """What the members of a group take from its first one (`train/rounds.py`: State). Data is leased, so that
+    nothing is dealt anew."""
+
+    def __init__(self, state: Shared) -> None:
+        self._state = state
+
+    def capture(self) -> bytes:
+        return self._state.capture_shared()
+
+    def restore(self, raw: bytes) -> None:
+        self._state.restore_shared(raw)
+
+    def all_places(self, *, entered: bool = False) -> list[Any]:  # noqa: ARG002
+        return []
+
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:
+        """There is nothing to be dealt."""
+
+
+class Leases:
+    """What a worker leases of the hub: for itself, or its part of what its group leases, block by block."""
+
+    def __init__(self, hub: HubClient) -> None:
+        self._hub = hub
+        self._contributor = 0  # its group; 0: none but itself
+        self._blocks: dict[tuple[int, int], int] = {}  # (sampler, epoch) -> those that it has got
+
+    def lease(self, sampler: int, epoch: int, length: int, count: int, wait: float) -> Leased:
+        """As `HubClient.lease`."""
+        if not self._contributor:
+            return self._hub.lease(sampler, epoch, length, count, wait)
+        block = self._blocks.get((sampler, epoch), 0) + 1
+        leased = self._hub.lease(
+            sampler, epoch, length, count, wait, contributor=self._contributor, block=block
+        )
+        if leased.length:
+            self._blocks[sampler, epoch] = block
+        return leased
+
+    def move(self, contributor: int) -> None:
+        """The worker is in another group."""
+        self._contributor = contributor
+        self._blocks.clear()
+
+
+class Told(Protocol):
+    """Who hears of a move: its group, how long it took, and the iteration."""
+
+    def __call__(self, grouped: Grouped, seconds: float) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What a move concerns."""
+
+    hub: HubClient
+    ring: Ring
+    shards: Shards
+    workers: ServedWorkers
+    state: Shared
+    samplers: list[LeasedSampler]
+    leases: Leases
+    exchange: Callable[[], GroupReducer]
+
+
+class Regrouping:
+    """One worker's moves from group to group. `contributor` is the one that it is in: its own number at
+    first."""
+
+    def __init__(self, parts: Parts, told: Told) -> None:
+        self._parts, self._tell = parts, told
+        self.contributor = parts.workers.place.rank
+        self.contributors: list[int] = []  # all that live, as the log last said
+        self.grouping = 0  # the hub's latest that this worker has asked to move to
+
+    def told(self, contributors: Sequence[int]) -> None:
+        """Which contributors live."""
+        self.contributors = list(contributors)
+
+    def known(self) -> int:
+        """The hub's latest grouping that this worker knows of."""
+        return self._parts.hub.grouping
+
+    def move(self, grouping: int) -> None:
+        """An iteration is over, and its answer says to move to this grouping."""
+        if grouping <= self.grouping:
+            return
+        self.grouping = grouping
+        began, parts = time.monotonic(), self._parts
+        points.reach("group.leaving", parts.state.iteration)
+        held = [used for sampler in parts.samplers for used in sampler.held()]
+        grouped = parts.hub.join_group(grouping, parts.state.iteration, held)
+        points.reach("group.formed", parts.state.iteration)
+        if grouped.group:
+            self._move_to(grouped)
+        self._tell(grouped, time.monotonic() - began)
+
+    def _move_to(self, grouped: Grouped) -> None:
+        parts = self._parts
+        for sampler in parts.samplers:
+            sampler.leave_leased()
+        parts.leases.move(grouped.contributor)
+        parts.ring.move(
+            Reformed(group=grouped.group, workers=grouped.workers, newcomers=grouped.newcomers, round=0)
+        )
+        points.reach("group.ring", parts.state.iteration)
+        shards = parts.shards
+        shards.move(grouped.contributor, grouped.life)
+        meeting = parts.workers.next_meeting
+        shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
+        exchange = parts.exchange()
+        exchange.join(grouped.contributor, f"the parameters with which group {grouped.contributor} begins")
+        shards.answered(ARRIVING)
+        self.contributor = grouped.contributor
+        points.reach("group.joined", parts.state.iteration)
+        parts.hub.in_group(grouped.contributor)
+
+
+def held_as_used(sampler: int, runs: Sequence[tuple[int, int, int]]) -> list[Used]:
+    """Runs (epoch, start, stop) of a sampler, as messages have them."""
+    return [Used(sampler=sampler, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]

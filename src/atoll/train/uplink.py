@@ -1,0 +1,157 @@
+"""How a group talks to the shards as one: who of its members sends and asks, and how all get the answer.
+
+`leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts what it is answered.
+`members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
+All members hold what is sent, to the bit, so that any may send it again. Source: S1, "A step" and "Beyond the
+paper".
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atoll.tensors.binding import BoundChunk
+from atoll.train.exchange import CONTRIBUTION, Connection, bytes_of
+from atoll.train.ringbytes import broadcast_bytes
+from atoll.train.rounds import Ring
+from atoll.wire.messages import PullMean, Push, run_of
+
+Kind = Literal["leader", "members"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A member's part in one exchange: `leader` is who speaks to the log, by rank in the ring; `talks` says
+    whether this member sends and asks, and `share` for which run of each chunk, of how many."""
+
+    leader: int
+    leads: bool
+    talks: bool
+    share: tuple[int, int]
+
+
+class Uplink:
+    """One model's. `kind` may be changed between two exchanges, by all members alike."""
+
+    def __init__(self, kind: Kind, ring: Ring, connection: Connection, chunks: Sequence[BoundChunk]) -> None:
+        self.kind, self._ring, self._connection = kind, ring, connection
+        self._chunks = list(chunks)
+        self.contributor = 0  # what the leader's lot is drawn with, beside the iteration
+        self.bytes_sent = 0
+
+    def role(self, iteration: int) -> Role:
+        """This member's in the exchange of `iteration`, in the ring as it stands."""
+        rank, world = self._ring.rank, self._ring.world
+        leader = random.Random(f"{self.contributor}/{iteration}").randrange(world)
+        if self.kind == "members":
+            return Role(leader, rank == leader, True, (rank, world))
+        return Role(leader, rank == leader, rank == leader, (0, 1))
+
+    def push(
+        self, role: Role, iteration: int, flats: Mapping[int, Tensor], present: Mapping[int, Sequence[bool]]
+    ) -> None:
+        """Send this member's share of each chunk (`flats`: 1-D, by chunk), and ask for the same of what comes
+        of them; `flats` must stay as they are until the answer."""
+        shards, shard_of = self._connection.shards, self._connection.shard_of
+        left = {shard: sum(place == shard for place in shard_of.values()) for shard in shard_of.values()}
+        for bound in self._chunks:
+            chunk_id = bound.chunk.id
+            shard = shard_of[chunk_id]
+            in_all = sum(place == shard for place in shard_of.values())
+            left[shard] -= 1
+            start, stop = run_of(bound.chunk.extent, *role.share)
+            message = Push(
+                incarnation=shards.incarnation,
+                iteration=iteration,
+                chunk=chunk_id,
+                chunks_in_all=in_all,
+                present=bytes(present[chunk_id]),
+                pull=not left[shard],
+                share=role.share[0],
+                shares=role.share[1],
+            )
+            run = flats[chunk_id][start:stop]
+            shards.send(shard, message, bytes_of(run), until=CONTRIBUTION)
+            self.bytes_sent += run.numel() * run.element_size()
+
+    def pull_mean(self, role: Role, iteration: int) -> PullMean:
+        """The message that asks for this member's share of a mean."""
+        return PullMean(
+            incarnation=self._connection.shards.incarnation,
+            iteration=iteration,
+            share=role.share[0],
+            shares=role.share[1],
+        )
+
+    def spread(self, role: Role, runs: Mapping[int, Tensor] | None, what: str) -> dict[int, Tensor]:
+        """Every chunk's values whole, 1-D, in new memory, from what those who talk were answered (`runs`). A
+        collective of the ring; `what` is waited for."""
+        whole: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(bound.flat.dtype for bound in self._chunks):
+            chunks = [bound for bound in self._chunks if bound.flat.dtype == dtype]
+            if self.kind == "members":
+                whole |= self._gathered(role, runs or {}, chunks, dtype, what)
+            else:
+                whole |= self._broadcast(role, runs, chunks, dtype, what)
+        return whole
+
+    def _broadcast(
+        self,
+        role: Role,
+        runs: Mapping[int, Tensor] | None,
+        chunks: Sequence[BoundChunk],
+        dtype: torch.dtype,
+        what: str,
+    ) -> dict[int, Tensor]:
+        extents = [bound.chunk.extent for bound in chunks]
+        if self._ring.world == 1:
+            assert runs is not None
+            return {bound.chunk.id: runs[bound.chunk.id] for bound in chunks}
+        if runs is not None:
+            flat = torch.cat([runs[bound.chunk.id] for bound in chunks])
+        else:
+            flat = torch.empty(sum(extents), dtype=dtype)
+        channel = self._ring.agreement
+        channel.wait(channel.broadcast(flat.view(torch.uint8), role.leader), what)
+        return {bound.chunk.id: part for bound, part in zip(chunks, _cut(flat, extents), strict=True)}
+
+    def _gathered(
+        self,
+        role: Role,
+        runs: Mapping[int, Tensor],
+        chunks: Sequence[BoundChunk],
+        dtype: torch.dtype,
+        what: str,
+    ) -> dict[int, Tensor]:
+        """Each member's runs, padded to one length: the last ones of a chunk may be shorter."""
+        shares = role.share[1]
+        longest = [run_of(bound.chunk.extent, 0, shares)[1] for bound in chunks]
+        own = torch.zeros(sum(longest), dtype=dtype)
+        for bound, place in zip(chunks, _cut(own, longest), strict=True):
+            run = runs[bound.chunk.id]
+            place[: run.numel()].copy_(run)
+        channel = self._ring.agreement
+        parts, work = channel.all_gather(own.view(torch.uint8))
+        channel.wait(work, what)
+        by_member = [_cut(part.view(dtype), longest) for part in parts]
+        return {
+            bound.chunk.id: torch.cat([member[place] for member in by_member])[: bound.chunk.extent]
+            for place, bound in enumerate(chunks)
+        }
+
+    def tell(self, role: Role, word: bytes | None, what: str) -> bytes:
+        """The leader's word, to all. A collective of the ring."""
+        return broadcast_bytes(self._ring.agreement, word, what, role.leader)
+
+
+def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views of `flat`, 1-D, one after the other, of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,115 @@
+"""What messages are made of, and those that all roles say: who comes says Hello, and is welcomed or refused.
+
+Sizes, counts and names are bounded here, before anything is allocated for them. Source: S4, "The store".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from atoll.core.errors import AtollError
+
+VERSION = 5  # of the protocol; both sides must have the same
+HEADER_BYTES = 2**26  # the largest header: a layout of a hundred thousand parameters
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**53)]
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+Weight: TypeAlias = Annotated[float, Meta(ge=0)]
+Key: TypeAlias = Annotated[str, Meta(max_length=1024)]  # of the rings' store
+Value: TypeAlias = Annotated[bytes, Meta(max_length=2**20)]
+Hyperparameters: TypeAlias = list[dict[str, Any]]  # for each param group of the optimizer: numbers, booleans
+
+
+class WireError(AtollError):
+    """Bytes from outside that are no message of ours; the line says why."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    """What every message is."""
+
+
+class Hello(Message, frozen=True):
+    """The first message of a connection. `run` is the run's name: a shard of another run refuses it.
+
+    From a shard to the hub, `address` is where workers reach it, `shard` its index, and `incarnation` what
+    the hub gave it before it was started again (0: it begins). From a worker to the hub, `incarnation` is 0,
+    and `worker` the rank it wishes for, or -1 for any; to a shard, both are what the hub gave. `token` is a
+    name that the sender has made up for itself: said twice, it is one who comes once; a shard's, a site's
+    shard's too, is its directory's. Where shards are held twice, a shard's `life` is a name of its process
+    alone, and `since` the incarnation that this process has been given already (0: none).
+    From the hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run
+    has sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
+    site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    A group of several says Hello to shards as one worker, with what the hub gave the group; `member` tells
+    its connections apart: the rank in the run of the member whose connection it is.
+    """
+
+    version: int
+    run: Name
+    role: Name  # "worker", "shard", "site", "hub", "primary"
+    worker: int = -1
+    incarnation: Count = 0
+    shard: int = -1
+    address: Name = ""
+    pid: Count = 0
+    site: Name = ""
+    token: Name = ""
+    life: Name = ""
+    since: Count = 0
+    member: Count = 0
+
+
+class Welcome(Message, frozen=True):
+    """The answer to a Hello. From the hub: rank and incarnation, how many workers the run starts with, how
+    many shards it has (0: its workers are a ring), how often to send a Heartbeat, and for how long silence is
+    borne (seconds). `replicas` is how many processes hold each shard; with 2, a Duty follows.
+
+    With sites, `sites` are their names in order; a site's shard is told its site's workers, and a global
+    shard how many sites there are, for those are its workers.
+
+    From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
+    started again when it dies, or has a standby; it is said again when that changes. A site's shard names its
+    site in `sites`.
+    From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
+    """
+
+    run: Name
+    worker: int = -1
+    incarnation: Count = 0
+    workers: Count = 0
+    shards: Count = 0
+    heartbeat: Seconds = 0.0
+    patience: Seconds = 0.0
+    sites: list[Name] = []
+    shard: int = -1
+    comes_back: bool = False
+    late: bool = False
+    replicas: Count = 1
+
+
+class Refused(Message, frozen=True):
+    """No, and why: one line. What was asked has changed nothing. `request` is the refused message's name, and
+    `number` its number; 0: it has none, or it is none."""
+
+    reason: Text
+    request: Name = ""
+    number: Count = 0
+
+
+class Ping(Message, frozen=True):
+    """Whoever sends it wants to know whether the connection stands, and the system tells: nothing is to be
+    done."""
+
+
+class Used(Message, frozen=True):
+    """Positions of an epoch that a commit has used up."""
+
+    sampler: Count
+    epoch: Count
+    start: Count
+    stop: Count

@@ -1,0 +1,291 @@
+"""What is said with the hub: by workers, by shards, and by the hub to them and to the log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value
+
+
+class Heartbeat(Message, frozen=True):
+    """A worker or a shard is alive. `iteration` is how many iterations the worker has committed. `pace` is
+    how long a worker of a run with groups computes a sample, in seconds, over its latest batches; 0: not
+    known yet."""
+
+    incarnation: Count
+    iteration: Count = 0
+    pace: Seconds = 0.0
+
+
+class Goodbye(Message, frozen=True):
+    """A worker leaves in good order: it commits nothing any more, and what it had leased is free. From a
+    shard: it ends, as Over has told it to. From a site's: all its workers have left, or it cannot go on.
+    To a site's shard, from its worker: it leaves, so that nobody is to come back in its place.
+    `finished`: its session came to its end together with the other members' of its ring."""
+
+    incarnation: Count
+    finished: bool = False
+
+
+class Over(Message, frozen=True):
+    """The hub to a shard, in answer to a Heartbeat: all workers have left, and the run is over."""
+
+
+class WhereAreShards(Message, frozen=True):
+    """Answered by Shards, once all are there: to a worker of a site, that site's alone."""
+
+
+class Shards(Message, frozen=True):
+    """The shards' addresses, by index; shard 0 keeps the log. How workers agree, for those who come later."""
+
+    addresses: Annotated[list[Name], Meta(max_length=4096)]
+
+
+class Lease(Message, frozen=True):
+    """A worker asks for up to `count` positions of an epoch's order of a data set of `length` samples.
+
+    `sampler` numbers the worker's samplers. Answered by Leased. `number` counts this worker's requests, from
+    1: one sent twice is answered twice and counted once; 0 counts for itself.
+
+    In a group of several, `contributor` is the group, and `block` counts what its members have asked of this
+    sampler and epoch, from 1: each member asks for each block, and is given its part. `count` is for one
+    member.
+    """
+
+    incarnation: Count
+    sampler: Count
+    epoch: Count
+    length: Count
+    count: Annotated[int, Meta(ge=1, lt=2**53)]
+    number: Count = 0
+    contributor: Count = 0
+    block: Count = 0
+
+
+class Leased(Message, frozen=True):
+    """Positions `start` to `stop` (exclusive) of `epoch` are the worker's until its commit that used them.
+
+    `over`: the epoch has none left, nor will a dead worker's come back; then start equals stop. Neither: wait
+    and ask again, others may yet fail to use theirs.
+
+    Of a group's block, start to stop is the member's part, and `length` what each member takes in all: who
+    has fewer positions fills up with samples that weigh nothing, so that all make equally many batches.
+    """
+
+    sampler: Count
+    epoch: Count
+    start: Count
+    stop: Count
+    over: bool = False
+    number: Count = 0
+    length: Count = 0
+
+
+class Fence(Message, frozen=True):
+    """The hub to the log: take nothing from this worker's incarnation any more. Answered by Fenced."""
+
+    worker: Count
+    incarnation: Count
+
+
+class Fenced(Message, frozen=True):
+    """Done; `used` is all that the incarnation's commits have used, which is the truth about its leases.
+    With `news`: nobody has asked, and `used` is what has come since the last."""
+
+    worker: Count
+    incarnation: Count
+    iteration: Count  # how many it had committed
+    used: list[Used]
+    news: bool = False
+
+
+class Look(Message, frozen=True):
+    """The hub to the log: this worker's connection to the hub has broken; what of the one to you? Answered by
+    Looked."""
+
+    worker: Count
+    incarnation: Count
+
+
+class Looked(Message, frozen=True):
+    """`lost`: the worker was connected, and is not any more."""
+
+    worker: Count
+    incarnation: Count
+    lost: bool
+
+
+class Gather(Message, frozen=True):
+    """A worker wants to form the run's ring. Answered by Gathered once every rank wants it, or after
+    `seconds`. `number` counts this worker's wishes: one sent twice is answered twice and counted once."""
+
+    incarnation: Count
+    number: Count
+    seconds: Seconds
+
+
+class Gathered(Message, frozen=True):
+    """The ring is formed: `group` is its number, and names its keys. 0: the `missing` ranks did not come.
+    `late`: that ring is under way without this worker, which may enter it (Enter).
+    `number` is the Gather's."""
+
+    group: Count
+    missing: Annotated[list[Count], Meta(max_length=4096)] = []
+    late: bool = False
+    number: Count = 0
+
+
+class Reform(Message, frozen=True):
+    """A member of ring `group`, in which it has rank `rank`, wants the next one: it has lost touch with
+    another member, or (`admits`) newcomers are to enter. Answered by Reformed, once every living member has
+    said so; `number` counts this worker's wishes, as Gather's.
+
+    `round` is the collective that it is in, and `holds` whether it holds all of that one's result. `fresh`:
+    it has entered, and has not got the training's state yet."""
+
+    incarnation: Count
+    number: Count
+    group: Count
+    rank: Count
+    round: Count
+    holds: bool = False
+    admits: bool = False
+    fresh: bool = False
+
+
+class Enter(Message, frozen=True):
+    """A late worker is ready to take part in the ring that is under way. Answered by Reformed, once the
+    members admit it."""
+
+    incarnation: Count
+    number: Count
+
+
+class Reformed(Message, frozen=True):
+    """The next ring: `workers` are the ranks that the hub knows its members by, in order of their ranks in
+    it; the last `newcomers` of them have no state yet, and take the first's.
+
+    `round` is the collective that the ring makes next: who was in an earlier one takes what it holds, who was
+    in this one begins it anew. `lost` are those of the ring before who died, `left` those who said goodbye.
+    With `group` 0 there is no next ring: `reason`. `number` is the wish's."""
+
+    group: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    round: Count = 0
+    lost: Annotated[list[Count], Meta(max_length=4096)] = []
+    left: Annotated[list[Count], Meta(max_length=4096)] = []
+    reason: Text = ""
+    number: Count = 0
+
+
+class RingNews(Message, frozen=True):
+    """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
+    is gone, or has said so of another), and how many newcomers are `waiting` to enter. In a run with groups,
+    `grouping` counts the hub's decisions on who is in which: 0 before the first."""
+
+    group: Count
+    broken: bool = False
+    waiting: Count = 0
+    grouping: Count = 0
+
+
+class JoinGroup(Message, frozen=True):
+    """A worker that has come to the end of an iteration asks for its group in `grouping`, the hub's latest
+    that it knows of. Answered by Grouped, once all living members of its new group have asked.
+
+    `iteration` is the session's count, and `held` what the worker was given of its leases and has not used.
+    `number` counts this worker's wishes, as Gather's."""
+
+    incarnation: Count
+    number: Count
+    grouping: Count
+    iteration: Count
+    held: list[Used] = []
+
+
+class Grouped(Message, frozen=True):
+    """The worker's new group: `contributor` and `life` are what it is to the shards (a number that no other
+    group of the run has, and an incarnation), `group` is its ring, of `workers`, whose last `newcomers` take
+    the first's state: it is the furthest. With `group` 0 the worker stays where it is: `reason`.
+    `number` and `grouping` are the wish's."""
+
+    number: Count
+    grouping: Count
+    group: Count
+    contributor: Count = 0
+    life: Count = 0
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    newcomers: Count = 0
+    reason: Text = ""
+
+
+class InGroup(Message, frozen=True):
+    """A worker has moved: the shards know `contributor`, and it speaks for that and for nobody else."""
+
+    incarnation: Count
+    contributor: Count
+
+
+class StoreCall(Message, frozen=True):
+    """One call of c10d's Store on a ring's keys, answered by StoreAnswer. store/rendezvous.py says what each
+    operation wants; `seconds` is for how long "get" and "wait" wait for keys. `number` counts this worker's
+    calls: what is sent twice counts once."""
+
+    incarnation: Count
+    group: Count
+    number: Count
+    operation: Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "num_keys"]
+    keys: Annotated[list[Key], Meta(max_length=4096)] = []
+    values: Annotated[list[Value], Meta(max_length=2)] = []
+    amount: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
+    seconds: Seconds = 0.0
+
+
+class StoreAnswer(Message, frozen=True):
+    """`value` or `count` is what the call gives; `missing` are the keys that had not come in its time.
+    `number` is the call's: one that was sent twice has two answers."""
+
+    value: Value = b""
+    count: int = 0
+    missing: Annotated[list[Key], Meta(max_length=4096)] = []
+    number: Count = 0
+
+
+class Duty(Message, frozen=True):
+    """The hub to a shard that is held twice, at once and in answer to each Heartbeat: which of the two it is.
+
+    To the primary, `partner` is the standby without which it acknowledges nothing once that has caught up (0:
+    it goes on alone), and `address` where that listens; to the standby, the same of its primary. `synced`:
+    the hub knows that the standby has caught up; `serves`: that the primary knows its duty. `term` grows with
+    each of the hub's decisions on this shard: an earlier one that comes late is nothing."""
+
+    term: Count
+    primary: bool
+    partner: Count = 0
+    address: Name = ""
+    synced: bool = False
+    serves: bool = False
+
+
+class Serves(Message, frozen=True):
+    """A shard to the hub: it knows that it is the primary, and serves. Said until Duty says so."""
+
+    incarnation: Count
+
+
+class InSync(Message, frozen=True):
+    """A primary to the hub: its standby holds all that was acknowledged, and from now on nothing is before it
+    holds that too. Said until Duty says so."""
+
+    incarnation: Count
+    standby: Count
+
+
+class LostTouch(Message, frozen=True):
+    """A shard to the hub: the connection to its primary or standby is lost. Said until there is another."""
+
+    incarnation: Count
+    partner: Count

@@ -1,0 +1,251 @@
+"""What workers and shards say to one another; shard 0 keeps the log."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
+
+
+class Setup(Message, frozen=True):
+    """The first worker describes what to train: one for each shard. Its chunks' values follow as SetChunk.
+
+    `layout` is a chunks.ChunkMap as MessagePack, `chunks` the ids that this shard holds, `optimizer` the
+    class's full name.
+    `digest` names layout and optimizer: a worker with another one is refused. At a site every worker sends
+    it, and `first` is the worker that brings the values, of this site or another. `number` counts this
+    worker's set-ups, from 1: what it sends again is of the same one (0: of its next).
+    """
+
+    digest: Name
+    layout: msgspec.Raw
+    chunks: list[Count]
+    optimizer: Text
+    hyperparameters: Hyperparameters
+    consistency: Name  # "bsp", "ssp", "asp"
+    slack: Count
+    workers: Count
+    shards: Count
+    steps: Count = 0  # iterations made before, by the checkpoint that the values come from
+    first: Count = 0
+    number: Count = 0
+
+
+class SetChunk(Message, frozen=True):
+    """The payload is a chunk's values (`key` empty), or one element-wise state of its optimizer, such as
+    "exp_avg". `values` are the states of each slot that are one number, such as "step"."""
+
+    chunk: Count
+    key: Name = ""
+    values: list[dict[str, Any]] = []
+    number: Count = 0  # as the Setup's
+
+
+class Ready(Message, frozen=True):
+    """A worker asks a shard whether it is set up as `digest` says. Answered by Ready, when it is. `number` as
+    the Setup's."""
+
+    digest: Name
+    number: Count = 0
+
+
+class Push(Message, frozen=True):
+    """A chunk of this worker's contribution to `iteration`. Payload: gradients, applied by the commit alone.
+
+    `present[i]` says whether slot i has a gradient; zeros stand where not. `chunks_in_all` is how many chunks
+    of this iteration the worker sends to this shard. `pull`: answer, too, with what comes of the iteration,
+    as to a PullMean of it under bsp, else to a Pull at the clock after it.
+
+    A group's members may each send a part: the payload is then the `share`-th of `shares` runs of the chunk,
+    as `run_of` cuts it, and the answer that is pulled is that run alone.
+    """
+
+    incarnation: Count
+    iteration: Count
+    chunk: Count
+    chunks_in_all: Count
+    present: bytes  # one byte a slot
+    pull: bool = False
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+
+class Commit(Message, frozen=True):
+    """To the log (shard 0): all chunks of the contribution are pushed; apply it, everywhere or nowhere. A
+    commit of what is committed already is answered as the first one was. Answered by Committed."""
+
+    incarnation: Count
+    iteration: Count
+    weight: Weight
+    samples: Weight = 0.0
+    hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's
+    used: list[Used] = []
+    grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
+
+
+class Committed(Message, frozen=True):
+    """The contribution is in the log. `workers`, in order: BSP, whose contributions the iteration has; else,
+    who lives. BSP: `entering` are those who come new with the next iteration; all who have made this one are
+    told the same. `grouping`: the contributor, under BSP each of them, knows of that one: they move to it."""
+
+    iteration: Count
+    workers: Annotated[list[Count], Meta(max_length=4096)] = []
+    entering: Annotated[list[Count], Meta(max_length=4096)] = []
+    grouping: Count = 0
+
+
+class Step(Message, frozen=True):
+    """BSP, to the log: step with the mean of `iteration` times `scale`. All members must say the same.
+
+    `edited` are chunks whose gradients the script changed otherwise; the live member of the lowest rank has
+    sent them as Replace before."""
+
+    incarnation: Count
+    iteration: Count
+    scale: float
+    hyperparameters: Hyperparameters
+    edited: list[Count] = []
+    edits: Name = ""  # a digest of what was made of the edited chunks: the same from all
+    accepted: bool = True  # False: leave this step out (NaN, policy "skip")
+    follows: bool = False  # from a site whose workers are gone: whatever the others say
+
+
+class Replace(Message, frozen=True):
+    """BSP: the payload is the gradient that the script made of a chunk's mean."""
+
+    incarnation: Count
+    iteration: Count
+    chunk: Count
+    present: bytes
+
+
+class PullMean(Message, frozen=True):
+    """BSP: answered by a Mean for each of the shard's chunks, once `iteration` is combined. `share` as
+    Push's: of that run alone."""
+
+    incarnation: Count
+    iteration: Count
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+
+class Mean(Message, frozen=True):
+    """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums."""
+
+    iteration: Count
+    chunk: Count
+    present: bytes
+    weight: float
+    samples: float
+    share: Count = 0
+
+
+class Pull(Message, frozen=True):
+    """Answered by Parameters for each of the shard's chunks, once a worker that has committed `clock`
+    iterations may begin the next by the rules of the run's consistency. `newest`: at a site, those that the
+    global shards have after the latest meeting. `share` as Push's: of that run alone."""
+
+    incarnation: Count
+    clock: Count
+    newest: bool = False
+    share: Count = 0
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+
+
+class Parameters(Message, frozen=True):
+    """The payload is a chunk's parameters; `version` counts its updates, `staleness` is how many global
+    iterations the worker's own contribution was behind when it was applied (asynchronous modes)."""
+
+    clock: Count
+    chunk: Count
+    version: Count
+    staleness: float = 0.0
+    share: Count = 0
+
+
+class PullState(Message, frozen=True):
+    """For a checkpoint: answered by State for each chunk and key, then StateEnd."""
+
+    incarnation: Count
+
+
+class State(Message, frozen=True):
+    """Payload: one element-wise state of a chunk's optimizer. With key "": no payload, only `values`."""
+
+    chunk: Count
+    key: Name
+    values: list[dict[str, Any]] = []
+
+
+class StateEnd(Message, frozen=True):
+    """All State messages have been sent."""
+
+    steps: Count
+
+
+class Meet(Message, frozen=True):
+    """To the log: a gathering of all live workers, the `number`-th. The payload is this worker's part."""
+
+    incarnation: Count
+    number: Count
+    what: Text
+
+
+class Met(Message, frozen=True):
+    """Everyone's parts, in order of `workers`: one payload, of which `sizes` are the parts'. `clock`: at a
+    site, the iteration that its workers make next."""
+
+    number: Count
+    workers: list[Count]
+    sizes: list[Count]
+    clock: Count = 0
+
+
+class Arrive(Message, frozen=True):
+    """To the log, from a worker that it has welcomed as late: it takes part from now on, under BSP from an
+    iteration on that the others are told of in Committed. From a group that is new: `meeting`, the number of
+    its members' next, which waits for it; -1: a living worker's GiveState says."""
+
+    incarnation: Count
+    meeting: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
+
+
+class WantState(Message, frozen=True):
+    """A worker that comes late asks the log for what is not at the shards, as it is before `iteration`; the
+    log asks a living one, saying for whom: `worker`, and `life`, its incarnation. Answered by GiveState."""
+
+    iteration: Count
+    worker: Count = 0
+    life: Count = 0
+
+
+class GiveState(Message, frozen=True):
+    """Payload: a living worker's state, for `worker` of incarnation `life`, by way of the log. `members` are
+    those of the next iteration in order, and `meeting` is their next one's number. `refused`: why it cannot
+    be given. Without members and payload, from the log: nobody lives who could give it."""
+
+    worker: Count
+    life: Count
+    meeting: Count
+    members: Annotated[list[Count], Meta(max_length=4096)] = []
+    refused: Text = ""
+
+
+class WhoIsMissing(Message, frozen=True):
+    """To the log, when a deadline has passed: who is waited for? Answered by Missing."""
+
+
+class Missing(Message, frozen=True):
+    """Who is waited for and on what, a line each; empty where the log waits for nobody."""
+
+    lines: Annotated[list[Text], Meta(max_length=8192)]
+
+
+def run_of(extent: int, share: int, shares: int) -> tuple[int, int]:
+    """Where the `share`-th of `shares` runs of `extent` elements begins and ends: equal runs of as many as
+    needed, so that the last may be shorter, or empty."""
+    size = -(-extent // shares)
+    return min(extent, share * size), min(extent, (share + 1) * size)

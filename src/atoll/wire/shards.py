@@ -1,0 +1,83 @@
+"""What shards say to one another: who follows the log to it, and a primary to its standby."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atoll.wire.base import Count, Hyperparameters, Message, Name
+
+
+class Follow(Message, frozen=True):
+    """A shard asks the log for its entries from `after` on, as they come."""
+
+    shard: Count
+    after: Count
+
+
+class Staged(Message, frozen=True):
+    """A shard tells the log that a contribution's chunks are all there."""
+
+    shard: Count
+    worker: Count
+    incarnation: Count
+    iteration: Count
+
+
+class Entry(Message, frozen=True):
+    """A line of the log. `entry` is a store.entries.Entry, as MessagePack."""
+
+    sequence: Count
+    entry: msgspec.Raw
+
+
+class Standing(Message, frozen=True):
+    """A standby to its primary: it holds the first `count` messages of `stream` (empty: of none)."""
+
+    stream: Name
+    count: Count
+
+
+class Begin(Message, frozen=True):
+    """The first message of a stream. The payload is the primary's state (server/recovery.py: ShardImage),
+    whose `parts` follow as CopyPart, and its chunks as CopyChunk, while messages go on; none: it has not been
+    set up, and all that it was told follows."""
+
+    stream: Name
+    parts: Count = 0
+    hyperparameters: Hyperparameters = []
+
+
+class CopyPart(Message, frozen=True):
+    """The payload of a part of the state: `kind` and `key` as in store/records.py: Part."""
+
+    kind: Name
+    key: Count
+
+
+class CopyChunk(Message, frozen=True):
+    """A chunk as it is at this place of the stream: the payload is its values (`key` empty), or else one
+    tensor of its optimizer's. That with the values comes last, and brings the slots' numbers; `present` and
+    `open_slots` are of a step that is open, if one is."""
+
+    chunk: Count
+    key: Name = ""
+    slots: list[dict[str, Any]] = []
+    is_open: bool = False
+    present: list[bool] = []
+    open_slots: list[dict[str, Any]] = []
+
+
+class Copy(Message, frozen=True):
+    """What the primary was told (store/records.py: Told), with its payload."""
+
+    role: Name
+    index: int
+    incarnation: Count
+    message: msgspec.Raw
+
+
+class Probe(Message, frozen=True):
+    """A primary that has long said nothing asks its standby whether it still is one: a message of the stream
+    that means nothing else."""

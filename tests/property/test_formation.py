@@ -1,0 +1,350 @@
+"""Properties of how workers move from group to group (groups/formation.py), in a world where workers iterate,
+ask, move, die, leave and come at any moment."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from atoll.groups.formation import (
+    Empty,
+    Formation,
+    FormationState,
+    Formed,
+    GivenUp,
+    Opened,
+    Outcome,
+    Placed,
+    Stays,
+)
+
+WORKERS, PATIENCE = 4, 3.0
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["steps"] * 6 + ["arrives"] * 4 + ["decide"] * 2 + ["dies", "leaves", "comes", "time"]
+        ),
+        st.integers(0, 5),
+        st.integers(0, 2**16),
+    ),
+    max_size=120,
+)
+
+
+class Worker:
+    """A worker that keeps to the protocol. `contributor` is whom it speaks for; while `asking` it waits."""
+
+    def __init__(self, rank: int, life: int) -> None:
+        self.rank, self.life = rank, life
+        self.contributor = rank
+        self.target: int | None = None
+        self.asking: float | None = None  # since when
+        self.grouping = self.iteration = 0
+
+
+class World:
+    """A formation, its workers, and what is checked after each step."""
+
+    def __init__(self, lockstep: bool) -> None:
+        self.now, self.lives = 0.0, itertools.count(1)
+        self.lockstep = lockstep
+        self.formation = Formation(WORKERS, lambda: next(self.lives), lockstep=lockstep)
+        self.workers: dict[int, Worker] = {}
+        self.numbers: set[int] = set()  # of contributors that were ever made
+        self.keys: set[tuple[int, int]] = set()  # contributors that were ever known
+        self.fenced: list[tuple[int, int]] = []
+        self.outcomes: list[Outcome] = []
+        for rank in range(WORKERS):
+            self.comes(rank)
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def comes(self, rank: int) -> None:
+        if rank in self.workers or rank in self.formation.numbers:
+            return
+        worker = self.workers[rank] = Worker(rank, next(self.lives))
+        self.keys.add((rank, worker.life))
+        self.formation.handle_joined(rank, worker.life)
+
+    def goes(self, rank: int, finished: bool) -> None:
+        if rank not in self.workers:
+            return
+        del self.workers[rank]
+        self.take(self.formation.handle_left(self.now, rank, finished=finished))
+
+    def steps(self, rank: int) -> None:
+        """A worker ends an iteration, and asks if it is told to."""
+        worker = self.workers.get(rank)
+        if worker is None or worker.asking is not None or worker.target is not None:
+            return
+        worker.iteration += 1
+        self.formation.handle_trains(rank)
+        told = self.formation.grouping_of(rank)
+        if told > worker.grouping:
+            worker.grouping, worker.asking = told, self.now
+            self.take(self.formation.handle_asked(self.now, rank, told, worker.iteration, PATIENCE))
+
+    def arrives(self, rank: int) -> None:
+        worker = self.workers.get(rank)
+        if worker is None or worker.target is None:
+            return
+        target, worker.target = worker.target, None
+        worker.contributor = target
+        self.take(self.formation.handle_arrived(self.now, rank, target))
+        self.take(self.formation.handle_arrived(self.now, rank, target))  # said again
+
+    def decides(self, seed: int) -> None:
+        """Any partition of those that live, or of some of them."""
+        groups: dict[int, list[int]] = {}
+        for rank in self.workers:
+            seed, place = divmod(seed, 4)
+            if place or self.lockstep:
+                groups.setdefault(place, []).append(rank)
+        if groups:
+            self.take(self.formation.handle_decided(self.now, groups.values(), "so"))
+
+    def passes(self, seconds: float) -> None:
+        """Time, in which the machine is asked whenever it wants to be."""
+        until = self.now + seconds
+        for _ in range(1000):
+            deadline = self.formation.next_deadline()
+            if deadline is None or deadline > until:
+                break
+            self.now = max(self.now, deadline)
+            self.take(self.formation.poll(self.now))
+        else:
+            raise AssertionError("it always has something to do")
+        self.now = until
+
+    def restarted(self) -> None:
+        """The machine's state goes through the journal's bytes."""
+        raw = msgspec.msgpack.encode(self.formation.state())
+        self.formation = Formation(WORKERS, lambda: next(self.lives), lockstep=self.lockstep)
+        self.formation.restore(msgspec.msgpack.decode(raw, type=FormationState))
+
+    # -- what follows -------------------------------------------------------------------------------------
+
+    def take(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            self.outcomes.append(outcome)
+            if isinstance(outcome, Formed):
+                self.form(outcome)
+            elif isinstance(outcome, Stays):
+                assert self.workers[outcome.worker].asking is not None
+                self.workers[outcome.worker].asking = None
+            elif isinstance(outcome, Empty):
+                self.fence(outcome)
+        self.check()
+
+    def form(self, formed: Formed) -> None:
+        assert formed.contributor not in self.numbers, "a number is used twice"
+        assert formed.contributor not in {rank for rank, _ in self.keys}
+        self.numbers.add(formed.contributor)
+        self.keys.add((formed.contributor, formed.life))
+        iterations = [self.workers[rank].iteration for rank in formed.workers]
+        assert iterations == sorted(iterations, reverse=True)
+        behind = sum(each < iterations[0] for each in iterations)
+        assert formed.newcomers == behind
+        for rank in formed.workers:
+            worker = self.workers[rank]
+            assert worker.asking is not None and worker.target is None
+            worker.asking, worker.target = None, formed.contributor
+
+    def fence(self, empty: Empty) -> None:
+        key = (empty.contributor, empty.life)
+        assert key in self.keys
+        assert key not in self.fenced, "fenced twice"
+        self.fenced.append(key)
+        for worker in self.workers.values():
+            assert empty.contributor not in (worker.contributor, worker.target), (
+                "fenced while it is spoken for"
+            )
+
+    def check(self) -> None:
+        for worker in self.workers.values():
+            assert self.formation.contributors_of(worker.rank)[0][0] == worker.contributor
+            if worker.asking is not None:
+                assert self.now <= worker.asking + PATIENCE, "it waits for longer than it is ready to"
+
+    def unfenced(self) -> set[tuple[int, int]]:
+        return self.keys - set(self.fenced)
+
+
+def run(lockstep: bool, steps: list[Any], restarts: bool) -> World:
+    world = World(lockstep)
+    for kind, who, what in steps:
+        if kind == "steps":
+            world.steps(who)
+        elif kind == "arrives":
+            world.arrives(who)
+        elif kind == "decide":
+            world.decides(what)
+        elif kind == "comes":
+            world.comes(who)
+        elif kind == "time":
+            world.passes(what % 50 / 10)
+        else:
+            world.goes(who, kind == "leaves")
+        if restarts and what % 5 == 0:
+            world.restarted()
+    return world
+
+
+def settle(world: World) -> None:
+    """Everybody goes on with what it does, until there is nothing to do."""
+    for _ in range(200):
+        for rank in list(world.workers):
+            world.arrives(rank)
+            world.steps(rank)
+        world.passes(1.0)
+        deadline = world.formation.next_deadline()
+        quiet = deadline is None and world.formation.settled()
+        if quiet and all(each.asking is None and each.target is None for each in world.workers.values()):
+            return
+    raise AssertionError("it does not come to rest")
+
+
+@settings(max_examples=400)
+@given(st.booleans(), STEPS, st.booleans())
+def test_each_worker_is_in_one_contributor_and_each_empty_one_is_fenced_once(
+    lockstep: bool, steps: list[Any], restarts: bool
+) -> None:
+    world = run(lockstep, steps, restarts)
+    settle(world)
+    for kind in (Formed, GivenUp):
+        event(f"{kind.__name__}: {any(isinstance(each, kind) for each in world.outcomes)}")
+    # What is left are those for whom somebody speaks, and nobody else.
+    spoken_for = {world.formation.contributors_of(rank)[0] for rank in world.workers}
+    assert world.unfenced() == spoken_for
+    groups = sorted(rank for group in world.formation.placed() for rank in group)
+    assert groups == sorted(world.workers)
+
+
+@settings(max_examples=200)
+@given(STEPS)
+def test_in_lock_step_no_old_contributor_goes_while_somebody_who_lives_is_on_the_way(
+    steps: list[Any],
+) -> None:
+    world = World(True)
+    seen = 0
+    for kind, who, what in steps:
+        dead = kind in ("dies", "leaves")
+        spoke = {worker.contributor for worker in world.workers.values()}
+        run_one(world, kind, who, what)
+        new, seen = world.fenced[seen:], len(world.fenced)
+        if new and not dead:
+            moving = [worker for worker in world.workers.values() if worker.target is not None]
+            assert not moving, "an old contributor is fenced while a worker is on its way"
+            assert not [worker for worker in world.workers.values() if worker.asking is not None]
+        # Of those who have not moved none has lost its contributor.
+        assert {worker.contributor for worker in world.workers.values()}.isdisjoint(
+            number
+            for number, life in world.fenced
+            if (number, life) not in world.unfenced()
+            and number in spoke
+            and any(
+                w.contributor == number and (number, life) == key_of(world, w) for w in world.workers.values()
+            )
+        )
+
+
+def key_of(world: World, worker: Worker) -> tuple[int, int]:
+    return world.formation.contributors_of(worker.rank)[0]
+
+
+def run_one(world: World, kind: str, who: int, what: int) -> None:
+    {
+        "steps": lambda: world.steps(who),
+        "arrives": lambda: world.arrives(who),
+        "decide": lambda: world.decides(what),
+        "comes": lambda: world.comes(who),
+        "time": lambda: world.passes(what % 50 / 10),
+        "dies": lambda: world.goes(who, False),
+        "leaves": lambda: world.goes(who, True),
+    }[kind]()
+
+
+def members(world: World) -> list[tuple[int, ...]]:
+    return list(world.formation.placed().groups)
+
+
+def test_a_group_comes_together_and_the_old_contributors_go() -> None:
+    world = World(False)
+    world.steps(0)
+    world.steps(0)
+    world.take(world.formation.handle_decided(0.0, [[0, 1], [2, 3]], "so"))
+    assert [each for each in world.outcomes if isinstance(each, Opened)] == [
+        Opened(1, ((0, 1), (2, 3)), "so")
+    ]
+    for rank in (1, 0):
+        world.steps(rank)
+    formed = next(each for each in world.outcomes if isinstance(each, Formed))
+    assert (formed.contributor, formed.workers, formed.newcomers) == (4, (0, 1), 1)
+    world.arrives(0)
+    assert world.fenced == [(0, 1)]
+    world.arrives(1)
+    assert world.fenced == [(0, 1), (1, 2)]
+
+
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    world = World(False)
+    world.take(world.formation.handle_decided(0.0, [[0, 1]], "so"))
+    world.steps(0)
+    world.steps(1)
+    assert world.formation.handle_asked(0.0, 0, 1, 1, PATIENCE) == [Placed(0, 4)]
+
+
+def test_who_does_not_come_is_named_and_the_others_stay_and_it_is_tried_again() -> None:
+    world = World(False)
+    world.take(world.formation.handle_decided(0.0, [[0, 1]], "so"))
+    world.steps(0)
+    world.passes(PATIENCE)
+    stays = next(each for each in world.outcomes if isinstance(each, Stays))
+    assert stays == Stays(0, "worker 1 did not come to the end of an iteration in time")
+    assert world.formation.grouping_of(0) == 1
+    world.steps(1)  # late, and answered at once
+    assert isinstance(world.outcomes[-1], Stays)
+    world.passes(5.0)
+    assert world.formation.grouping_of(0) == 2
+    pauses = []
+    for _ in range(4):
+        world.steps(0)
+        world.passes(PATIENCE)
+        given_up = next(each for each in reversed(world.outcomes) if isinstance(each, GivenUp))
+        pauses.append(given_up.again - world.now)
+        world.passes(pauses[-1])
+    assert pauses == [10.0, 20.0, 40.0, 80.0]
+
+
+def test_those_left_of_a_group_become_another_contributor() -> None:
+    world = World(False)
+    world.take(world.formation.handle_decided(0.0, [[0, 1, 2]], "so"))
+    for rank in range(3):
+        world.steps(rank)
+    for rank in range(3):
+        world.arrives(rank)
+    world.goes(1, False)
+    world.passes(2.0)
+    for rank in (0, 2):
+        world.steps(rank)
+        assert world.workers[rank].asking is not None or world.workers[rank].target == 5
+    for rank in (0, 2):
+        world.arrives(rank)
+    assert world.fenced[-1][0] == 4
+    assert (0, 2) in members(world)
+
+
+def test_at_the_end_of_a_session_no_group_is_made_anew() -> None:
+    world = World(False)
+    world.take(world.formation.handle_decided(0.0, [[0, 1, 2]], "so"))
+    for rank in range(3):
+        world.steps(rank)
+    for rank in range(3):
+        world.arrives(rank)
+    world.goes(1, True)
+    assert world.formation.next_deadline() is None
