@@ -93,7 +93,9 @@ def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
     now = [2.1]
     decisions = Decisions(run.service, clock=lambda: now[0])
     decisions.add("ring", "ring 3 of 2 workers", "not on groups")
-    decisions.add("groups", "0 2 | 1", "the two fastest")
+    decisions.add("groups", "none yet", "nobody has reported")
+    decisions.add("groups", "workers 0 2", "the two fastest")
+    decisions.add("groups", "without worker 7", "it gave no report")
     decisions.close()
     summary = recorded(run, uneven_run())
     shown = [(each.grouping, each.since, each.groups) for each in summary.groupings]
@@ -103,7 +105,7 @@ def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
         (2, 20.5, [[0], [1, 2]]),
     ]
     assert [each.reason for each in summary.groupings[1:]] == ["the two fastest", "worker 2 is slower"]
-    assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"]
+    assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"] * 3
     assert read_summary(run.summary) == summary
 
 

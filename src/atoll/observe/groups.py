@@ -165,9 +165,11 @@ class GroupRecords:
         return sorted(groups.values())
 
     def _reason(self, since: float) -> str:
-        """Of the hub's latest decision before that."""
-        before = [event for event in self._decided if event.time <= since]
-        return before[-1].reason if before else ""
+        """Of the hub's latest decision before that; why it made no groups is told under the same name."""
+        made = [
+            event for event in self._decided if event.choice.startswith("workers ") and event.time <= since
+        ]
+        return made[-1].reason if made else ""
 
 
 def group_lines(summary: Summary) -> list[str]:
