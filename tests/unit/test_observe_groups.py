@@ -58,16 +58,16 @@ def started(worker: int, time: float = 0.0) -> Started:
 def uneven_run() -> list[AnyEvent]:
     """Three workers: alone for two steps, then 0 and 2 together, and from 20 s on 1 and 2.
 
-    The staleness of an iteration is its number, told half a second later, as a session tells it.
+    As sessions do it, a move is told before the step at whose end it happens, and a staleness long after.
     """
     events: list[AnyEvent] = [started(worker) for worker in range(3)]
     for worker in range(3):
         events += [step(worker, 1, 1.0), step(worker, 2, 2.0)]
-    events += [moved(worker, 2.25, 2, 1, 3, [2, 0]) for worker in (0, 2)]
+    events += [moved(worker, 1.75, 2, 1, 3, [2, 0]) for worker in (0, 2)]
     for worker in range(3):
         events += [stale(worker, 1, 2.5, 1.0), stale(worker, 2, 2.5, 2.0)]
         events += [step(worker, iteration, float(iteration)) for iteration in range(3, 21)]
-    events += [moved(worker, 20.5, 20, 2, 4, [1, 2], "worker 2 is slower") for worker in (1, 2)]
+    events += [moved(worker, 19.75, 20, 2, 4, [1, 2], "worker 2 is slower") for worker in (1, 2)]
     for worker in range(3):
         events += [stale(worker, iteration, 21.5, 0.5) for iteration in range(3, 21)]
         events += [step(worker, iteration, float(iteration)) for iteration in range(21, 31)]
@@ -90,8 +90,7 @@ def totals_of(summary: Summary, *workers: int) -> GroupTotals:
 
 
 def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
-    now = [2.1]
-    decisions = Decisions(run.service, clock=lambda: now[0])
+    decisions = Decisions(run.service, clock=lambda: 1.5)
     decisions.add("ring", "ring 3 of 2 workers", "not on groups")
     decisions.add("groups", "none yet", "nobody has reported")
     decisions.add("groups", "workers 0 2", "the two fastest")
@@ -101,8 +100,8 @@ def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
     shown = [(each.grouping, each.since, each.groups) for each in summary.groupings]
     assert shown == [
         (0, 0.0, [[0], [1], [2]]),
-        (1, 2.25, [[0, 2], [1]]),
-        (2, 20.5, [[0], [1, 2]]),
+        (1, 1.75, [[0, 2], [1]]),
+        (2, 19.75, [[0], [1, 2]]),
     ]
     assert [each.reason for each in summary.groupings[1:]] == ["the two fastest", "worker 2 is slower"]
     assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"] * 3
@@ -134,6 +133,7 @@ def test_steps_and_their_staleness_belong_to_the_group_that_made_them(run: RunDi
     assert (together.staleness.median, together.staleness.most) == (0.5, 0.5)
     alone = totals_of(summary, 2)
     assert (alone.steps, alone.staleness and alone.staleness.most) == (2, 2.0)
+    assert (alone.ring, alone.exchange, alone.other) == (0.0, 0.125, 0.375)  # it has no ring
     assert totals_of(summary, 1, 2).staleness is None
 
 
@@ -171,7 +171,7 @@ def test_a_worker_that_starts_again_is_alone() -> None:
 def test_closing_lines(run: RunDirectory) -> None:
     summary = recorded(run, uneven_run())
     assert closing_lines(summary, run, drawn=True)[2:-1] == [
-        "atoll: groups: 0 | 1 2 since 20.5 s, the last of 2 changes: worker 2 is slower",
+        "atoll: groups: 0 | 1 2 since 19.8 s, the last of 2 changes: worker 2 is slower",
         "atoll: group 0 2, 2.0 s to 30.0 s: 28 steps of 184 samples · "
         "staleness 0.5, 95% at most 0.5, most 0.5 · computing 75%, ring 12%, exchange 6%, other 6%",
         "atoll: group 1 2, 20.0 s to 30.0 s: 10 steps of 80 samples · "

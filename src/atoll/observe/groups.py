@@ -37,7 +37,10 @@ class _Group:
 
     def add(self, step: StepDone) -> None:
         self.since, self.until = min(self.since, step.time - step.seconds), max(self.until, step.time)
-        ring, exchange = step.phases.get("ring", 0.0), step.phases.get("exchange", 0.0)
+        exchange = step.phases.get("exchange", 0.0)
+        ring = (
+            step.phases.get("ring", 0.0) if len(self.workers) > 1 else 0.0
+        )  # else it waited for something else
         self.steps[step.worker] += 1
         self.samples += step.samples
         self.seconds += step.seconds
@@ -178,15 +181,27 @@ def group_lines(summary: Summary) -> list[str]:
     if not summary.groupings:
         return []
     lines = [_grouping_line(summary)]
-    groups, began = summary.each_group, summary.groupings[-1].since
-    latest = sorted((group for group in groups if group.until > began), key=lambda group: -group.seconds)
-    shown = latest[:_MOST_LINES]
+    groups = summary.each_group
+    shown = sorted(_latest(summary), key=lambda group: -group.seconds)[:_MOST_LINES]
     lines += [_group_line(group) for group in sorted(shown, key=lambda group: group.workers)]
     whole = sum(group.seconds for group in groups)
     if len(shown) < len(groups) and whole > 0:
         part = 1 - sum(group.seconds for group in shown) / whole
         lines.append(f"groups: {len(groups) - len(shown)} more, in {part:.0%} of the time: see summary.json")
     return lines
+
+
+def _latest(summary: Summary) -> list[GroupTotals]:
+    """The groups that workers were in last."""
+    latest: dict[int, GroupTotals] = {}
+    for group in sorted(summary.each_group, key=lambda group: group.since):
+        latest.update(dict.fromkeys(group.workers, group))
+    there = {worker for group in summary.groupings[-1].groups for worker in group}
+    return [
+        group
+        for group in summary.each_group
+        if any(latest[worker] is group for worker in there if worker in latest)
+    ]
 
 
 def _grouping_line(summary: Summary) -> str:
