@@ -226,8 +226,9 @@ def _to_loss_row(case: Record) -> list[str]:
 
 
 def _group_rows(case: Record) -> list[list[str]]:
-    rows = []
-    for group in case["each"][-1]["groups"]:
+    rows, groups = [], case["each"][-1]["groups"]
+    whole = sum(group["seconds"] for group in groups)
+    for group in (group for group in groups if group["seconds"] > 0.1 * whole):  # not those of the probe
         stale = group.get("staleness") or {}
         staleness = [f"{stale[key]:g}" if key in stale else "" for key in ("median", "p95", "most")]
         waits = [group[part] / group["seconds"] for part in ("ring", "exchange", "other")]
