@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.events import AnyEvent, Decided, Finished, Logged, Regrouped, Started, StepDone
-from atoll.hub.decisions import Decisions
 from atoll.launch.run import closing_lines
 from atoll.observe.groups import GroupRecords, _staleness
 from atoll.observe.journal import Journal
@@ -75,13 +75,18 @@ def uneven_run() -> list[AnyEvent]:
     return events
 
 
-def recorded(run: RunDirectory, events: list[AnyEvent], workers: int = 3) -> Summary:
+def recorded(
+    run: RunDirectory, events: list[AnyEvent], workers: int = 3, decided: Sequence[AnyEvent] = ()
+) -> Summary:
     for worker in {event.worker for event in events}:
         with Journal(run.journal(worker)) as journal:
             for event in events:
                 if event.worker == worker:
                     journal(event)
-    return Recorder(run, workers, "ps-hra").close()
+    recorder = Recorder(run, workers, "ps-hra")
+    for event in decided:
+        recorder.note(event)
+    return recorder.close()
 
 
 def totals_of(summary: Summary, *workers: int) -> GroupTotals:
@@ -89,14 +94,18 @@ def totals_of(summary: Summary, *workers: int) -> GroupTotals:
     return found
 
 
+def decision(time: float, choice: str, reason: str) -> Decided:
+    return Decided(time=time, worker=-1, what="groups", choice=choice, reason=reason)
+
+
 def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
-    decisions = Decisions(run.service, clock=lambda: 1.5)
-    decisions.add("ring", "ring 3 of 2 workers", "not on groups")
-    decisions.add("groups", "none yet", "nobody has reported")
-    decisions.add("groups", "workers 0 2", "the two fastest")
-    decisions.add("groups", "without worker 7", "it gave no report")
-    decisions.close()
-    summary = recorded(run, uneven_run())
+    decided = [
+        decision(1.25, "none yet", "nobody has reported"),
+        decision(1.5, "workers 0 2", "the two fastest"),
+        decision(1.75, "without worker 7", "it gave no report"),
+        decision(25.0, "workers 0 1 2", "too late for both"),
+    ]
+    summary = recorded(run, uneven_run(), decided=decided)
     shown = [(each.grouping, each.since, each.groups) for each in summary.groupings]
     assert shown == [
         (0, 0.0, [[0], [1], [2]]),
@@ -104,21 +113,8 @@ def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
         (2, 19.75, [[0], [1, 2]]),
     ]
     assert [each.reason for each in summary.groupings[1:]] == ["the two fastest", "worker 2 is slower"]
-    assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"] * 3
+    assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"] * 4
     assert read_summary(run.summary) == summary
-
-
-def test_a_decision_of_the_hub_is_shown_as_it_comes(run: RunDirectory) -> None:
-    recorder = Recorder(run, 3, "ps-hra")
-    assert recorder.poll() == []
-    decisions = Decisions(run.service, clock=lambda: 5.0)
-    decisions.add("groups", "0 2 | 1", "the two fastest")
-    assert recorder.poll() == [
-        Decided(time=5.0, worker=-1, what="groups", choice="0 2 | 1", reason="the two fastest")
-    ]
-    assert recorder.poll() == []
-    decisions.close()
-    recorder.close()
 
 
 def test_steps_and_their_staleness_belong_to_the_group_that_made_them(run: RunDirectory) -> None:

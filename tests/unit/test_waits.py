@@ -80,8 +80,10 @@ NO_WAITS: dict[tuple[str, str], str] = {
     },
     **{
         ("poll", name): "takes in what there is, of files or without waiting for a socket"
-        for name in ("recorder", "self", "_rings", "_log", "_upstream", "snapshots", "_rendezvous", "_pairs")
-        + ("_groups", "_planner", "_formation")
+        for name in (
+            *("recorder", "self", "_rings", "_log", "_upstream", "snapshots", "_rendezvous", "_pairs"),
+            *("_groups", "_planner", "_formation"),
+        )
     },
     ("poll", "select"): "makes a poll object",
     ("connect", "_log"): "a ZeroMQ socket connects in the background",
@@ -94,7 +96,6 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "journal"): "a regular file, as far as it is written",
     ("read", "reader"): "a regular file, as far as it is written",
     ("read", "_tail"): "a regular file, as far as it is written",
-    ("read", "_decisions"): "a regular file, as far as it is written",
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
@@ -136,7 +137,9 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
     "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
-    "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": _SLICES,
+    "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (
+        _SLICES
+    ),
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",

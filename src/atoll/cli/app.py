@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -56,12 +57,21 @@ def _run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     workers: Annotated[str | None, typer.Option(metavar="N", help="Workers on this machine.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="How workers synchronise.")] = None,
-    shards: Annotated[str | None, typer.Option(metavar="M", help="Shards, for strategy server.")] = None,
+    shards: Annotated[
+        str | None, typer.Option(metavar="M", help="Shards, for strategies server and ps-hra.")
+    ] = None,
     replicas: Annotated[
         str | None,
         typer.Option(
-            metavar="R", help="Processes that hold each shard, for strategy server: 2 for a standby."
+            metavar="R", help="Processes that hold each shard, with --shards: 2 for a standby of each."
         ),
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(metavar="K", help="Groups of workers, for strategy ps-hra; auto: as many as are best."),
+    ] = None,
+    group_by: Annotated[
+        str | None, typer.Option(metavar="HOW", help="What groups are made by: speed, site, joint or auto.")
     ] = None,
     sites: Annotated[str | None, typer.Option(metavar="K", help="Sites, each with a shard in front.")] = None,
     config: _ConfigOption = None,
@@ -71,14 +81,30 @@ def _run(
     """Train SCRIPT on several workers of this machine."""
     from atoll.launch.run import run
 
-    chosen = _load(config, settings, workers, strategy, shards, replicas, sites)
+    options = {
+        "--workers": ("run.workers", workers),
+        "--strategy": ("run.strategy", strategy),
+        "--shards": ("run.shards", shards),
+        "--replicas": ("server.replicas", replicas),
+        "--groups": ("groups.count", _group_count(groups)),
+        "--group-by": ("groups.by", group_by),
+        "--sites": ("run.sites", sites),
+    }
+    chosen = _load(config, settings, options)
     raise typer.Exit(run(script, arguments or [], chosen, summary))
 
 
 @app.command("check")
 def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration file.")]) -> None:
     """Say whether CONFIG is right, and print it with every default."""
-    print(to_toml(load_config(config)).rstrip("\n"))
+    from atoll.launch.checks import check_run
+
+    chosen = load_config(config)
+    try:
+        check_run(chosen)
+    except UserError as error:
+        raise ConfigError(f"{config}: {error}") from None
+    print(to_toml(chosen).rstrip("\n"))
     print(f"{config}: right", file=sys.stderr)
 
 
@@ -103,22 +129,9 @@ def _report(
 
 
 def _load(
-    config: str | None,
-    settings: list[str] | None,
-    workers: str | None,
-    strategy: str | None,
-    shards: str | None,
-    replicas: str | None,
-    sites: str | None,
+    config: str | None, settings: list[str] | None, options: Mapping[str, tuple[str, str | None]]
 ) -> Config:
     """The configuration; options of their own are settings by another name, with the same checks."""
-    options = {
-        "--workers": ("run.workers", workers),
-        "--strategy": ("run.strategy", strategy),
-        "--shards": ("run.shards", shards),
-        "--replicas": ("server.replicas", replicas),
-        "--sites": ("run.sites", sites),
-    }
     given = [*(settings or []), *(f"{key}={value}" for key, value in options.values() if value is not None)]
     try:
         return load_config(config, given)
@@ -127,6 +140,15 @@ def _load(
         for option, (key, value) in options.items():
             said = said.replace(f"--set {key}={value}: {key}: ", f"{option} {value}: ")
         raise ConfigError(said) from None
+
+
+def _group_count(given: str | None) -> str | None:
+    """`--groups` as groups.count has it, where 0 is auto: who writes 0 has made a mistake."""
+    if given is None or given == "auto":
+        return None if given is None else "0"
+    if given.lstrip("-").isdecimal() and int(given) < 1:
+        raise ConfigError(f"--groups {given}: at least 1 group; or auto, for as many as are best")
+    return given
 
 
 def _end(message: str, status: int) -> NoReturn:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, Consistency, GroupBy, nearest
 from atoll.core.errors import UserError
 from atoll.core.units import parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
+
+if TYPE_CHECKING:
+    from atoll.hub.planner import GroupingSettings
+    from atoll.net.keys import Keys
 
 _DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 _FRAME = 2**21  # bytes of a message of the hub's
@@ -60,6 +64,22 @@ def hub(
     replicas: Annotated[
         int, typer.Option(metavar="R", help="Processes that hold each shard: 2 for a standby of each.")
     ] = 1,
+    groups: Annotated[
+        str,
+        typer.Option(metavar="K", help="Groups of workers, for strategy ps-hra; auto: as many as are best."),
+    ] = "",
+    group_by: Annotated[
+        str, typer.Option(metavar="HOW", help="What groups are made by: speed, site, joint or auto.")
+    ] = "auto",
+    group_patience: Annotated[
+        str, typer.Option(metavar="SPAN", help="How long the groups wait for a worker's probe.")
+    ] = "1min",
+    regroup: Annotated[
+        bool, typer.Option("--regroup/--no-regroup", help="Group anew as speeds and workers change.")
+    ] = True,
+    consistency: Annotated[
+        str, typer.Option(metavar="MODE", help="With --groups: the run's sync.consistency.")
+    ] = "asp",
     at_least: Annotated[
         int, typer.Option("--at-least", metavar="M", help="With fewer workers left, a ring ends.")
     ] = 1,
@@ -78,6 +98,7 @@ def hub(
     if seconds <= 0:
         raise UserError(f"--patience {patience}: must be more than 0")
     sites = _sites(site or [])
+    grouping = _grouping(groups, group_by, group_patience, regroup, consistency)
     serve(
         listen,
         key_file,
@@ -91,6 +112,34 @@ def hub(
         replicas=replicas,
         until_done=until_done,
         at_least=at_least,
+        grouping=grouping,
+    )
+
+
+def _grouping(
+    groups: str, by: str, patience: str, regroup: bool, consistency: str
+) -> GroupingSettings | None:
+    """The options on groups; None where workers are not grouped."""
+    from atoll.hub.planner import GroupingSettings
+
+    if not groups:
+        return None
+    if groups != "auto" and not (groups.isdecimal() and int(groups) >= 1):
+        raise UserError(f"--groups {groups}: write a number of groups, from 1; or auto")
+    for option, value, kind in (("--group-by", by, GroupBy), ("--consistency", consistency, Consistency)):
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            hint = nearest(value, get_args(kind))
+            raise UserError(f"{option} {value}: no such choice{hint} (one of: {choices})")
+    seconds = parse_seconds(patience)
+    if seconds <= 0:
+        raise UserError(f"--group-patience {patience}: must be more than 0")
+    return GroupingSettings(
+        0 if groups == "auto" else int(groups),
+        cast("GroupBy", by),
+        seconds,
+        regroup,
+        cast("Consistency", consistency),
     )
 
 
@@ -144,7 +193,13 @@ def server(
     if (shard is None) == (not site):
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
-    run = _run_of(hub, key_file, deadline)
+    from atoll.net.endpoint import check_listen
+    from atoll.net.keys import read_keys
+
+    secret = read_keys(key_file) if key_file is not None else None
+    # Before the hub is waited for, which may take a while.
+    check_listen(listen, secret, f"shard {shard}" if shard is not None else f"shard of site {site!r}")
+    run = _run_of(hub, secret, deadline)
     from atoll.server.main import serve, serve_site
 
     if shard is None:
@@ -194,13 +249,11 @@ def _check_shard(shard: int, listen: str, optimizer: str, snapshot_seconds: floa
         raise UserError(f"--snapshot-seconds {snapshot_seconds:g}: must be more than 0")
 
 
-def _run_of(address: str, key_file: Path | None, deadline: float) -> str:
+def _run_of(address: str, secret: Keys | None, deadline: float) -> str:
     """The name of the run that the hub at `address` serves."""
     from atoll.net.endpoint import Client
-    from atoll.net.keys import read_keys
     from atoll.net.requests import ask
 
-    secret = read_keys(key_file) if key_file is not None else None
     hello = Hello(version=VERSION, run="", role="guest", pid=os.getpid())
     with Client(address, secret, limit=_FRAME, name="hub") as client:
         welcome, _ = ask(client, hello, Welcome, deadline, "the run's name")

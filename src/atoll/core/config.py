@@ -32,6 +32,8 @@ LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost st
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra"]
+SERVED = ("server", "ps-hra")  # the strategies with a parameter server
+GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
@@ -61,7 +63,7 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
 
     timeout: str = "10min"  # the deadline of a wait for other workers
     nonfinite: NonFinite = "stop"  # what NaN or infinity in a gradient does
-    consistency: Consistency = "bsp"  # strategy server: how far workers may be apart
+    consistency: Consistency = "bsp"  # how far workers may be apart, where shards are; asp for ps-hra
     slack: Annotated[int, msgspec.Meta(ge=0)] = 4  # ssp: iterations that a worker may be ahead
     # Samples in a step over all workers, for session.batches; 0: not asked for
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
@@ -143,6 +145,8 @@ def load_config(
     for setting in settings:
         _apply(table, setting)
         config = _convert(table, f"--set {setting}")
+    if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
+        config.sync.consistency = "asp"  # groups that wait for one another need no server between them
     return config
 
 

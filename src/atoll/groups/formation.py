@@ -110,9 +110,11 @@ class WorkerState:
 
 @dataclass
 class FormingState:
-    """A group that is to be formed: who is wanted, and who has asked, with how many iterations."""
+    """A group that is to be formed: who is wanted, and who has asked, with how many iterations. `number` is
+    the contributor's."""
 
     grouping: int
+    number: int
     wanted: list[int]
     asked: dict[int, int] = field(default_factory=dict)
     until: float | None = None
@@ -368,7 +370,13 @@ class Formation:
         for worker in told:
             state.workers[worker].told = state.grouping
             state.workers[worker].given_up = ""
-        state.forming += [FormingState(state.grouping, group) for group in groups]
+        # In order of the groups, not of their coming together: shards add up in order of number.
+        numbers = range(state.next_number, state.next_number + len(groups))
+        state.forming += [
+            FormingState(state.grouping, number, group) for number, group in zip(numbers, groups, strict=True)
+        ]
+        state.next_number += len(groups)
+        state.numbers += numbers
         return [Opened(state.grouping, tuple(map(tuple, groups)), decision.reason)]
 
     def _is_there(self, group: Sequence[int]) -> bool:
@@ -402,9 +410,7 @@ class Formation:
             state.pause = FIRST_PAUSE
         order = sorted(forming.asked, key=lambda worker: (-forming.asked[worker], worker))
         most = forming.asked[order[0]]
-        number, life = state.next_number, self._new_life()
-        state.next_number += 1
-        state.numbers.append(number)
+        number, life = forming.number, self._new_life()
         state.contributors[number] = ContributorState(life, coming=list(order))
         for worker in order:
             state.workers[worker].target = number

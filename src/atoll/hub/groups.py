@@ -6,7 +6,7 @@ Source: S1, "Grouping"; docs/notes/ps-hra.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -310,25 +310,13 @@ class Groups:
             self._decisions.add("groups", "none yet", str(error))
             self._queue = None  # and once more
             return
-        formed = [each for each in outcomes if isinstance(each, Formed)]
         for outcome in outcomes:
-            if isinstance(outcome, (Formed, Late)):
-                continue
-            self._decisions.add("groups", f"without worker {outcome.worker}", outcome.reason)
-        self._take_queue(now, formed)
-
-    def _take_queue(self, now: float, formed: Sequence[Formed]) -> None:
-        """Groups have left the queue; in lock step all move at once, when it is over."""
-        assert self._queue is not None
-        over = self._queue.over
-        if self._lockstep and over:
-            groups = self._queue.grouping()
-            self._decide(now, groups, f"{len(groups)} groups by the probe's queue", placed=True)
-        elif not self._lockstep:
-            for each in formed:
-                self._decide(now, Grouping([each.group]), each.reason)
-            if over and (formed or self._wanted):
-                self._decide(now, Grouping([]), "the probe is over", placed=True)
+            if isinstance(outcome, Formed):
+                self._decide(now, Grouping([outcome.group]), outcome.reason)
+            elif not isinstance(outcome, Late):  # who is late is placed as a newcomer is
+                self._decisions.add("groups", f"without worker {outcome.worker}", outcome.reason)
+        if self._queue.over and self._wanted:
+            self._decide(now, Grouping([]), "the probe is over", placed=True)
 
     def _follow(self, now: float) -> None:
         """Tell the planner how workers are grouped: after the queue, and after a restart."""

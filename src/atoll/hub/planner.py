@@ -11,8 +11,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
+from atoll.core.config import Consistency, GroupBy
 from atoll.core.errors import UserError
 from atoll.groups.chooser import Choice, Measured, ScoreFunction, choose, computing
 from atoll.groups.drift import Proposal, Regrouper, Rules
@@ -37,17 +38,23 @@ class GroupingSettings:
     by; links are None while they are not known."""
 
     count: int = 0
-    by: Literal["auto", "speed", "site", "joint"] = "auto"
+    by: GroupBy = "auto"
     patience: float = 60.0
     regroup: bool = True
-    consistency: Literal["bsp", "ssp", "asp"] = "asp"
+    consistency: Consistency = "asp"
     score_for: ScoreFor = _by_computing
     rules: Rules = field(default_factory=Rules)
 
     @property
     def queued(self) -> bool:
-        """Whether the probe's queue makes the first groups; else they are chosen when all have reported."""
-        return self.count > 0 and self.by in ("auto", "speed")
+        """Whether the probe's queue makes the first groups; else they are chosen when all have reported. In
+        lock step all end their probes at once, and a queue would tell nothing."""
+        return self.count > 0 and self.way == "speed" and self.consistency != "bsp"
+
+    @property
+    def way(self) -> GroupBy:
+        """`by`, without "auto": the paper's way where a number of groups is asked for, else the chooser's."""
+        return self.by if self.by != "auto" else "speed" if self.count else "joint"
 
     def __str__(self) -> str:
         return f"{self.count or 'auto'} by {self.by}, {self.consistency}"
@@ -175,14 +182,14 @@ class Planner:
         choice = choose(
             Measured(speeds, links=links),
             settings.score_for(speeds, links),
-            groups=None if settings.by == "site" else count,
+            groups=None if settings.way == "site" else count,
             tolerance=_TOLERANCE,
         )
-        chosen = {"speed": choice.by_speed, "site": choice.by_site}.get(settings.by)
+        chosen = {"speed": choice.by_speed, "site": choice.by_site}.get(settings.way)
         if chosen is None or chosen.grouping == choice.grouping:
             return choice
         rate = f"{chosen.score.samples_per_second:.4g} samples/s are predicted"
-        reason = f"groups.by = {settings.by!r}: {rate}. Else: {choice.reason}"
+        reason = f"by {settings.way}, as asked for: {rate}. By speeds and links: {choice.reason}"
         return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
 
     def _links(self, speeds: Mapping[int, float]) -> Links | None:

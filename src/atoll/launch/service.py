@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
 
 def _hub(arguments: list[str]) -> None:
     from atoll.hub.main import HEARTBEAT, serve
+    from atoll.hub.planner import GroupingSettings
 
     parser = _parser()
     parser.add_argument("--workers", type=int, required=True)
@@ -35,8 +36,18 @@ def _hub(arguments: list[str]) -> None:
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--site", action="append", default=[])  # its name and its workers: NAME=N
+    parser.add_argument("--groups", type=int)  # 0: as many as are best; not given: workers are not grouped
+    parser.add_argument("--group-by", default="auto")
+    parser.add_argument("--group-patience", type=float, default=60.0)
+    parser.add_argument("--no-regroup", action="store_true")
+    parser.add_argument("--consistency", default="asp")
     args = parser.parse_args(arguments)
     sites = {name: int(count) for name, _, count in (site.partition("=") for site in args.site)}
+    grouping = None
+    if args.groups is not None:
+        grouping = GroupingSettings(
+            args.groups, args.group_by, args.group_patience, not args.no_regroup, args.consistency
+        )
     serve(
         "tcp://127.0.0.1:0",
         None,
@@ -48,6 +59,7 @@ def _hub(arguments: list[str]) -> None:
         min(HEARTBEAT, args.patience / 10),
         sites=sites,
         replicas=args.replicas,
+        grouping=grouping,
     )
 
 

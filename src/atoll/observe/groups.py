@@ -11,6 +11,7 @@ from atoll.core.events import AnyEvent, Decided, Logged, Regrouped, Started, Ste
 from atoll.core.units import format_seconds
 from atoll.observe.summary import GroupingShown, GroupTotals, Staleness, Summary
 
+GROUPS = "groups"  # what a decision of the hub is about that says who is in which group
 STALENESS = "staleness"  # the name under which a session logs what the shards measured of its contribution
 _HUNDREDTHS = (
     2  # decimals that are kept of a staleness, so that a long run's need no more room than a short one's
@@ -110,7 +111,7 @@ class GroupRecords:
             if value is not None:
                 stale = self._group_of(event.worker, event.iteration).staleness
                 stale[round(value, _HUNDREDTHS)] += 1
-        elif isinstance(event, Decided) and event.what == "groups":
+        elif isinstance(event, Decided) and event.what == GROUPS:
             self._decided.append(event)
 
     def _move(self, event: Regrouped) -> None:

@@ -117,14 +117,10 @@ def _say(line: str) -> None:
 
 
 class JournalReader:
-    """Reads what is new in a journal that may still be growing, or not be there yet.
+    """Reads what is new in a journal that may still be growing, or not be there yet."""
 
-    `decode` makes an event of a line, or raises msgspec.DecodeError.
-    """
-
-    def __init__(self, path: Path, decode: Callable[[bytes], AnyEvent] = decode) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._decode = decode
         self.unreadable = 0  # whole lines that hold no event
         self._offset = 0
         self._rest = b""
@@ -141,7 +137,7 @@ class JournalReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
-                event = self._decode(line)
+                event = decode(line)
             except msgspec.DecodeError:
                 self.unreadable += 1
             else:

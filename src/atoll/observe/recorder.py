@@ -26,7 +26,6 @@ from atoll.core.events import (
     StepDone,
     Warned,
 )
-from atoll.observe.decisions import HUB, decode_decision
 from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.metrics import Line, Merger
@@ -142,7 +141,6 @@ class Recorder:
         self._workers, self._strategy, self._groups = workers, strategy, 1
         self._writers = list(writers)
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
-        self._decisions = JournalReader(run.decisions, decode_decision)
         self._grouped = GroupRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
@@ -161,13 +159,9 @@ class Recorder:
     def poll(self) -> list[AnyEvent]:
         """Read what is new; returns the events to show a person, each once, however many workers sent it."""
         fresh = [event for reader in self._readers.values() for event in reader.read()]
-        # Of the hub's decisions, what its own log does not show to whoever watches the workers.
-        fresh += [e for e in self._decisions.read() if isinstance(e, Decided) and e.what == "groups"]
         news: list[AnyEvent] = []
         for event in sorted(fresh, key=lambda event: event.time):
-            self._grouped.take(event)
-            if event.worker != HUB:
-                self._take(event)
+            self._take(event)
             if isinstance(event, _KEPT) and self._keep(event):
                 news.append(event)
         for line in self._merger.whole():
@@ -179,9 +173,13 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
-        event = Warned(time=time.time(), worker=-1, message=message)
-        if self._keep(event):
-            self._told.append(event)
+        self.note(Warned(time=time.time(), worker=-1, message=message))
+
+    def note(self, event: AnyEvent) -> None:
+        """Do so with any event that no worker gave, also where it happens again."""
+        self._put(event)
+        self._grouped.take(event)
+        self._told.append(event)
 
     def status(self) -> Status:
         status = Status(
@@ -216,6 +214,7 @@ class Recorder:
 
     def _take(self, event: AnyEvent) -> None:
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
+        self._grouped.take(event)
         for line in self._merger.add(event):
             self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
@@ -244,10 +243,16 @@ class Recorder:
         )
         if key in self._seen:
             return False
+        if not self._put(event):
+            return False
+        self._seen.add(key)
+        return True
+
+    def _put(self, event: AnyEvent) -> bool:
+        """Put the event into the summary, while there is room."""
         if len(self._events) >= MOST_EVENTS and not isinstance(event, Failed):
             self._dropped += 1
             return False
-        self._seen.add(key)
         self._events.append(event)
         return True
 

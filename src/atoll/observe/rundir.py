@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import UserError
-from atoll.observe.decisions import FILE
 
 DIRECTORY_VARIABLE = "ATOLL_RUN_DIRECTORY"  # set by `atoll run` for its workers
 
@@ -65,16 +64,6 @@ class RunDirectory:
     def log(self, worker: int) -> Path:
         """What the worker wrote to stdout and stderr."""
         return self.logs / f"worker-{worker}.log"
-
-    @property
-    def service(self) -> Path:
-        """What hub and shards keep, where there are any."""
-        return self.path / "service"
-
-    @property
-    def decisions(self) -> Path:
-        """What the hub decided (`observe.decisions`)."""
-        return self.service / FILE
 
     @property
     def workers(self) -> Path:

@@ -47,8 +47,8 @@ class Blocks:
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
         """The part of `worker` in a block of contributor `key`, whose living members are `members`. What
-        could not be leased now is not remembered. Raises UserError for a worker that the block is not for, for
-        one that is too far ahead, and as `Leases.handle_lease`."""
+        could not be leased now is not remembered. Raises UserError for a worker that the block is not for,
+        for one that is too far ahead, and as `Leases.handle_lease`."""
         epochs = self._epochs.setdefault(key, {})
         epoch = epochs.setdefault((lease.sampler, lease.epoch), EpochBlocks())
         if lease.block not in epoch.blocks and len(epoch.blocks) >= MOST_BLOCKS:

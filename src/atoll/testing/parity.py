@@ -7,6 +7,7 @@ own buffers, takes the mean of the gradients weighted by samples, and steps a pl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import atoll
-from atoll.core.config import Chunks, Config, Run, Sync
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.errors import DeadlineError, RunError
 from atoll.testing.models import MODELS, TinyModel
 from atoll.testing.served import served_worker
 from atoll.train.place import Place
 
 STEPS = 20
+ALONE = 4  # steps that workers make before they are in groups: the probe, and one that does not count
 MAX_NORM = 0.5  # below the norm of most steps' gradients, above that of some
 Array = NDArray[Any]
 OptimizerMaker = Callable[[nn.Module], "tuple[Optimizer, LRScheduler | None]"]
@@ -112,12 +115,45 @@ def train_served(
         return _train(session, place.rank, case)
 
 
-def _train(session: atoll.Session, rank: int, case: Case) -> Trajectory:
+def train_grouped(place: Place, case: Case, address: str, uplink: str = "leader") -> Trajectory:
+    """The same in groups, between which it is `bsp`: after `ALONE` steps the hub has made them."""
+    config = Config(
+        run=Run(strategy="ps-hra"),
+        chunks=Chunks(size=case.chunk_size),
+        sync=Sync(timeout="60s", uplink=uplink, consistency="bsp"),  # type: ignore[arg-type]
+        groups=Groups(probe=ALONE - 1),
+    )
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        seen = _train(session, place.rank, case, await_groups)
+        if session.group.size < 2:
+            raise RunError(f"worker {place.rank} is in no group of several: {session.group}")
+        return seen
+
+
+def await_groups(session: atoll.Session, step: int) -> None:
+    """Return when the hub has made groups, where that is due."""
+    if step == ALONE:
+        until = time.monotonic() + 60
+        regrouping = session._regrouping
+        assert regrouping is not None
+        while not regrouping.known():
+            if time.monotonic() > until:
+                raise DeadlineError("waited 60 s for the hub to make groups")
+            time.sleep(0.002)
+
+
+def _train(
+    session: atoll.Session,
+    rank: int,
+    case: Case,
+    before: Callable[[atoll.Session, int], None] = lambda _session, _step: None,
+) -> Trajectory:
     tiny, seen = case.tiny, Trajectory()
     model = tiny.build(case.dtype)
     optimizer, scheduler = OPTIMIZERS[case.optimizer](model)
     model, optimizer = session.prepare(model, optimizer)
     for step in range(case.steps):
+        before(session, step)
         loss = 0.0
         for micro in range(case.accumulation):
             last = micro == case.accumulation - 1

@@ -52,7 +52,8 @@ class ServedRun:
         grouping: GroupingSettings | None = None,
     ) -> None:
         """`patience`, `heartbeat`, `sites`, `until_done`, `at_least` and `grouping` as the hub's; `folder`
-        gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the global shards."""
+        gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the
+        global shards."""
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least

@@ -91,6 +91,7 @@ class GroupReducer(RingReducer, Exchange):
         self.uplink = Uplink(uplink, ring, connection, chunks)
         self._grouping, self._move = grouping, told
         self._told = 0  # the grouping to move to
+        self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
         self._used: list[Used] = []  # by all members, in this iteration
         self._own_used: list[Used] = []
         self._of_group = Contribution(0.0, 0.0)
@@ -151,7 +152,7 @@ class GroupReducer(RingReducer, Exchange):
             return self._told_by(role, word, what), self.uplink.spread(role, runs, what)
 
         answer, values = self._ring.round(what, act)
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.steps, self._counted = answer.clock, None
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
@@ -197,6 +198,7 @@ class GroupReducer(RingReducer, Exchange):
     def _take_word(self, counted: Committed) -> None:
         """What the log said, as all members were told."""
         self.connection.members.told(counted)
+        self.contributors = list(counted.workers) or self.contributors
         self._told = max(self._told, counted.grouping)
 
     @property
@@ -285,7 +287,7 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._take_word(answer.counted)
 
@@ -388,7 +390,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         with self._timed():
             values = self._ring.round(what, act, self.steps)
         self._scale_at_step = 1.0
-        self.parameters.put(values)
+        self.parameters.adopt(values)
 
     def _what(self) -> str:
         missing = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)

@@ -108,12 +108,12 @@ class Regrouping:
     def __init__(self, parts: Parts, told: Told) -> None:
         self._parts, self._tell = parts, told
         self.contributor = parts.workers.place.rank
-        self.contributors: list[int] = []  # all that live, as the log last said
         self.grouping = 0  # the hub's latest that this worker has asked to move to
 
-    def told(self, contributors: Sequence[int]) -> None:
-        """Which contributors live."""
-        self.contributors = list(contributors)
+    @property
+    def contributors(self) -> list[int]:
+        """All that live, as the log last said."""
+        return self._parts.exchange().contributors or [self.contributor]
 
     def known(self) -> int:
         """The hub's latest grouping that this worker knows of."""
@@ -146,12 +146,14 @@ class Regrouping:
         shards.move(grouped.contributor, grouped.life)
         meeting = parts.workers.next_meeting
         shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
-        exchange = parts.exchange()
-        exchange.join(grouped.contributor, f"the parameters with which group {grouped.contributor} begins")
-        shards.answered(ARRIVING)
+        who = f"group {grouped.contributor}"
+        shards.settle(f"word that {who} has arrived", ARRIVING)
         self.contributor = grouped.contributor
-        points.reach("group.joined", parts.state.iteration)
+        points.reach("group.arrived", parts.state.iteration)
+        # Under bsp the group's first iteration begins when the hub has heard this from all groups.
         parts.hub.in_group(grouped.contributor)
+        parts.exchange().join(grouped.contributor, f"the parameters with which {who} begins")
+        points.reach("group.joined", parts.state.iteration)
 
 
 def held_as_used(sampler: int, runs: Sequence[tuple[int, int, int]]) -> list[Used]:
