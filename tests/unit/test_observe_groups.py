@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.core.events import AnyEvent, Decided, Finished, Logged, Regrouped, Started, StepDone
 from atoll.launch.run import closing_lines
-from atoll.observe.groups import GroupRecords, _staleness
+from atoll.observe.groups import GroupRecords, _staleness, group_lines
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import read_lines
 from atoll.observe.recorder import Recorder
@@ -212,3 +212,15 @@ def test_the_quantiles_are_those_of_all_values(values: list[int]) -> None:
     assert found.median == ordered[-(-len(values) // 2) - 1]
     assert found.p95 == ordered[-(-95 * len(values) // 100) - 1]
     assert (found.most, found.contributions) == (ordered[-1], len(values))
+
+
+def test_each_decision_that_made_a_group_that_is_left_gives_its_reason(run: RunDirectory) -> None:
+    made = [([0, 1], "fast"), ([2, 3], "slow"), ([4, 5], "slowest"), ([2, 3, 4], "drift")]
+    events: list[AnyEvent] = [step(worker, 1, 1.0) for worker in range(6)]
+    for number, (workers, reason) in enumerate(made, 1):
+        for worker in workers:
+            events.append(moved(worker, float(number), number, number, 5 + number, workers, reason))
+            events.append(step(worker, number + 1, number + 0.5))
+    events += [step(worker, 9, 9.0) for worker in range(6)]
+    (line, *_) = group_lines(recorded(run, events, workers=6))
+    assert line == "groups: 0 1 | 2 3 4 | 5 since 3.0 s, the last of 4 changes: fast; drift"

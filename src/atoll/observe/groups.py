@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from atoll.core.events import AnyEvent, Decided, Logged, Regrouped, Started, StepDone
 from atoll.core.units import format_seconds
@@ -209,9 +211,19 @@ def _grouping_line(summary: Summary) -> str:
     last, changes = summary.groupings[-1], len(summary.groupings) - 1
     who = " | ".join(" ".join(map(str, group)) for group in last.groups)
     changed = f", the last of {changes} changes" if changes > 1 else ""
-    return (
-        f"groups: {who} since {format_seconds(last.since)}{changed}: {last.reason or 'no reason was given'}"
-    )
+    reasons = "; ".join(_reasons(summary.groupings)) or "no reason was given"
+    return f"groups: {who} since {format_seconds(last.since)}{changed}: {reasons}"
+
+
+def _reasons(groupings: Sequence[GroupingShown]) -> list[str]:
+    """Why there are the groups that there are last: of each decision that made one of them."""
+    latest = groupings[-1].groups
+    reasons: list[str] = []
+    for before, after in pairwise([GroupingShown(0, 0.0, [], ""), *groupings]):
+        made = [group for group in after.groups if group not in before.groups and len(group) > 1]
+        if any(group in latest for group in made) and after.reason and after.reason not in reasons:
+            reasons.append(after.reason)
+    return reasons
 
 
 def _group_line(group: GroupTotals) -> str:
