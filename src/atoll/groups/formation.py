@@ -269,6 +269,7 @@ class Formation:
         if forming is None:
             return [Stays(worker, known.given_up or "no other group is meant for it")]
         if grouping < forming.grouping:
+            forming.asked.pop(worker, None)
             return [Stays(worker, known.given_up or f"grouping {forming.grouping} has taken its place")]
         forming.asked[worker] = iteration
         together = [each for each in state.forming if self._lockstep and each.grouping == forming.grouping]

@@ -35,7 +35,7 @@ from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 from atoll.train.shards import LOG, Shards
-from atoll.train.uplink import Kind, Role, Uplink
+from atoll.train.uplink import Role, Uplink, Wanted
 from atoll.wire.messages import AnyMessage, Commit, Committed, Hyperparameters, Mean, Used
 
 
@@ -79,7 +79,7 @@ class GroupReducer(RingReducer, Exchange):
         connection: Connection,
         calls: Calls,
         *,
-        uplink: Kind,
+        uplink: Wanted,
         message_bytes: int,
         grouping: Callable[[], int],
         told: Callable[[int], None],
@@ -138,6 +138,7 @@ class GroupReducer(RingReducer, Exchange):
     def join(self, contributor: int, what: str) -> None:
         """Take part in a new group's iterations, with the parameters that its leader is given for it."""
         self.uplink.contributor = contributor
+        self.uplink.choose(what)
 
         def act() -> tuple[Answer, dict[int, Tensor]]:
             role = self.uplink.role(0)
