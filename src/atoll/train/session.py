@@ -599,13 +599,15 @@ class Session:
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
         """This worker is in another group, or was told to stay where it is."""
         self._pace.leave_out()
-        if grouped.group and grouped.workers[0] == self._place.name:
-            names = " ".join(map(str, sorted(grouped.workers)))
+        if grouped.group:
             self._emit(
-                events.Decided,
-                what="group",
-                choice=f"group {grouped.contributor}: workers {names}",
-                reason=f"{grouped.reason or 'the hub made groups anew'}; it took {seconds:.2f} s",
+                events.Regrouped,
+                iteration=self._state.iteration + 1,  # it moves at the end of a step that is not counted yet
+                grouping=grouped.grouping,
+                group=grouped.contributor,
+                workers=sorted(grouped.workers),
+                seconds=seconds,
+                reason=grouped.reason,
             )
             reducer = self._state.prepared[0].reducer
             assert isinstance(reducer, GroupReducer)
