@@ -102,6 +102,35 @@ def _consistency_row(case: Record) -> list[str]:
     return [case["task"], case["consistency"], *numbers, VERDICTS[case["met"]]]
 
 
+def staleness(record: Record) -> str:
+    heads = [
+        "case",
+        "held-out loss",
+        "by seed",
+        "against bsp",
+        "steps",
+        "staleness",
+        "the slowest's",
+        "target",
+    ]
+    return table(heads, [_staleness_row(case) for case in record["cases"]])
+
+
+def _staleness_row(case: Record) -> list[str]:
+    seeds = ", ".join(f"{loss:.4f}" for loss in case["held_out"])
+    steps = "{} to {}".format(*case["steps"])
+    stale = [f"{case[key]:.2f}" for key in ("staleness", "slowest")]
+    return [
+        case["name"],
+        f"{case['mean']:.4f}",
+        seeds,
+        f"{case['off']:+.1%}",
+        steps,
+        *stale,
+        VERDICTS[case["met"]],
+    ]
+
+
 def lab(record: Record) -> str:
     heads = ["what", "asked", "measured", "off by", "allowed", "target"]
     return table(heads, [_lab_row(case) for case in record["cases"]])
@@ -246,6 +275,7 @@ def tables(folder: Path) -> dict[str, str]:
         "memory": memory,
         "server": served,
         "consistency": consistency,
+        "staleness": staleness,
         "lab": lab,
         "survival": survival,
         "readiness": readiness,
