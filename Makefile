@@ -13,7 +13,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: train test soak bench lint clean
 
 train: $(READY)
-	$(BIN)/atoll run --workers 2 examples/gpt.py --minutes 3
+	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
+		examples/gpt.py --windows 16000
 
 # Two at a time, a file of tests each: half of the time goes to waiting for others.
 test: $(READY)

@@ -63,3 +63,26 @@ def test_gpt_under_atoll_run_ends_when_its_minutes_are_over(tmp_path: Path) -> N
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] % 10 == 0  # the clocks are compared every ten steps
     assert summary["last"]["held_out"] == pytest.approx(number_before("this model", said), abs=1e-3)
+
+
+def test_gpt_in_a_group_ends_with_its_windows_and_says_who_was_in_it(tmp_path: Path) -> None:
+    launcher = [
+        *ATOLL_RUN,
+        "--strategy",
+        "ps-hra",
+        "--set",
+        "sync.consistency=asp",
+        "--set",
+        "groups.count=1",
+    ]
+    launcher += ["--set", "run.directory=run"]
+    said = start(launcher, tmp_path, "gpt.py", *TINY, "--windows", "400")
+    assert 0 < number_before("this model", said) < 8.5
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["samples"] == 400
+    assert [grouping["groups"] for grouping in summary["groupings"]] == [[[0], [1]], [[0, 1]]]
+    assert "by their probe" in summary["groupings"][-1]["reason"]
+    (together,) = [group for group in summary["each_group"] if group["workers"] == [0, 1]]
+    assert together["ring"] > 0
+    assert together["exchange"] > 0
+    assert together["staleness"]["contributions"] == 2 * together["steps"]

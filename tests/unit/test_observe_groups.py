@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.events import AnyEvent, Decided, Finished, Logged, Regrouped, Started, StepDone
+from atoll.core.events import AnyEvent, Finished, Logged, Regrouped, Started, StepDone
 from atoll.launch.run import closing_lines
 from atoll.observe.groups import GroupRecords, _staleness, group_lines
 from atoll.observe.journal import Journal
@@ -63,7 +62,7 @@ def uneven_run() -> list[AnyEvent]:
     events: list[AnyEvent] = [started(worker) for worker in range(3)]
     for worker in range(3):
         events += [step(worker, 1, 1.0), step(worker, 2, 2.0)]
-    events += [moved(worker, 1.75, 2, 1, 3, [2, 0]) for worker in (0, 2)]
+    events += [moved(worker, 1.75, 2, 1, 3, [2, 0], "the two fastest") for worker in (0, 2)]
     for worker in range(3):
         events += [stale(worker, 1, 2.5, 1.0), stale(worker, 2, 2.5, 2.0)]
         events += [step(worker, iteration, float(iteration)) for iteration in range(3, 21)]
@@ -75,18 +74,13 @@ def uneven_run() -> list[AnyEvent]:
     return events
 
 
-def recorded(
-    run: RunDirectory, events: list[AnyEvent], workers: int = 3, decided: Sequence[AnyEvent] = ()
-) -> Summary:
+def recorded(run: RunDirectory, events: list[AnyEvent], workers: int = 3) -> Summary:
     for worker in {event.worker for event in events}:
         with Journal(run.journal(worker)) as journal:
             for event in events:
                 if event.worker == worker:
                     journal(event)
-    recorder = Recorder(run, workers, "ps-hra")
-    for event in decided:
-        recorder.note(event)
-    return recorder.close()
+    return Recorder(run, workers, "ps-hra").close()
 
 
 def totals_of(summary: Summary, *workers: int) -> GroupTotals:
@@ -94,18 +88,8 @@ def totals_of(summary: Summary, *workers: int) -> GroupTotals:
     return found
 
 
-def decision(time: float, choice: str, reason: str) -> Decided:
-    return Decided(time=time, worker=-1, what="groups", choice=choice, reason=reason)
-
-
 def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
-    decided = [
-        decision(1.25, "none yet", "nobody has reported"),
-        decision(1.5, "workers 0 2", "the two fastest"),
-        decision(1.75, "without worker 7", "it gave no report"),
-        decision(25.0, "workers 0 1 2", "too late for both"),
-    ]
-    summary = recorded(run, uneven_run(), decided=decided)
+    summary = recorded(run, uneven_run())
     shown = [(each.grouping, each.since, each.groups) for each in summary.groupings]
     assert shown == [
         (0, 0.0, [[0], [1], [2]]),
@@ -113,7 +97,6 @@ def test_who_was_with_whom_when_and_why(run: RunDirectory) -> None:
         (2, 19.75, [[0], [1, 2]]),
     ]
     assert [each.reason for each in summary.groupings[1:]] == ["the two fastest", "worker 2 is slower"]
-    assert [event["what"] for event in summary.events if event["event"] == "decided"] == ["groups"] * 4
     assert read_summary(run.summary) == summary
 
 

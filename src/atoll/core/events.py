@@ -70,8 +70,8 @@ class Decided(Event, frozen=True):
 
 class Regrouped(Event, frozen=True):
     """After its `iteration` the worker shares a ring with `workers` (ranks, with its own); to the shards they
-    are `group` together. `grouping` counts the hub's decisions, from 1; `seconds` is how long the move took;
-    `reason` is the decision's, empty where the worker does not know it.
+    are `group` together. `grouping` counts the hub's decisions, from 1; `seconds` is how long the move
+    took, and `reason` the decision's.
     """
 
     iteration: int

@@ -30,6 +30,7 @@ from atoll.wire.messages import AnyMessage, Grouped, InGroup, JoinGroup, Lease, 
 _LEAST_PATIENCE = 2.0  # seconds that a group may take to come together, however fast its members are
 _ITERATIONS = 4.0  # of its slowest member, for which the others wait
 _CHOOSE_AGAIN = 10.0  # seconds after a choice that could not be made
+_REASONS = 256  # of so many groupings, which may still be on their way
 _PACE_MOVED = 0.05  # by what share a pace has changed that is worth writing down
 
 
@@ -89,6 +90,7 @@ class Groups:
         self._askers: dict[int, _Asker] = {}
         self._groups: dict[int, Grouped] = {}  # by contributor: what its members are told
         self._paces: dict[int, float] = {}  # by rank: seconds for a sample
+        self._reasons: dict[int, str] = {}  # of the latest groupings, for those who move by them
         self._wanted: list[list[int]] = []  # all who were ever to be in a group
         self._placed = False  # the start is over
         self._progress: dict[int, _Progress] = {}  # by rank
@@ -375,6 +377,8 @@ class Groups:
         for outcome in outcomes:
             if isinstance(outcome, formation.Opened):
                 self._decisions.add("groups", f"workers {show(Grouping(outcome.groups))}", outcome.reason)
+                self._reasons[outcome.grouping] = outcome.reason
+                self._reasons.pop(outcome.grouping - _REASONS, None)
                 for incarnation in self._members.live().values():
                     self._rings.tell(incarnation)
             elif isinstance(outcome, formation.Formed):
@@ -407,6 +411,7 @@ class Groups:
             life=formed.life,
             workers=list(formed.workers),
             newcomers=formed.newcomers,
+            reason=self._reasons.get(formed.grouping, ""),
         )
         self._groups[formed.contributor] = grouped
         for rank in formed.workers:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from atoll.core.events import AnyEvent, Decided, Logged, Regrouped, Started, StepDone
+from atoll.core.events import AnyEvent, Logged, Regrouped, Started, StepDone
 from atoll.core.units import format_seconds
 from atoll.observe.summary import GroupingShown, GroupTotals, Staleness, Summary
 
@@ -96,11 +96,10 @@ class GroupRecords:
             int, list[tuple[int, _Group]]
         ] = {}  # of each worker: (after which iteration, where to)
         self._told: list[Regrouped] = []
-        self._decided: list[Decided] = []
         self._latest: dict[int, float] = {}  # each worker's latest step, seconds since the epoch
 
     def take(self, event: AnyEvent) -> None:
-        """Take an event of a worker, or the hub's decision on groups; others are none of its business."""
+        """Take an event of a worker; those that tell nothing of groups are none of its business."""
         if isinstance(event, Started):
             self._moves[event.worker] = []
         elif isinstance(event, Regrouped):
@@ -113,8 +112,6 @@ class GroupRecords:
             if value is not None:
                 stale = self._group_of(event.worker, event.iteration).staleness
                 stale[round(value, _HUNDREDTHS)] += 1
-        elif isinstance(event, Decided) and event.what == GROUPS:
-            self._decided.append(event)
 
     def _move(self, event: Regrouped) -> None:
         moves = self._moves.setdefault(event.worker, [])
@@ -152,7 +149,7 @@ class GroupRecords:
         for grouping in sorted({event.grouping for event in self._told}):
             told = [event for event in self._told if event.grouping == grouping]
             since = min(event.time for event in told)
-            reason = next((event.reason for event in told if event.reason), "") or self._reason(since)
+            reason = next((event.reason for event in told if event.reason), "")
             found.append(GroupingShown(grouping, max(0.0, since - first), self._at(grouping, since), reason))
         return found
 
@@ -169,13 +166,6 @@ class GroupRecords:
         for worker in sorted(where):
             groups.setdefault(where[worker], []).append(worker)
         return sorted(groups.values())
-
-    def _reason(self, since: float) -> str:
-        """Of the hub's latest decision before that; why it made no groups is told under the same name."""
-        made = [
-            event for event in self._decided if event.choice.startswith("workers ") and event.time <= since
-        ]
-        return made[-1].reason if made else ""
 
 
 def group_lines(summary: Summary) -> list[str]:

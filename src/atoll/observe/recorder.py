@@ -178,7 +178,6 @@ class Recorder:
     def note(self, event: AnyEvent) -> None:
         """Do so with any event that no worker gave, also where it happens again."""
         self._put(event)
-        self._grouped.take(event)
         self._told.append(event)
 
     def status(self) -> Status:

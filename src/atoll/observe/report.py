@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from atoll.core.config import load_config
 from atoll.core.errors import AtollError, UserError
 from atoll.core.units import format_bytes, format_seconds
+from atoll.observe.groups import STALENESS
 from atoll.observe.metrics import Line, read_lines
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
@@ -35,7 +36,10 @@ def draw(run: RunDirectory) -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     summary, lines = read_summary(run.summary), read_lines(run.metrics)
-    names = _names(lines)[:_MOST_PANELS]
+    names = _names(lines)
+    if summary.each_group:  # whose own panel has the staleness: it comes after what the script logs
+        names.sort(key=lambda name: name == STALENESS)
+    names = names[:_MOST_PANELS]
     workers = len(summary.each_worker)
     heights = [2.6] * len(names) + [1.9, 0.7 + 0.32 * workers]
     if summary.each_group:
@@ -225,6 +229,7 @@ def _draw_membership(panel: Axes, summary: Summary) -> None:
     panel.invert_yaxis()
     plain(panel)
     panel.grid(visible=False, axis="y")
+    panel.set_xlim(left=0)
     panel.set_xlabel("seconds; a colour for each group, pale: alone, dotted: groups were made")
 
 

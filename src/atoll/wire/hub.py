@@ -209,8 +209,8 @@ class JoinGroup(Message, frozen=True):
 class Grouped(Message, frozen=True):
     """The worker's new group: `contributor` and `life` are what it is to the shards (a number that no other
     group of the run has, and an incarnation), `group` is its ring, of `workers`, whose last `newcomers` take
-    the first's state: it is the furthest. With `group` 0 the worker stays where it is: `reason`.
-    `number` and `grouping` are the wish's."""
+    the first's state: it is the furthest; `grouping` and `reason` are those of the decision. With `group` 0
+    the worker stays where it is, for this `reason`. `number` is the wish's, and `grouping` too then."""
 
     number: Count
     grouping: Count
