@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from atoll.train.channel import Channel
+from atoll.train.groupworkers import GroupWorkers
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.pace import Pace
 from atoll.train.place import Place
@@ -195,3 +196,14 @@ def test_what_was_given_and_not_used_is_held_when_the_worker_moves() -> None:
     assert list(given) == [0, 1]
     sampler.count(3.0)
     assert [(used.start, used.stop) for used in sampler.used()] == [(7, 8), (0, 2)]
+
+
+# -- who is the first ------------------------------------------------------------------------------------
+
+
+def test_numbers_of_groups_are_no_workers() -> None:
+    shards: Any = SimpleNamespace(late=False, on=lambda *_: None)
+    workers = GroupWorkers(Place(0, 4), shards, SimpleNamespace())  # type: ignore[arg-type]
+    workers.saw([4, 5])
+    assert workers.is_first
+    assert workers.ranks == [0, 1, 2, 3]

@@ -21,6 +21,9 @@ class GroupWorkers(ServedWorkers):
         super().__init__(place, shards)
         self._group = ring
 
+    def saw(self, ranks: list[int]) -> None:
+        """An iteration's word names groups, and not workers: those of the latest call stand."""
+
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Each live worker's bytes, in order of rank."""
         self.check_open()
