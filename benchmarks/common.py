@@ -14,15 +14,18 @@ import os
 import platform
 import random
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,6 +39,7 @@ QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not kept: a quick run only show
 MIB = 2**20
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 # -- measuring ---------------------------------------------------------------------------------------------
@@ -78,11 +82,55 @@ def interleave(
     return timings
 
 
+def over_workers(timings: Sequence[Mapping[str, Timings]]) -> dict[str, Timings]:
+    """Each turn's seconds on its slowest worker, and the CPU seconds of all together."""
+    return {
+        name: Timings(
+            [max(turn) for turn in zip(*(worker[name].seconds for worker in timings), strict=True)],
+            [sum(turn) for turn in zip(*(worker[name].cpu_seconds for worker in timings), strict=True)],
+        )
+        for name in timings[0]
+    }
+
+
+def over_group(timings: Mapping[str, Timings]) -> dict[str, Timings]:
+    """The same, asked of torch's default process group by each of its workers."""
+    slowest = torch.tensor([t.seconds for t in timings.values()], dtype=torch.float64)
+    together = torch.tensor([t.cpu_seconds for t in timings.values()], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(together, dist.ReduceOp.SUM)
+    return {
+        name: Timings(seconds, cpu)
+        for name, seconds, cpu in zip(timings, slowest.tolist(), together.tolist(), strict=True)
+    }
+
+
+def pairs_of_group(pairs: int, quick: bool) -> int:
+    """How many pairs this group measures where two workers measure `pairs`: with twice the workers on the
+    same cores a turn takes twice the time."""
+    return 4 if quick else 2 * pairs // dist.get_world_size()
+
+
 @contextmanager
 def recorded() -> Iterator[None]:
     """Within it a session keeps records, as a worker of `atoll run` does; they are removed afterwards."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: folder}):
         yield
+
+
+def torchrun(script: str, workers: int, *arguments: str) -> None:
+    """Run a benchmark's file as `workers` processes of one group, with one torch thread each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(workers), script, *arguments]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def measured_by(script: str, workers: int, quick: bool, kind: type[T]) -> T:
+    """What worker 0 of such a group has written: with --work FILE each is one of the workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        torchrun(script, workers, "--work", str(output), *["--quick"] * quick)
+        return msgspec.json.decode(output.read_bytes(), type=kind)
 
 
 def leave_group() -> None:
@@ -252,6 +300,20 @@ def write_results(name: str, folder: Path, cases: Sequence[Mapping[str, Any]], q
     return path
 
 
+def write_ratios(
+    name: str,
+    args: argparse.Namespace,
+    cases: Sequence[Case],
+    title: str,
+    records: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write the results, `records` or else the cases, and beside them a picture of the cases, `name`.png."""
+    folder = output_folder(args)
+    written = [case.to_json() for case in cases] if records is None else records
+    write_results(name, folder, written, quick=args.quick)
+    draw_ratios(cases, folder / f"{name}.png", title)
+
+
 def draw_ratios(cases: Sequence[Case], path: Path, title: str) -> None:
     """A picture of each case's pairs, with 1 (the rival's own time) and the target marked."""
     import matplotlib
@@ -298,6 +360,17 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a few pairs only, to see that it works")
     folders = "benchmarks/results, or build/benchmarks with --quick"
     parser.add_argument("--output", type=Path, help=f"folder for the results (default: {folders})")
+    return parser
+
+
+def group_options(description: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
+    """The same, of a benchmark that runs itself as the workers of groups (`measured_by`)."""
+    parser = options(description)
+    shown = " ".join(map(str, sizes))
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=sizes, help=f"group sizes (default: {shown})"
+    )
+    parser.add_argument("--work", type=Path, help="be one of the workers, and write timings to this file")
     return parser
 
 

@@ -32,14 +32,13 @@ from common import (
     Target,
     Timings,
     compare,
-    draw_ratios,
     interleave,
     leave_group,
     options,
-    output_folder,
-    write_results,
+    over_workers,
+    write_ratios,
 )
-from server import Address, Servers, cpu_seconds, over_workers
+from server import Address, Servers, cpu_seconds
 from workloads import DIGITS, GPT_FUSED, Workload
 
 TARGET = Target(median=1.01)
@@ -147,9 +146,7 @@ def main() -> int:
                 new = measure(pool, name, consistency, args.quick)
                 print("\n".join(case.line() for case in new), flush=True)
                 cases += new
-    folder = output_folder(args)
-    write_results("journal", folder, [case.to_json() for case in cases], quick=args.quick)
-    draw_ratios(cases, folder / "journal.png", "Steps of training with a shard's journal")
+    write_ratios("journal", args, cases, "Steps of training with a shard's journal")
     return 0
 
 

@@ -20,12 +20,10 @@ from common import (
     Target,
     Timings,
     compare,
-    draw_ratios,
     interleave,
     options,
-    output_folder,
     recorded,
-    write_results,
+    write_ratios,
 )
 from workloads import DIGITS, GPT_ADAMW, GPT_FUSED, GPT_SGD, Workload
 
@@ -97,9 +95,7 @@ def main() -> int:
         )
         cases.append(case)
         print(case.line(), flush=True)
-    folder = output_folder(args)
-    write_results("overhead", folder, [case.to_json() for case in cases], quick=args.quick)
-    draw_ratios(cases, folder / "overhead.png", "One worker under Atoll against plain PyTorch")
+    write_ratios("overhead", args, cases, "One worker under Atoll against plain PyTorch")
     return 0
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -52,16 +51,17 @@ from common import (
     Target,
     Timings,
     compare,
-    draw_ratios,
+    group_options,
     interleave,
     leave_group,
-    options,
-    output_folder,
+    measured_by,
+    over_group,
+    pairs_of_group,
     recorded,
-    write_results,
+    torchrun,
+    write_ratios,
 )
 from memory import OPTIMIZERS, SHAPES, WITHIN, Optimizer, Resident, Shape, formula_of, train
-from ring import over_workers
 from survival import free_port, service
 from workloads import DIGITS, GPT_FUSED, GPT_SMALL_BATCH, TINY, Block, Workload
 
@@ -198,13 +198,12 @@ def work(output: Path, quick: bool) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Measured] = {}
     for workload, _ in CASES:
-        # With twice the workers on the same cores a turn takes twice the time.
-        pairs = 4 if quick else 2 * PAIRS[workload.name] // (dist.get_world_size() * BUILDINGS)
+        pairs = pairs_of_group(PAIRS[workload.name] // BUILDINGS, quick)
         timings: dict[str, Timings] = defaultdict(lambda: Timings([], []))
         confirmations: dict[str, Watched] = defaultdict(Watched)
         for building in range(BUILDINGS):
             one = measure(workload, pairs, building)
-            for name, more in over_workers(one.timings).items():
+            for name, more in over_group(one.timings).items():
                 timings[name].extend(more)
             for name, watched in one.confirmations.items():
                 confirmations[name].seconds += watched.seconds
@@ -213,21 +212,6 @@ def work(output: Path, quick: bool) -> None:
     if dist.get_rank() == 0:
         output.write_bytes(msgspec.json.encode(found))
     leave_group()
-
-
-def torchrun(workers: int, *arguments: str) -> None:
-    """Run this file as `workers` processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(workers), __file__, *arguments]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def launch(workers: int, quick: bool) -> dict[str, Measured]:
-    """What `workers` workers measured, by workload."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "measured.json"
-        torchrun(workers, "--work", str(output), *["--quick"] * quick)
-        return msgspec.json.decode(output.read_bytes(), type=dict[str, Measured])
 
 
 # -- the cases of time -------------------------------------------------------------------------------------
@@ -317,7 +301,7 @@ def break_once(point: str, iteration: int) -> None:
 def memory_case(shape: Shape, kind: Optimizer, workers: int, contestant: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "peak.json"
-        torchrun(workers, "--memory", str(output), contestant, shape.name, kind.name)
+        torchrun(__file__, workers, "--memory", str(output), contestant, shape.name, kind.name)
         peak, formula = msgspec.json.decode(output.read_bytes(), type=tuple[int, int])
     return {
         "model": f"{shape.layers} layers of {shape.width}",
@@ -345,7 +329,7 @@ def memory_line(case: dict[str, Any]) -> str:
 def time_cases(workers: Sequence[int], quick: bool) -> list[ReadyCase]:
     cases: list[ReadyCase] = []
     for count in workers:
-        measured = launch(count, quick)
+        measured = measured_by(__file__, count, quick, dict[str, Measured])
         for workload, target in CASES:
             for name in (HUB, BY_SUMS):
                 cases.append(case_of(workload, target, count, name, measured[workload.name]))
@@ -363,11 +347,7 @@ def memory_cases(quick: bool) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument(
-        "--workers", type=int, nargs="+", default=WORKERS, help="group sizes (default: 2 3 4)"
-    )
-    parser.add_argument("--work", type=Path, help="be one of the workers, and write timings to this file")
+    parser = group_options(__doc__, WORKERS)
     parser.add_argument("--memory", nargs=4, help=argparse.SUPPRESS)  # be one of the processes
     args = parser.parse_args()
     if args.work:
@@ -378,10 +358,9 @@ def main() -> int:
         measure_memory(contestant, SHAPES[shape], OPTIMIZERS[kind], Path(output))
         return 0
     times, memories = time_cases(args.workers, args.quick), memory_cases(args.quick)
-    folder = output_folder(args)
-    write_results("readiness", folder, [*(case.to_json() for case in times), *memories], quick=args.quick)
     title = "A ring that goes on after a fault, while there is none"
-    draw_ratios([each.case for each in times], folder / "readiness.png", title)
+    records = [*(case.to_json() for case in times), *memories]
+    write_ratios("readiness", args, [each.case for each in times], title, records)
     return 0
 
 

@@ -9,10 +9,7 @@ torch thread a worker. A turn's time is that of its slowest worker.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +29,14 @@ from common import (
     Target,
     Timings,
     compare,
-    draw_ratios,
+    group_options,
     interleave,
     leave_group,
-    options,
-    output_folder,
+    measured_by,
+    over_group,
+    pairs_of_group,
     recorded,
-    write_results,
+    write_ratios,
 )
 from workloads import DIGITS, GPT_FUSED, GPT_SMALL_BATCH, WIDE, Batch, Block, Workload
 
@@ -91,29 +89,16 @@ def same_values(model: nn.Module, other: nn.Module, name: str) -> None:
             raise SystemExit(f"{parameter} differs from {name}'s by {difference:.2g}: not the same work")
 
 
-def over_workers(timings: dict[str, Timings]) -> dict[str, Timings]:
-    """Each turn's seconds on its slowest worker, and the CPU seconds of all workers together."""
-    slowest = torch.tensor([t.seconds for t in timings.values()], dtype=torch.float64)
-    together = torch.tensor([t.cpu_seconds for t in timings.values()], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(together, dist.ReduceOp.SUM)
-    return {
-        name: Timings(seconds, cpu)
-        for name, seconds, cpu in zip(timings, slowest.tolist(), together.tolist(), strict=True)
-    }
-
-
 def work(output: Path, quick: bool) -> None:
     """What each worker does; worker 0 writes its group's timings to `output`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     measured: dict[str, dict[str, Timings]] = {}
     for workload, _ in CASES:
-        # With twice the workers on the same cores a turn takes twice the time.
-        pairs = 4 if quick else 2 * PAIRS[workload.name] // (dist.get_world_size() * BUILDINGS)
+        pairs = pairs_of_group(PAIRS[workload.name] // BUILDINGS, quick)
         totals: dict[str, Timings] = defaultdict(lambda: Timings([], []))
         for building in range(BUILDINGS):
-            for name, timings in over_workers(measure(workload, pairs, building)).items():
+            for name, timings in over_group(measure(workload, pairs, building)).items():
                 totals[name].extend(timings)
         measured[workload.name] = totals
     if dist.get_rank() == 0:
@@ -121,27 +106,14 @@ def work(output: Path, quick: bool) -> None:
     leave_group()
 
 
-def launch(workers: int, quick: bool) -> dict[str, dict[str, Timings]]:
-    """Start `workers` worker processes; returns what they measured, by workload and contestant."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "timings.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(workers), __file__, "--work", str(output)]
-        subprocess.run(command + ["--quick"] * quick, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return msgspec.json.decode(output.read_bytes(), type=dict[str, dict[str, Timings]])
-
-
 def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="group sizes (default: 2 4)")
-    parser.add_argument("--work", type=Path, help="be one of the workers, and write timings to this file")
-    args = parser.parse_args()
+    args = group_options(__doc__, WORKERS).parse_args()
     if args.work:
         work(args.work, args.quick)
         return 0
     cases: list[Case] = []
     for workers in args.workers:
-        measured = launch(workers, args.quick)
+        measured = measured_by(__file__, workers, args.quick, dict[str, dict[str, Timings]])
         for workload, target in CASES:
             timings = measured[workload.name]
             for rival in (DDP, DDP_VIEWS):
@@ -157,9 +129,7 @@ def main() -> int:
                 )
                 cases.append(case)
                 print(case.line(), flush=True)
-    folder = output_folder(args)
-    write_results("ring", folder, [case.to_json() for case in cases], quick=args.quick)
-    draw_ratios(cases, folder / "ring.png", "Atoll's ring against DistributedDataParallel on Gloo")
+    write_ratios("ring", args, cases, "Atoll's ring against DistributedDataParallel on Gloo")
     return 0
 
 

@@ -41,12 +41,11 @@ from common import (
     Target,
     Timings,
     compare,
-    draw_ratios,
     interleave,
     leave_group,
     options,
-    output_folder,
-    write_results,
+    over_workers,
+    write_ratios,
 )
 from workloads import digits_network, fetch_newest
 
@@ -243,17 +242,6 @@ def cpu_seconds(others: Sequence[int]) -> float:
     return time.process_time() + sum(time.clock_gettime((~other << 3) | 2) for other in others)
 
 
-def over_workers(timings: Sequence[dict[str, Timings]]) -> dict[str, Timings]:
-    """Each turn's seconds on its slowest worker, and the CPU seconds of all together."""
-    return {
-        name: Timings(
-            [max(turn) for turn in zip(*(worker[name].seconds for worker in timings), strict=True)],
-            [sum(turn) for turn in zip(*(worker[name].cpu_seconds for worker in timings), strict=True)],
-        )
-        for name in timings[0]
-    }
-
-
 def compare_exchanges(pool: WorkerPool, quick: bool) -> list[Case]:
     with ExitStack() as stack:
         runs = {
@@ -358,9 +346,9 @@ def main() -> int:
         print("\n".join(speed.line() for speed in speeds), flush=True)
         cases = compare_exchanges(pool, args.quick)
         print("\n".join(case.line() for case in cases), flush=True)
-    folder = output_folder(args)
-    write_results("server", folder, [each.to_json() for each in (*cases, *speeds)], quick=args.quick)
-    draw_ratios(cases, folder / "server.png", "A push and pull of 100 MB through the parameter server")
+    records = [each.to_json() for each in (*cases, *speeds)]
+    title = "A push and pull of 100 MB through the parameter server"
+    write_ratios("server", args, cases, title, records)
     return 0
 
 

@@ -73,8 +73,13 @@ class Cluster:
 
     def close(self) -> None:
         self.stop.set()
+        knocks = [Client(address, None, limit=2**10, name="a shard") for address in self.addresses]
+        for knock in knocks:
+            knock.send(encode(m.Ping()))  # it need not sleep to its end
         for thread in self.threads:
             thread.join(DEADLINE)
+        for knock in knocks:
+            knock.close()
         for server in self.servers:
             server.close()
 

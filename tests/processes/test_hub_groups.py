@@ -26,6 +26,7 @@ from hub_parts import (
 )
 
 from atoll.core.errors import UserError
+from atoll.groups import formation
 from atoll.groups.drift import Rules
 from atoll.hub.planner import GroupingSettings
 from atoll.net.endpoint import Client
@@ -151,7 +152,10 @@ def test_a_group_leases_in_blocks_and_what_a_member_held_comes_along(folder: Pat
         assert [(each.start, each.stop) for each in rest] == [(20, 60), (60, 100)]
 
 
-def test_a_member_that_does_not_come_costs_the_others_a_bounded_time(folder: Path) -> None:
+def test_a_member_that_does_not_come_costs_the_others_a_bounded_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formation, "FIRST_PAUSE", 0.5)
     settings = GroupingSettings(1, patience=2.5, regroup=False)
     with run_of(folder, 2, settings) as run:
         run.paces(0.1, 0.1)
@@ -188,6 +192,27 @@ def test_with_a_members_death_those_left_become_another_group(folder: Path) -> N
         wait_for(lambda: last in run.log.fenced, "the last group's fence")
 
 
+def test_each_groups_ring_goes_on_by_itself(folder: Path) -> None:
+    """One loses a member; another a member that moves on to a third group, alone."""
+    with run_of(folder, 4, GroupingSettings(2, "speed", patience=20.0, regroup=False)) as run:
+        run.paces(0.1, 0.0, 0.1, 0.0)
+        run.told(1, 0, 2)
+        run.paces(0.1, 0.4, 0.1, 0.4)
+        run.told(2, 1, 3)
+        ring, other = run.moved(0, 2)[0].group, run.moved(1, 3)[0].group
+        run.clients[2].close()
+        wait_for(lambda: run.clients[0].news and run.clients[0].news.broken, "word of the broken ring")
+        assert run.clients[0].news.group == ring  # type: ignore[union-attr]
+        state = {"round": 3, "holds": True, "admits": False, "fresh": False}
+        again = run.clients[0].reform(ring, 0, **state)  # type: ignore[arg-type]
+        assert (again.workers, again.lost, again.round) == ([0], [2], 4)
+        both = [
+            run.pool.submit(run.clients[rank].reform, other, place, **state)
+            for place, rank in ((0, 1), (1, 3))
+        ]
+        assert [each.result(DEADLINE).workers for each in both] == [[1, 3]] * 2
+
+
 def test_groups_are_chosen_when_all_have_reported_and_a_late_worker_is_placed(folder: Path) -> None:
     with run_of(folder, 2, GroupingSettings(patience=20.0, regroup=False)) as run:
         run.paces(0.1, 0.1)
@@ -205,6 +230,21 @@ def test_groups_are_chosen_when_all_have_reported_and_a_late_worker_is_placed(fo
             assert answers[0].workers == [0, 1, 3]
             assert answers[0].newcomers == 1
             run.clients.pop()
+
+
+def test_workers_say_at_which_site_they_are_and_sites_are_groups(folder: Path) -> None:
+    with hub_of(folder, workers=3, grouping=GroupingSettings(by="site", regroup=False)) as service:
+        clients = [client(service) for _ in range(3)]
+        for rank, site in enumerate(("paris", "berlin", "paris")):
+            clients[rank].join(rank, site)
+            clients[rank].iteration, clients[rank].pace = 4, 0.1
+        wait_for(lambda: service.decisions("groups"), "a grouping")
+        (decision,) = service.decisions("groups")
+        assert decision.choice == "workers 0 2"  # 1 is alone, as it was
+        assert decision.reason.startswith("by site, as asked for: 30 samples/s are predicted")
+        for each in clients:
+            each.goodbye()
+            each.close()
 
 
 def test_in_lock_step_all_move_and_the_old_go_together(folder: Path) -> None:

@@ -76,6 +76,14 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             ["server", "--hub", "tcp://127.0.0.1:1"],
             "give either --shard I, for a shard of the run, or --site",
         ),
+        (
+            ["server", "--hub", "tcp://127.0.0.1:1", "--shard", "0", "--listen", "here"],
+            "shard 0: 'here' is no address; write tcp://HOST:PORT",
+        ),
+        (
+            ["server", "--hub", "tcp://127.0.0.1:1", "--site", "paris", "--listen", "tcp://10.0.0.5:47701"],
+            "shard of site 'paris': other machines can reach tcp://10.0.0.5:47701, so a key file is needed",
+        ),
     ],
 )
 def test_one_line_and_status_2(
@@ -114,6 +122,9 @@ def test_check_prints_the_whole_configuration(
     assert "workers = 3" in out
     assert 'nonfinite = "stop"' in out
     assert err == "good.toml: right\n"
+    (here / "good.toml").write_text("[run]\nworkers = 3\nrestarts = 2\n")  # what only a run could refuse
+    assert atoll(monkeypatch, "check", "good.toml") == 2
+    assert capfd.readouterr().err.startswith("atoll: good.toml: run.restarts: 2 restarts of a worker go with")
     (here / "good.toml").write_text("[run]\nworker = 3\n")
     assert atoll(monkeypatch, "check", "good.toml") == 2
     assert capfd.readouterr().err == "atoll: good.toml: no key 'run.worker'; did you mean 'run.workers'?\n"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from run_command import DEADLINE, Command, wait_for
 
 TRAIN = """
@@ -64,14 +65,17 @@ def test_a_failing_worker_is_shown_once_and_the_other_ends_too(command: Command)
     assert command.alive() == []
 
 
-def test_ctrl_c_in_the_middle_of_training(command: Command) -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_ctrl_c_in_the_middle_of_training(command: Command, served: bool) -> None:
+    if served:  # hub, and a shard and its standby, too
+        (command.directory / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[server]\nreplicas = 2\n")
     process = command.start(TRAIN, "forever")
     wait_for(lambda: command.steps() > 20, "some steps")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "atoll: stopped by Ctrl-C"
-    assert "Traceback" not in err
+    assert not [word for word in ("Traceback", "atoll: hub:", "lost", "output:") if word in err]
     assert command.alive() == []
     assert command.summary()["steps"] > 10
 

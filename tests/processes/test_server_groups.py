@@ -3,6 +3,7 @@ send twice counts once, and each may send and fetch its share of every chunk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from shard_cluster import Peer, Run, Worker, gradients, mean_of
+from shard_cluster import DEADLINE, Peer, Run, Worker, gradients, mean_of
 from torch import Tensor
 
 from atoll.net.endpoint import Server
@@ -49,6 +50,15 @@ def heard_everywhere(*workers: Worker) -> None:
     for worker in workers:
         for shard in range(worker.model.shards):
             worker.heard(shard)
+
+
+def at_rest(worker: Worker) -> None:
+    """Return when no shard steps anything that this worker knows of."""
+    for shard in range(worker.model.shards):
+        worker.send(
+            shard, m.PullState(incarnation=worker.incarnation)
+        )  # answered between two lines of the log
+        worker.expect(shard, m.StateEnd)
 
 
 def fence(hub: Peer, *workers: Worker) -> None:
@@ -162,15 +172,23 @@ def test_a_group_is_lost_when_all_its_members_are(start: Callable[..., Run]) -> 
         hub.send(0, m.Look(worker=0, incarnation=1))
         return hub.expect(0, m.Looked)[0].lost
 
+    def look_until(done: Callable[[], bool]) -> None:
+        until = time.monotonic() + DEADLINE
+        while not done():
+            assert time.monotonic() < until
+            assert not lost()
+
     assert not lost()
     first.close()
-    third = run.again(0, 1, member=2)  # its welcome comes after the end of the first is known
+    third = run.again(0, 1, member=2)
     third.close()
-    for _ in range(20):
-        assert not lost()
+    known = run.cluster.shards[0]._peers
+    look_until(lambda: len(known.members(0, 1)) == 1)
+    assert not lost()
     second.close()
+    until = time.monotonic() + DEADLINE
     while not lost():
-        pass
+        assert time.monotonic() < until
 
 
 def test_connections_of_groups_that_are_no_more_make_room(
@@ -178,9 +196,19 @@ def test_connections_of_groups_that_are_no_more_make_room(
 ) -> None:
     monkeypatch.setattr(peers_module, "_MOST", 4)
     run = start(1, 1)
+
+    def come(number: int) -> Worker:
+        """As soon as there is room: the shard's side of a connection ends a little later than this one."""
+        until = time.monotonic() + DEADLINE
+        while True:
+            try:
+                return run.again(number, number + 100, member=number)
+            except AssertionError:
+                assert time.monotonic() < until, "there is no room"
+
     for number in range(1, 12):
-        run.again(number, number + 10, member=number).close()
-    standing = [run.again(number, number + 100) for number in range(20, 23)]
+        come(number).close()
+    standing = [come(number) for number in range(20, 23)]
     with pytest.raises(AssertionError, match="4 peers are known, which is the most"):
         run.again(30, 200)
     assert len(standing) == 3
@@ -252,6 +280,7 @@ def test_shares_are_counted_anew_when_a_member_dies(start: Callable[..., Run]) -
     run.model.step_plain(gradients(0))
     second.ask(1)
     second.assert_has(second.parameters(1))
+    at_rest(second)
     assert all(shard.model is not None and not shard.model._payloads for shard in run.cluster.shards)
     assert len(members) == 3
 
@@ -349,8 +378,9 @@ def test_groups_with_numbers_above_the_runs_workers_go_on(
     for group in reversed(groups) if backwards else groups:
         for member in group:
             member.send(0, m.Arrive(incarnation=member.incarnation, meeting=1))
+            member.send(0, m.Ready(digest="d", number=1))
+            member.expect(0, m.Ready)  # the log has taken it in: the hub may fence the old ones
             member.ask(0)
-            member.heard()
     fence(hub, *(reversed(old) if backwards else old))
     for group in groups:
         values = [member.parameters(1 if consistency == "bsp" else None) for member in group]
@@ -396,9 +426,7 @@ def test_a_shard_that_is_started_again_has_the_shares_that_it_had(
     else:
         first.ask(1)
         first.parameters(1)
-    for shard in range(2):  # answered when nothing is being stepped any more
-        first.send(shard, m.PullState(incarnation=1))
-        first.expect(shard, m.StateEnd)
+    at_rest(first)
     first.push(1, gradients(8), share=0, shares=3)
     heard_everywhere(first)
     second.push(1, gradients(1), share=1, shares=2)

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from atoll.testing.supervisor import Supervisor
 from atoll.train.place import Place
 from atoll.train.session import Session
 from atoll.train.shards import Shards
+from atoll.wire.messages import Hello, Welcome, decode_untrusted, encode
 
 DEADLINE = 60.0
 ATOLL = [sys.executable, "-m", "atoll.cli.app"]
@@ -123,6 +125,63 @@ def test_a_shard_that_does_not_even_greet() -> None:
         r"\(deadline sync\.timeout, 0\.5 s",
         said,
     )
+
+
+def test_a_shard_that_stood_still_and_was_replaced_was_away_since_it_fell_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not since the hub has named the other one, whose connection stands at once."""
+    monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
+    monkeypatch.setattr("atoll.net.returning._ASK_ANYWAY", 1.0)
+    told: list[str] = []
+    with FakeShard() as first, FakeShard() as second:
+        where = [first.address]
+        shards = Shards(
+            where,
+            None,
+            run="test",
+            worker=3,
+            incarnation=1,
+            timeout=DEADLINE,
+            limit=2**20,
+            where=lambda: where,
+            tell=told.append,
+        )
+        first.stands_still.set()
+        where = [second.address]
+        shards.wait(lambda: len(told) == 2, lambda: [0], "a word of the other one")
+        shards.close()
+    found = re.fullmatch(rf"worker 3: shard 0 at {second.address} is back, after (\S+) s", told[1])
+    assert found is not None, told
+    assert float(found[1]) >= 0.5
+
+
+class FakeShard:
+    """Welcomes whoever says Hello, until it stands still."""
+
+    def __init__(self) -> None:
+        self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
+        self.address = self._server.address
+        self.stands_still, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def _serve(self) -> None:
+        with self._server:
+            while not self.stands_still.is_set():
+                received = self._server.receive(0.05)
+                if received is not None and isinstance(decode_untrusted(received.header), Hello):
+                    welcome = Welcome(run="test", shard=0, comes_back=True)
+                    self._server.send(received.peer, encode(welcome))
+            self._ended.wait(DEADLINE)
+
+    def __enter__(self) -> FakeShard:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stands_still.set()
+        self._ended.set()
+        self._thread.join(DEADLINE)
 
 
 # -- other workers -----------------------------------------------------------------------------------------

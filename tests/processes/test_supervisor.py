@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -119,20 +121,68 @@ def test_a_leak_is_found_and_a_steady_part_is_not(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(supervisor, "WARM_SECONDS", 0.3)
     with Supervisor(tmp_path / "logs") as parts:
         parts.add("worker 0", [sys.executable, "-c", LEAKING])
+        leaking = parts.pid("worker 0")
         parts.add("hub", counting(tmp_path / "a"))
         parts.wait_for(lambda: len(leaks(parts.usage)) >= 2, "the leak to show", DEADLINE)
     assert [line.split(" grew")[0] for line in leaks(parts.usage)] == [
-        "worker: descriptors",
+        f"worker 0 (pid {leaking}): descriptors",
         "worker: resident",
     ]
 
 
-def test_one_short_life_and_one_long_one_are_no_leak() -> None:
-    def life(pid: int, start: float, seconds: int) -> list[Usage]:
-        return [
-            Usage("worker 0", pid, start + age, age, 10 + min(age, 3), 4, 100 * 2**20)
-            for age in range(seconds)
-        ]
+def life(
+    part: str, pid: int, start: int, descriptors: Callable[[int], int], seconds: int = 120
+) -> list[Usage]:
+    """A look each two seconds, with so many descriptors at an age, and a thread for each ten of them."""
+    return [
+        Usage(part, pid, float(start + age), age, descriptors(age), 4 + descriptors(age) // 10, 100 * 2**20)
+        for age in range(0, seconds, 2)
+    ]
 
-    assert not leaks(life(1, 0, 30) + life(2, 30, 100))
+
+def test_one_short_life_and_one_long_one_are_no_leak() -> None:
+    short = life("worker 0", 1, 0, lambda age: 10 + min(age, 3), 30)
+    assert not leaks(short + life("worker 0", 2, 30, lambda age: 10 + min(age, 3), 100))
     assert not leaks([])
+
+
+def test_lives_with_different_tasks_are_judged_each_by_itself() -> None:
+    """A shard's two processes: a standby all its life, and then one that is the primary all its life."""
+    looks = life("shard-0", 1, 0, lambda _: 26) + life("shard-0 second", 2, 120, lambda _: 41)
+    assert not leaks(looks)
+
+
+def test_what_a_promotion_adds_is_spared_where_the_caller_says_so() -> None:
+    looks = life("shard-0 second", 7, 0, lambda age: 26 if age < 60 else 34 if age < 70 else 41)
+    assert leaks(looks) == ["shard-0 second (pid 7): descriptors grew from 26 to 41 over 55 looks"]
+    assert not leaks(looks, spared={"shard-0": 15})
+    assert leaks(looks, spared={"shard-1": 15})
+
+
+@pytest.mark.parametrize("spared", [{}, {"shard-0": 15}])
+def test_a_steady_leak_in_a_life_is_found_beside_steady_ones(spared: dict[str, int]) -> None:
+    steady = [life("shard-0", pid, 200 * pid, lambda _: 34) for pid in range(1, 10)]
+    looks = [each for looks in steady for each in looks]
+    leaking = life("shard-0 second", 77, 200, lambda age: 34 + age // 2)
+    found = leaks(sorted(looks + leaking, key=lambda look: look.time), spared=spared)
+    assert found == ["shard-0 second (pid 77): descriptors grew from 45 to 87 over 55 looks"]
+
+
+def test_lives_that_each_begin_anew_hide_no_leak() -> None:
+    looks = [each for pid in range(5) for each in life("hub", pid, 60 * pid, lambda age: 20 + age // 2, 60)]
+    assert leaks(looks) == [
+        f"hub (pid {pid}): descriptors grew from 28 to 46 over 25 looks" for pid in range(5)
+    ]
+
+
+def test_too_few_looks_are_not_judged() -> None:
+    assert not leaks(life("hub", 1, 0, lambda age: 20 if age < 28 else 60, 32))
+
+
+def test_memory_that_each_life_takes_over_from_the_one_before_is_found() -> None:
+    looks = []
+    for pid in range(8):
+        for look in life("hub", pid, 60 * pid, lambda _: 20, 60):
+            looks.append(replace(look, resident=look.resident + pid * 20 * 2**20))
+    (found,) = leaks(looks)
+    assert found.startswith("hub: resident grew from ")

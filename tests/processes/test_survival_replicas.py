@@ -13,17 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from mortal_shards import (
-    DEADLINE,
-    ITERATIONS,
-    POINTS_OF_SHARDS,
-    Kill,
-    MortalRun,
-    assert_equal,
-    config,
-    counted,
-    run_with,
-)
+from mortal import DEADLINE, ITERATIONS, assert_equal, config, counted
+from mortal_shards import POINTS_OF_SHARDS, Kill, MortalRun, run_with
 from torch import nn
 
 import atoll

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mortal_shards import Kill, assert_equal, kills_at, points_of_shards, run_with
+from mortal import assert_equal
+from mortal_shards import Kill, kills_at, points_of_shards, run_with
 
 from atoll.testing.pool import WorkerPool
 

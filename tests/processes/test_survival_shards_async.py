@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mortal_shards import ITERATIONS, counted, kills_at, points_of_shards, run_with
+from mortal import ITERATIONS, counted
+from mortal_shards import kills_at, points_of_shards, run_with
 
 from atoll.testing.pool import WorkerPool
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mortal import ITERATIONS, assert_equal, counted
 from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS
-from mortal_sites import ITERATIONS, Kill, assert_equal, counted, run_with
+from mortal_sites import Kill, run_with
 
 from atoll.core import points
 from atoll.testing.pool import WorkerPool

@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from atoll.core.config import Config
+from atoll.core.config import Config, Run, Strategy
 from atoll.core.errors import GivenUpError
-from atoll.core.events import AnyEvent, Failed, Started, Warned
+from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
+from atoll.hub.decisions import Decisions
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -206,3 +207,85 @@ def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(
     halves.launch._stopping = True  # as by Ctrl-C: the worker has some time to end by itself
     assert halves.launch.poll() is None
     assert not [event for event in halves.told() if isinstance(event, Failed)]
+
+
+# -- a worker that the hub has given up --------------------------------------------------------------------
+
+
+class Two:
+    """A launch of two workers, fakes, and of a hub whose decisions the test writes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+        self.directory = RunDirectory(folder)
+        self.directory.create()
+        monkeypatch.setattr(ServedLaunch, "_start", lambda _launch: None)
+        monkeypatch.setattr(ServedLaunch, "_worker", lambda _launch, rank: FakeProcess(f"again {rank}"))
+        self.launch = ServedLaunch(self.directory, Config(run=run), ["train.py"], {})
+        self.launch._sites = ["", ""]
+        self.launch._workers += [cast(Any, FakeProcess(f"worker {rank}")) for rank in range(2)]
+        self.say(Started(time=1.0, worker=1, workers=2, strategy=run.strategy, device="cpu", pid=1))
+
+    def say(self, event: AnyEvent) -> None:
+        with Journal(self.directory.journal(event.worker)) as journal:
+            journal(event)
+
+    def hub_gives_up(self, rank: int) -> None:
+        decisions = Decisions(self.directory.path / "service")
+        decisions.add("worker died", f"worker {rank}, incarnation {rank + 1}", "silent for 3.5 s")
+        decisions.close()
+        self.launch.poll()
+
+    def end(self, rank: int, code: int, traceback: str = "") -> Failed:
+        """A worker ends with an error of Atoll's, or of its script's."""
+        failed = Failed(
+            time=time.time(), worker=rank, error="E", message="e", traceback=traceback, exit_status=code
+        )
+        self.say(failed)
+        cast(Any, self.launch._workers[rank]).returncode = code
+        self.launch.poll()
+        return failed
+
+
+def test_a_worker_that_was_given_up_and_ends_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server"))
+    two.hub_gives_up(0)
+    (told,) = two.launch.news()
+    assert isinstance(told, Decided)
+    assert (told.what, told.choice) == ("hub: worker died", "worker 0, incarnation 1")
+    failed = two.end(0, 2)
+    assert two.launch.poll() is None
+    assert two.launch.excuses(failed)
+    assert two.launch.first == 1
+    cast(Any, two.launch._workers[1]).returncode = 0
+    assert two.launch.poll() == 0
+
+
+@pytest.mark.parametrize(("strategy", "first"), [("ring", 1), ("server", 0)])
+def test_a_worker_that_was_given_up_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: int
+) -> None:
+    """And an error of its own later is no longer excused. In a ring it is the last then."""
+    run = Run(workers=2, strategy=strategy, elastic=True, restarts=1)
+    two = Two(tmp_path / "run", monkeypatch, run)
+    two.hub_gives_up(0)
+    failed = two.end(0, 2)
+    assert cast(Any, two.launch._workers[0]).name == "again 0"
+    assert two.launch.excuses(failed)
+    assert two.launch.first == first
+    assert not two.launch.excuses(two.end(0, 2))
+    assert two.launch._stopping
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_script_s_own_error_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
+) -> None:
+    """Also where its process took so long to end that the hub has given it up."""
+    two = Two(tmp_path / "run", monkeypatch, Run(workers=2, strategy="server", restarts=1))
+    if given_up:
+        two.hub_gives_up(0)
+    failed = two.end(0, 1, traceback="Traceback ...")
+    assert two.launch._stopping
+    assert not two.launch.excuses(failed)

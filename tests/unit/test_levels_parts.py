@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.config import Config, Run
+from atoll.core.config import Server as ServerKeys
 from atoll.core.errors import RunError, UserError
-from atoll.launch.served import check_run, sites_of
+from atoll.launch.checks import check_run
+from atoll.launch.served import sites_of
 from atoll.server.gathered import merge_untrusted, pack, unpack_untrusted
 from atoll.server.upstream import in_sites
 from atoll.store.entries import Combine, Joined, Step
@@ -243,6 +245,13 @@ def test_workers_are_started_again_only_where_one_may_die_alone() -> None:
         check_run(Config(run=Run(workers=2, restarts=2)))
     check_run(Config(run=Run(workers=2, restarts=2, elastic=True)))
     check_run(Config(run=Run(workers=2, restarts=2, strategy="server")))
+
+
+def test_what_a_hub_or_a_shard_would_refuse_is_refused_before() -> None:
+    with pytest.raises(UserError, match=r"server.optimizer: Lion: write it as module:Class"):
+        check_run(Config(run=Run(strategy="server"), server=ServerKeys(optimizer="Lion")))
+    with pytest.raises(UserError, match="a run of 5000 workers: from 1 to 4096"):
+        check_run(Config(run=Run(workers=5000, elastic=True)))
 
 
 def test_a_site_s_shard_comes_back_with_its_directory_and_is_the_same() -> None:

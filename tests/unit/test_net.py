@@ -20,7 +20,7 @@ import zmq
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net import endpoint as endpoint_module
-from atoll.net.endpoint import Client, Endpoint, Received, Server, poll
+from atoll.net.endpoint import Client, Endpoint, Received, Server, check_listen, poll
 from atoll.net.keys import Keys, make_keys, read_keys, write_keys
 from atoll.net.requests import RefusedError, ask, wait_for
 from atoll.wire.messages import (
@@ -269,12 +269,17 @@ def test_addresses_that_are_none(address: str, line: str) -> None:
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(UserError, match=r"cannot listen at tcp://192.0.2.1:5555: no address of this machine"):
         Server("tcp://192.0.2.1:5555", KEYS, limit=LIMIT, name="hub")
+    for host in ("192.0.2.1", "no-such-interface"):
+        with pytest.raises(UserError, match=f"hub: cannot listen at tcp://{host}:5555: no address of this"):
+            check_listen(f"tcp://{host}:5555", KEYS, "hub")
 
 
 def test_two_servers_on_one_port(keys: Keys | None) -> None:
     with Server(ANY, keys, limit=LIMIT, name="hub") as server:
         with pytest.raises(UserError, match=f"hub: another process listens at {server.address} already"):
             Server(server.address, keys, limit=LIMIT, name="hub")
+        with pytest.raises(UserError, match=f"hub: another process listens at {server.address} already"):
+            check_listen(server.address, keys, "hub")
         with Client(server.address, keys, limit=LIMIT, name="hub") as client:
             serves(server, client)
 
@@ -520,6 +525,36 @@ def test_a_process_that_ends_still_sends_what_it_held(keys: Keys | None, tmp_pat
         extra = [str(tmp_path / "key")] if keys else []
         subprocess.run([sys.executable, "-c", code, server.address, *extra], check=True, timeout=SOON)
         assert must_receive(server).header == b"goodbye"
+
+
+KEEPING = """
+import os, sys, time
+from atoll.net.endpoint import Client, Server
+
+def visit(server, size):
+    with Client(server.address, None, limit=2**24, name="hub") as client:
+        client.send(b"x", bytes(size))
+        assert server.receive(60.0) is not None
+
+def settles_at(most):
+    end = time.monotonic() + 60.0
+    while (held := len(os.listdir("/proc/self/fd"))) > most:
+        assert time.monotonic() < end, f"{held} descriptors, where {most} are the most"
+        time.sleep(0.01)
+
+with Server("tcp://127.0.0.1:0", None, limit=2**24, name="hub") as server:
+    idle = len(os.listdir("/proc/self/fd"))
+    visit(server, 2**16 - 1)
+    settles_at(idle)
+    for _ in range(20):
+        visit(server, 2**16)
+        settles_at(idle + 7)
+"""
+
+
+def test_connections_that_come_and_go_leave_no_descriptors() -> None:
+    """But for those of pyzmq's keeper of payloads that are sent without a copy, 64 KiB or more: once."""
+    subprocess.run([sys.executable, "-c", KEEPING], check=True, timeout=3 * SOON)
 
 
 @pytest.mark.parametrize("how", ["open", "closed", "reply", "thread", "silent"])

@@ -141,6 +141,19 @@ class TestTail:
         assert tail.read() == ["one"]
         path.write_text(f"one\n{END_OF_OUTPUT}\nTraceback\nmore\n")
         assert tail.read(last=True) == []
+        tail.go_on()  # it was started again
+        with path.open("a") as log:
+            log.write("again\n")
+        assert tail.read() == ["again"]
+
+    def test_from_the_end_on(self, tmp_path: Path) -> None:
+        path = tmp_path / "log"
+        nothing_yet = Tail(path, from_end=True)
+        path.write_bytes(b"one\ntw")
+        tail = Tail(path, from_end=True)
+        path.write_bytes(b"one\ntwo\nthree\n")
+        assert tail.read() == ["two", "three"]
+        assert nothing_yet.read() == ["one", "two", "three"]
 
     def test_a_line_as_a_terminal_would_leave_it(self) -> None:
         assert shown(b"10%\r50%\r100%\r") == "100%"

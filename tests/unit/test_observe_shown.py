@@ -210,6 +210,8 @@ def test_closing_lines(run: RunDirectory) -> None:
     )
     assert last == "atoll: last: loss 0.01"
     assert where.endswith("summary.json, metrics.jsonl, report.png, logs")
+    lost = "lost for good: worker 1 at 5.0 s"
+    assert closing_lines(summary, run, drawn=True, losses=[lost]) == [first, f"atoll: {lost}", last, where]
 
 
 def test_the_command_starts_without_torch() -> None:

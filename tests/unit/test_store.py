@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from atoll.core.errors import UserError
@@ -12,6 +13,7 @@ from atoll.store.entries import (
     Combine,
     Entry,
     Fenced,
+    Idle,
     Joined,
     Member,
     Step,
@@ -19,7 +21,7 @@ from atoll.store.entries import (
     encode_entry,
 )
 from atoll.store.leases import Leases
-from atoll.store.log import CommitLog
+from atoll.store.log import CommitLog, LogState
 from atoll.store.members import Membership
 from atoll.store.outcomes import Outcome, StoreError
 from atoll.store.shard import ApplyChunks, Asked, CombineChunks, Release, ShardState, StepChunks
@@ -146,6 +148,55 @@ def test_a_commit_that_counts_already_is_answered_again() -> None:
     again = log.handle_commit(0, commit(1, 0))
     assert [reply.message for reply in again.replies] == [Committed(iteration=0, workers=[0])]
     assert log.entries == before
+
+
+def grouped(incarnation: int, iteration: int, grouping: int) -> messages.Commit:
+    return msgspec.structs.replace(commit(incarnation, iteration), grouping=grouping)
+
+
+def test_an_iterations_workers_are_told_the_grouping_that_all_of_them_know_of() -> None:
+    log = log_of("bsp")
+    for worker, grouping in ((0, 3), (1, 2)):
+        log.handle_staged(0, worker, worker + 1, 0)
+        outcome = log.handle_commit(worker, grouped(worker + 1, 0, grouping))
+    told = Committed(iteration=0, workers=[0, 1], grouping=2)
+    assert [reply.message for reply in outcome.replies] == [told, told]
+    for worker in (0, 1):
+        log.handle_step(worker, say(worker + 1, 0))
+    kept = msgspec.msgpack.encode(log.state())
+    again = CommitLog.restored(msgspec.msgpack.decode(kept, type=LogState))
+    for each in (log, again):  # asked again after the step, as by a group's next speaker
+        assert [reply.message for reply in each.handle_commit(0, grouped(1, 0, 4)).replies] == [told]
+
+
+def test_a_contributor_is_told_its_own_grouping_and_the_latest_answer_again() -> None:
+    log = log_of("asp")
+    for iteration, grouping in ((0, 1), (1, 2)):
+        log.handle_staged(0, 0, 1, iteration)
+        (reply,) = log.handle_commit(0, grouped(1, iteration, grouping)).replies
+        assert reply.message == Committed(iteration=iteration, workers=[0, 1], grouping=grouping)
+    assert log.handle_commit(0, grouped(1, 1, 9)).replies == [reply]
+    assert log.handle_commit(0, grouped(1, 0, 9)).replies[0].message == Committed(iteration=0)
+
+
+def test_under_ssp_nobody_waits_for_one_that_waits_for_its_new_group() -> None:
+    log = log_of("ssp")
+
+    def lines(iteration: int, grouping: int) -> list[Entry]:
+        log.handle_staged(0, 0, 1, iteration)
+        entries = log.handle_commit(0, grouped(1, iteration, grouping)).entries
+        return [entry for entry in entries if not isinstance(entry, Apply)]
+
+    assert lines(0, 0) == []
+    assert lines(1, 1) == [Idle(worker=0, incarnation=1, idle=True)]
+    assert log.handle_commit(0, grouped(1, 1, 1)).entries == []  # said again, and counted before
+    assert lines(2, 1) == [Idle(worker=0, incarnation=1, idle=False)]  # it has stayed where it was
+    assert lines(3, 1) == []
+    # Who comes with a grouping is not told of it.
+    log.handle_join(7, 20)
+    log.handle_staged(0, 7, 20, 0)
+    entries = log.handle_commit(7, grouped(20, 0, 1)).entries
+    assert [type(entry) for entry in entries] == [Apply]
 
 
 def test_a_member_fenced_before_the_mean_is_left_out_and_one_fenced_after_counts() -> None:

@@ -97,7 +97,14 @@ def _run(
 @app.command("check")
 def _check(config: Annotated[str, typer.Argument(metavar="CONFIG", help="A configuration file.")]) -> None:
     """Say whether CONFIG is right, and print it with every default."""
-    print(to_toml(load_config(config)).rstrip("\n"))
+    from atoll.launch.checks import check_run
+
+    chosen = load_config(config)
+    try:
+        check_run(chosen)
+    except UserError as error:
+        raise ConfigError(f"{config}: {error}") from None
+    print(to_toml(chosen).rstrip("\n"))
     print(f"{config}: right", file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ from atoll.wire.messages import VERSION, Hello, Welcome
 
 if TYPE_CHECKING:
     from atoll.hub.planner import GroupingSettings
+    from atoll.net.keys import Keys
 
 _DEFAULT_LISTEN = "tcp://127.0.0.1:47700"
 _FRAME = 2**21  # bytes of a message of the hub's
@@ -192,7 +193,13 @@ def server(
     if (shard is None) == (not site):
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
-    run = _run_of(hub, key_file, deadline)
+    from atoll.net.endpoint import check_listen
+    from atoll.net.keys import read_keys
+
+    secret = read_keys(key_file) if key_file is not None else None
+    # Before the hub is waited for, which may take a while.
+    check_listen(listen, secret, f"shard {shard}" if shard is not None else f"shard of site {site!r}")
+    run = _run_of(hub, secret, deadline)
     from atoll.server.main import serve, serve_site
 
     if shard is None:
@@ -242,13 +249,11 @@ def _check_shard(shard: int, listen: str, optimizer: str, snapshot_seconds: floa
         raise UserError(f"--snapshot-seconds {snapshot_seconds:g}: must be more than 0")
 
 
-def _run_of(address: str, key_file: Path | None, deadline: float) -> str:
+def _run_of(address: str, secret: Keys | None, deadline: float) -> str:
     """The name of the run that the hub at `address` serves."""
     from atoll.net.endpoint import Client
-    from atoll.net.keys import read_keys
     from atoll.net.requests import ask
 
-    secret = read_keys(key_file) if key_file is not None else None
     hello = Hello(version=VERSION, run="", role="guest", pid=os.getpid())
     with Client(address, secret, limit=_FRAME, name="hub") as client:
         welcome, _ = ask(client, hello, Welcome, deadline, "the run's name")

@@ -32,6 +32,8 @@ LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost st
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra"]
+SERVED = ("server", "ps-hra")  # the strategies with a parameter server
+GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]

@@ -269,6 +269,7 @@ class Formation:
         if forming is None:
             return [Stays(worker, known.given_up or "no other group is meant for it")]
         if grouping < forming.grouping:
+            forming.asked.pop(worker, None)
             return [Stays(worker, known.given_up or f"grouping {forming.grouping} has taken its place")]
         forming.asked[worker] = iteration
         together = [each for each in state.forming if self._lockstep and each.grouping == forming.grouping]
@@ -373,8 +374,7 @@ class Formation:
         # In order of the groups, not of their coming together: shards add up in order of number.
         numbers = range(state.next_number, state.next_number + len(groups))
         state.forming += [
-            FormingState(state.grouping, number, group)
-            for number, group in zip(numbers, groups, strict=True)
+            FormingState(state.grouping, number, group) for number, group in zip(numbers, groups, strict=True)
         ]
         state.next_number += len(groups)
         state.numbers += numbers

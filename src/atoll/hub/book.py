@@ -40,8 +40,8 @@ GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
 class GroupsOf(Protocol):
     """What the book needs of the hub's groups (`hub/groups.py`)."""
 
-    def joined(self, rank: int, incarnation: int) -> None:
-        """A worker has come."""
+    def joined(self, rank: int, incarnation: int, site: str) -> None:
+        """A worker has come, which is at `site`, if it says so."""
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more; who is to be fenced for it is added to the book's fences."""
@@ -176,7 +176,7 @@ class Book:
         )
         if not admission.refused:
             if record.role == "worker" and self.groups is not None:
-                self.groups.joined(admission.worker, admission.incarnation)
+                self.groups.joined(admission.worker, admission.incarnation, record.site)
             if record.role == "worker" and self.members.sites:
                 self._site_of[admission.worker, admission.incarnation] = record.site
             self.begun = self.begun or len(self.members.live()) >= self.members.workers

@@ -67,18 +67,35 @@ class Decisions:
             self._file = -1
 
 
+class DecisionReader:
+    """Reads what is new in a run's decisions, which may still be made, or have no file yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._offset = 0
+        self._rest = b""
+
+    def take(self) -> list[Decision]:
+        """The decisions since the last call. A line that is not whole, because the hub was killed or the disk
+        was full, is left out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = []
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append(msgspec.json.decode(line, type=Decision))
+        return found
+
+
 def read_decisions(folder: Path) -> list[Decision]:
-    """The decisions in a run's directory; none where there is no file. A line that is not whole, because the
-    hub was killed or the disk was full, is left out."""
-    try:
-        lines = (folder / FILE).read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.json.decode(line, type=Decision))
-    return found
+    """The decisions in a run's directory so far; none where there is no file."""
+    return DecisionReader(folder).take()
 
 
 def _is_whole(path: Path) -> bool:

@@ -49,6 +49,7 @@ class _State:
     paces: dict[int, float]
     wanted: list[list[int]]
     placed: bool
+    sites: dict[int, str]
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Groups:
         self._told: set[int] = set()  # newcomers that the planner was told of
         self._failed = ""  # why no groups were chosen, as it was said last
         self._use(self._formation)
+        self._members.grouped = True
         book.groups = self
         rings.grouping_of = self._grouping_of
 
@@ -110,14 +112,15 @@ class Groups:
 
     # -- who is there -------------------------------------------------------------------------------------
 
-    def joined(self, rank: int, incarnation: int) -> None:
-        """A worker has come."""
+    def joined(self, rank: int, incarnation: int, site: str = "") -> None:
+        """A worker has come, which is at `site`, if it says so."""
+        self._planner.sites[rank] = site
         if (rank, incarnation) not in self._formation.contributors_of(rank):
             self._formation.handle_joined(rank, incarnation)
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more."""
-        for known in (self._asked, self._askers, self._paces, self._progress):
+        for known in (self._asked, self._askers, self._paces, self._progress, self._planner.sites):
             known.pop(rank, None)
         self._wanted = [rest for group in self._wanted if (rest := [w for w in group if w != rank])]
         self._told.discard(rank)
@@ -131,6 +134,10 @@ class Groups:
         if contributor in self._formation.numbers:
             return f"group {contributor}"
         return f"worker {contributor}, incarnation {life}"
+
+    def contributors(self, rank: int) -> list[Key]:
+        """Whom a worker speaks for, and whom it is about to."""
+        return self._formation.contributors_of(rank)
 
     def looked_for(self, rank: int) -> Key | None:
         """As whom the log knows a worker's connection, where that is nobody else's too."""
@@ -155,6 +162,8 @@ class Groups:
             return
         now = self._now()
         if isinstance(message, JoinGroup):
+            if rank in self._asked and message.number < self._asked[rank].number:
+                return  # it went out late, over another connection than what was asked after it
             self._askers[rank] = _Asker(peer, message.number)
             word = InGroups(at=now, message=message, patience=self._patience(rank))
         elif any(number == message.contributor for number, _ in self._formation.contributors_of(rank)[1:]):
@@ -240,7 +249,7 @@ class Groups:
 
     @property
     def changes(self) -> int:
-        """Grows with each block of samples that is new."""
+        """Grows with each part of a block of samples that is given for the first time."""
         return self._blocks.changes
 
     # -- what follows -------------------------------------------------------------------------------------
@@ -248,10 +257,7 @@ class Groups:
     def poll(self) -> None:
         """Decide who is to be in which group, when it is time to, and give up those that take too long."""
         now = self._now()
-        deadline = self._formation.next_deadline()
-        if deadline is not None and deadline <= now:
-            self._keep(TimePassed(at=now))
-            self._apply(self._formation.poll(now))
+        self.pass_time(now)
         if not self._book.begun:
             return
         if not self._placed:
@@ -263,10 +269,17 @@ class Groups:
         for plan in self._planner.poll(now):
             if plan.grouping is not None:
                 self._follows = True
-                self._decide(now, plan.grouping, plan.reason, placed=True)
+                self.decide(plan.grouping, plan.reason, placed=True)
             elif plan.reason != self._failed:
                 self._failed = plan.reason
                 self._decisions.add("groups", "none chosen", plan.reason)
+
+    def pass_time(self, now: float) -> None:
+        """Give up groups that have not come together by now, and open those that are due."""
+        deadline = self._formation.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._keep(TimePassed(at=now))
+            self._apply(self._formation.poll(now))
 
     def soon(self, seconds: float) -> float:
         """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
@@ -296,7 +309,7 @@ class Groups:
         waiting = [rank for rank in self._members.live() if rank not in placed]
         if self._queue is None:
             if not waiting:
-                self._decide(now, Grouping([]), "each worker is in a group", placed=True)
+                self.decide(Grouping([]), "each worker is in a group", placed=True)
                 return
             groups = max(1, min(self._settings.count - len(self._wanted), len(waiting)))
             self._queue = ProbeQueue(now, waiting, groups, patience=self._settings.patience)
@@ -312,11 +325,11 @@ class Groups:
             return
         for outcome in outcomes:
             if isinstance(outcome, Formed):
-                self._decide(now, Grouping([outcome.group]), outcome.reason)
+                self.decide(Grouping([outcome.group]), outcome.reason)
             elif not isinstance(outcome, Late):  # who is late is placed as a newcomer is
                 self._decisions.add("groups", f"without worker {outcome.worker}", outcome.reason)
         if self._queue.over and self._wanted:
-            self._decide(now, Grouping([]), "the probe is over", placed=True)
+            self.decide(Grouping([]), "the probe is over", placed=True)
 
     def _follow(self, now: float) -> None:
         """Tell the planner how workers are grouped: after the queue, and after a restart."""
@@ -334,7 +347,9 @@ class Groups:
                 self._told.add(rank)
                 self._planner.handle_joined(now, rank, self._paces[rank])
 
-    def _decide(self, now: float, grouping: Grouping, reason: str, *, placed: bool = False) -> None:
+    def decide(self, grouping: Grouping, reason: str, *, placed: bool = False) -> None:
+        """These are to be groups; with `placed` the start is over."""
+        now = self._now()
         groups = [list(group) for group in grouping]
         decided = Decided(at=now, groups=groups, reason=reason, placed=placed)
         self._keep(decided)
@@ -442,6 +457,7 @@ class Groups:
                 self._paces,
                 self._wanted,
                 self._placed,
+                self._planner.sites,
             )
         )
 
@@ -454,3 +470,4 @@ class Groups:
         self._blocks.restore(found.blocks)
         self._asked, self._groups, self._paces = found.asked, found.groups, found.paces
         self._wanted, self._placed = found.wanted, found.placed
+        self._planner.sites = found.sites

@@ -64,7 +64,12 @@ def serve(
     a signal, or with `until_done` when all workers have left or died and the shards, which it tells, have
     ended. Raises UserError for input that is wrong, a port in use and a folder of another run too.
     """
-    _check(workers, shards, patience, heartbeat)
+    check_counts(workers, shards)
+    if not 0 < heartbeat < patience / 2:
+        raise UserError(
+            f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
+            "than two heartbeats"
+        )
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
     _check_sites(sites or {}, workers, shards)
@@ -121,8 +126,8 @@ def serve(
         decisions.add(
             "hub",
             f"listens at {server.address}" + (" again" if began is not None else ""),
-            f"run {run!r} of {workers} workers{_at(sites or {})} and {shards or 'no'} shards"
-            f"{', each held twice' if replicas > 1 else ''}, "
+            f"run {run!r} of {_count(workers, 'worker')}{_at(sites or {})} and "
+            f"{_count(shards, 'shard') if shards else 'no shards'}{_held(shards, replicas)}, "
             + ("with keys" if keys else "without keys: only this machine can reach it"),
         )
         if began is not None:
@@ -145,10 +150,21 @@ def _pairs(sites: Mapping[str, int] | None) -> list[tuple[str, int]]:
 def _there(book: Book) -> str:
     """Who is there, in a few words."""
     workers, shards = len(book.members.live()), len(book.members.live_shards())
-    words = [f"{workers} workers", f"{shards} shards"]
+    words = [_count(workers, "worker"), _count(shards, "shard")]
     if book.members.sites:
-        words.append(f"{len(book.members.live_sites())} sites")
+        words.append(_count(len(book.members.live_sites()), "site"))
     return ", ".join(words)
+
+
+def _count(number: int, what: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _held(shards: int, replicas: int) -> str:
+    if replicas < 2:
+        return ""
+    return ", held twice" if shards == 1 else ", each held twice"
 
 
 def _goes_on(journal: HubJournal, asked: Began) -> Began | None:
@@ -182,16 +198,12 @@ def _word(value: object) -> str:
     return " ".join(f"{name}={count}" for name, count in value) or "none"
 
 
-def _check(workers: int, shards: int, patience: float, heartbeat: float) -> None:
+def check_counts(workers: int, shards: int) -> None:
+    """Raise UserError for more workers or shards than there can be, or fewer."""
     if not 1 <= workers <= RANKS:
         raise UserError(f"a run of {workers} workers: from 1 to {RANKS}")
     if not 0 <= shards <= SHARDS:
         raise UserError(f"a run of {shards} shards: from 0, for a ring, to {SHARDS}")
-    if not 0 < heartbeat < patience / 2:
-        raise UserError(
-            f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
-            "than two heartbeats"
-        )
 
 
 def _check_sites(sites: Mapping[str, int], workers: int, shards: int) -> None:

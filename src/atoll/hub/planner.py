@@ -69,10 +69,12 @@ class Plan:
 
 
 class Planner:
-    """Chooses groups. `links` are those between workers; nobody measures them yet."""
+    """Chooses groups. `links` are those between workers: nobody measures them yet, and whoever does puts them
+    here."""
 
     def __init__(self, settings: GroupingSettings) -> None:
         self.links: Links | None = None
+        self.sites: dict[int, str] = {}  # by worker: where it says that it is
         self._settings = settings
         self._regrouper: Regrouper | None = None
         self._events: list[Callable[[Regrouper], Proposal | None]] = []  # for the next job
@@ -180,7 +182,7 @@ class Planner:
         settings, links = self._settings, self._links(speeds)
         count = min(settings.count, len(speeds)) or None
         choice = choose(
-            Measured(speeds, links=links),
+            Measured(speeds, self._sites(speeds), links),
             settings.score_for(speeds, links),
             groups=None if settings.way == "site" else count,
             tolerance=_TOLERANCE,
@@ -191,6 +193,11 @@ class Planner:
         rate = f"{chosen.score.samples_per_second:.4g} samples/s are predicted"
         reason = f"by {settings.way}, as asked for: {rate}. By speeds and links: {choice.reason}"
         return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
+
+    def _sites(self, speeds: Mapping[int, float]) -> dict[int, str]:
+        """Where these workers are, if any of them says so."""
+        sites = {worker: self.sites.get(worker, "") for worker in speeds}
+        return sites if any(sites.values()) else {}
 
     def _links(self, speeds: Mapping[int, float]) -> Links | None:
         """The links, where they are known of all these workers."""

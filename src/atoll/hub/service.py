@@ -186,6 +186,7 @@ class Hub:
         self._asking: dict[bytes, str] = {}  # who waits for shards' addresses: of which site, or of all
         self._known_shards: list[str] | None = None
         self._missing_since, self._missing_said = math.inf, ""  # shards; by the clock, in words
+        self._ungrouped_said = False
         self.refused = 0  # messages
         if journal is not None:
             self._replay(journal)
@@ -493,6 +494,10 @@ class Hub:
             rank = self._members.rank_of(beat.incarnation)
             if self._groups is not None and rank is not None:
                 self._groups.beat(rank, beat.incarnation, beat.iteration, beat.pace)
+            elif beat.pace and not self._ungrouped_said:
+                self._ungrouped_said = True
+                reason = "workers are of strategy ps-hra, and this hub was started without --groups"
+                self._decisions.add("groups", "none", reason)
             self._rings.beat(peer, beat.incarnation)
             self._pairs.beat(peer, beat.incarnation)
 

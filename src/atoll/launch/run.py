@@ -20,16 +20,18 @@ from atoll.core.config import (
     KEYS_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
+    SERVED,
     SITE_VARIABLE,
     Config,
     to_toml,
 )
 from atoll.core.errors import UserError
-from atoll.core.events import Warned
+from atoll.core.events import Decided, Failed, Warned
 from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.checks import check_run
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import SERVED, ServedLaunch, check_run
+from atoll.launch.served import ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -65,7 +67,7 @@ def run(script: str, arguments: Sequence[str], config: Config, summary: Path | N
         verdict = watch.run(script, arguments)
     if summary is not None:
         write_summary(watch.summary, summary)
-    _close(watch.summary, directory, verdict)
+    _close(watch.summary, watch.losses, directory, verdict)
     return verdict.status
 
 
@@ -124,9 +126,11 @@ class _Watch:
     """One run, from the launcher's start to the last process's end."""
 
     summary: Summary
+    losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
     def __init__(self, directory: RunDirectory, config: Config, stop: _Stop) -> None:
         self._directory, self._config, self._stop = directory, config, stop
+        self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._tail = Tail(directory.log(0))
 
     def run(self, script: str, arguments: Sequence[str]) -> Verdict:
@@ -140,14 +144,18 @@ class _Watch:
                 shown.callback(progress.close)
                 recorder = Recorder(self._directory, workers, strategy, _writers(self._directory, progress))
                 self._follow(launcher, recorder, progress)
-            self._look(recorder, progress, last=True)
+            self._look(launcher, recorder, progress, last=True)
             self.summary = recorder.close()
+        failures = recorder.failures
+        if isinstance(launcher, ServedLaunch):
+            self.losses = launcher.losses.lines()
+            failures = [failure for failure in failures if not launcher.excuses(failure)]
         if self._stop.count:
-            failures = [failure for failure in recorder.failures if failure.time < self._stop.at]
+            failures = [failure for failure in failures if failure.time < self._stop.at]
             verdict = judge(failures, [], 0, self._directory)
             return verdict if verdict.line else stopped(self._stop.signum)
         status = 1 if launcher.returncode is None else launcher.returncode  # None: it cannot be killed
-        return judge(recorder.failures, read_ends(self._directory.ends), status, self._directory)
+        return judge(failures, read_ends(self._directory.ends), status, self._directory)
 
     @contextlib.contextmanager
     def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
@@ -208,25 +216,45 @@ class _Watch:
         """Look until the launcher has ended, or must be ended."""
         stopping = until = None
         while launcher.poll() is None:
-            self._look(recorder, progress)
-            left_out = launcher.left_out if isinstance(launcher, ServedLaunch) else set()
+            self._look(launcher, recorder, progress)
             now = time.monotonic()
             if self._stop.count and stopping is None:
                 stopping, until = now, now + STOP_SECONDS
                 launcher.send_signal(signal.SIGINT)  # which is handed on to every worker
-            elif until is None and any(failure.worker not in left_out for failure in recorder.failures):
+            elif until is None and any(not _excuses(launcher, failure) for failure in recorder.failures):
                 until = now + FAILED_SECONDS
             if self._stop.count > 1 or (until is not None and now > until):
                 return
             time.sleep(POLL_SECONDS)
 
-    def _look(self, recorder: Recorder, progress: Progress, last: bool = False) -> None:
+    def _look(self, launcher: Launch, recorder: Recorder, progress: Progress, last: bool = False) -> None:
         """Take in and show what is new."""
         for line in self._tail.read(last):
             progress.line(line)
+        if isinstance(launcher, ServedLaunch):
+            for event in launcher.news():
+                recorder.note(event)
+            if launcher.first != self._shown:
+                self._show(launcher.first, recorder, progress)
+            elif launcher.life_of(self._shown) != self._life:
+                self._tail.go_on()
+            self._life = launcher.life_of(self._shown)
         for event in recorder.poll():
             progress.event(event)
         progress.update(recorder.status())
+
+    def _show(self, worker: int, recorder: Recorder, progress: Progress) -> None:
+        """Pass on another worker's output from here on, and say so."""
+        for line in self._tail.read(last=True):
+            progress.line(line)
+        reason = f"worker {self._shown} was lost; what each one printed is in {self._directory.logs}"
+        choice = f"worker {worker}'s follows"
+        recorder.note(Decided(time=time.time(), worker=-1, what="output", choice=choice, reason=reason))
+        self._shown, self._tail = worker, Tail(self._directory.log(worker), from_end=True)
+
+
+def _excuses(launcher: Launch, failure: Failed) -> bool:
+    return isinstance(launcher, ServedLaunch) and launcher.excuses(failure)
 
 
 def _writers(directory: RunDirectory, progress: Progress) -> list[Writer]:
@@ -246,12 +274,12 @@ def _count(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _close(summary: Summary, directory: RunDirectory, verdict: Verdict) -> None:
+def _close(summary: Summary, losses: Sequence[str], directory: RunDirectory, verdict: Verdict) -> None:
     """Draw the picture and say how it went, the failure last, where the eye falls."""
-    lines = []
+    lines = [f"atoll: {line}" for line in losses]
     if summary.steps:
         drawn = _draw(directory)
-        lines = closing_lines(summary, directory, drawn)
+        lines = closing_lines(summary, directory, drawn, losses)
     if verdict.detail:
         lines.append(verdict.detail)
     if verdict.line:
@@ -268,8 +296,11 @@ def _draw(directory: RunDirectory) -> bool:
     return True
 
 
-def closing_lines(summary: Summary, directory: RunDirectory, drawn: bool) -> list[str]:
-    """What a person wants to know at the end: how much, how fast, how good, and where to look."""
+def closing_lines(
+    summary: Summary, directory: RunDirectory, drawn: bool, losses: Sequence[str] = ()
+) -> list[str]:
+    """What a person wants to know at the end: how much, how fast, what of it was lost and came back, how
+    good, and where to look."""
     steps = f"{summary.steps:,} steps of {summary.samples:,.0f} samples in {format_seconds(summary.seconds)}"
     facts = [steps, f"{summary.samples_per_second:,.4g} samples/s"]
     if summary.workers > 1:
@@ -278,6 +309,7 @@ def closing_lines(summary: Summary, directory: RunDirectory, drawn: bool) -> lis
             f"{format_bytes(summary.bytes_sent)} sent",
         ]
     lines = [f"atoll: {_count(summary.workers)} ({summary.strategy}): " + " · ".join(facts)]
+    lines += [f"atoll: {line}" for line in losses]
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]

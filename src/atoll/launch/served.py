@@ -10,19 +10,22 @@ and so are workers, where the configuration says so.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE, Config
-from atoll.core.errors import GivenUpError, RunError, UserError
-from atoll.core.events import AnyEvent, Failed, Started, Warned
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
+from atoll.core.errors import GivenUpError, RunError
+from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
+from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
-from atoll.launch.processes import Standstill, signal_name
+from atoll.launch.losses import Losses, who_of
+from atoll.launch.processes import Standstill, is_stopped, signal_name
 from atoll.launch.tail import last_lines
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
@@ -32,48 +35,7 @@ START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between looks at who stands still
 _GIVEN_UP_SECONDS = 1.0  # longer than the hub's patience is what a process may stand still: the hub is first
-SERVED = ("server", "ps-hra")  # strategies with a parameter server
-_GROUPED = ("hierarchical", "ps-hra")  # strategies with groups of workers
 _SERVICE_ENDED = 3  # the status of this launch when hub or shard ended before the workers
-
-
-def check_run(config: Config) -> None:
-    """Raise UserError for sites and groups that cannot be started, and for restarts that cannot be."""
-    run = config.run
-    if run.restarts and run.strategy == "ring" and not run.elastic:
-        raise UserError(
-            f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
-            "'server'), where each worker is a launch of its own"
-        )
-    if config.server.replicas > 1 and run.strategy not in SERVED:
-        raise UserError(
-            f"server.replicas (--replicas): {config.server.replicas} processes for each shard go with "
-            f"run.strategy 'server' or 'ps-hra', not {run.strategy!r}"
-        )
-    if run.sites and run.strategy != "server":
-        raise UserError(f"run.sites: {run.sites} sites go with run.strategy 'server', not {run.strategy!r}")
-    if config.server.replicas > 1 and run.sites:
-        raise UserError(
-            f"server.replicas (--replicas): {config.server.replicas} processes for each shard do not go with "
-            "run.sites: sites' shards have no standby yet"
-        )
-    if run.sites > run.workers:
-        raise UserError(f"run.sites: {run.sites} sites for {run.workers} workers: each has at least one")
-    _check_groups(config)
-
-
-def _check_groups(config: Config) -> None:
-    count, run = config.groups.count, config.run
-    if count and run.strategy not in _GROUPED:
-        raise UserError(
-            f"groups.count (--groups): {count} groups go with run.strategy "
-            f"{' or '.join(map(repr, _GROUPED))}, not {run.strategy!r}"
-        )
-    if count > run.workers:
-        raise UserError(
-            f"groups.count (--groups): {count} groups for {run.workers} workers: each has at least one, so "
-            f"give 1 to {run.workers}, or leave it out for as many as are best"
-        )
 
 
 def sites_of(config: Config) -> list[str]:
@@ -92,7 +54,9 @@ class ServedLaunch:
     up to three times, with the same arguments: what they go on from is in the directory that each has. A site
     whose shard was killed more often is left out. Of a shard that is held twice one process may end for good:
     it was killed more often, or ended with an error once the run had begun.
-    A process that stands still (SIGSTOP) for longer than the hub bears is killed.
+    A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that it has
+    measured for it; where the hub says nothing, since it may stand still itself, a while after the longest
+    patience. A worker that was given up and ends by itself is as one that was killed.
     """
 
     def __init__(
@@ -113,6 +77,15 @@ class ServedLaunch:
         self._standstill = Standstill(config.patience_seconds + _GIVEN_UP_SECONDS)
         self._next_look = 0.0  # monotonic
         self._left_halves: set[str] = set()  # processes of shards that are not started again
+        self._began = time.monotonic()
+        self._decisions = DecisionReader(directory.path / "service")
+        self._news: list[AnyEvent] = []
+        self.losses = Losses(twice=config.server.replicas > 1)
+        self._given_up: set[int] = set()  # ranks whose worker the hub has given up, though its process lives
+        self._excused: dict[
+            int, float
+        ] = {}  # rank -> until when its failures are no end of the run; time.time
+        self._order = list(range(config.run.workers))  # ranks, whose output counts first
         self._start()
 
     def _start(self) -> None:
@@ -208,21 +181,13 @@ class ServedLaunch:
         """The status, once all workers have ended; None before."""
         if self.returncode is not None:
             return self.returncode
+        self._take_decisions()
         self._end_standstill()
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
             if ended and rank not in {end.worker for end in self._ends}:
-                if ended < 0 and self._starts_again(rank, signal_name(-ended)):
-                    continue
-                self._ends.append(WorkerEnd(rank, worker.pid, ended))
-                write_ends(self._ends, self._directory.ends)
-                if ended > 0 and self._sites[rank] in self._lost_sites:
-                    continue
-                if ended > 0:
-                    self._stop_workers()
-                else:
-                    self._see_to_killed(rank, signal_name(-ended))
+                self._worker_ended(rank, ended)
         if lost:  # before the workers, for until they have ended nobody else ends it
             self._tell_lost(lost)
             self._stop_workers()
@@ -231,10 +196,84 @@ class ServedLaunch:
             self._finish(self._status())
         return self.returncode
 
+    def _worker_ended(self, rank: int, code: int) -> None:
+        """A worker has ended with an error, or was killed."""
+        lost_site = self._sites[rank] in self._lost_sites
+        given_up = code > 0 and not lost_site and self._ends_given_up(rank)
+        how = "was given up by the hub" if given_up else f"was killed by {signal_name(-code)}"
+        if (code < 0 or given_up) and self._starts_again(rank, how):
+            return
+        self._ends.append(WorkerEnd(rank, self._workers[rank].pid, code))
+        write_ends(self._ends, self._directory.ends)
+        if code > 0 and not lost_site and not given_up:
+            self._stop_workers()
+            return
+        if not lost_site:
+            self._see_to_killed(rank, how)
+        if len(self._order) > 1 and not self._stopping:
+            self._order.remove(rank)
+
+    def _ends_given_up(self, rank: int) -> bool:
+        """Whether a worker that the hub has given up has ended for that, and not with an error of its
+        script's."""
+        said = [each for each in self._said_by(rank) if isinstance(each, Failed)]
+        return rank in self._given_up and bool(said) and not said[-1].traceback
+
     @property
-    def left_out(self) -> set[int]:
-        """The workers whose site was lost: their errors are no end of the run."""
-        return {rank for rank, site in enumerate(self._sites) if site in self._lost_sites}
+    def first(self) -> int:
+        """The worker whose output counts: the first that lives, as the workers count themselves. In a ring
+        one that is started again is the last; at shards it has its place again."""
+        return self._order[0]
+
+    def life_of(self, rank: int) -> int:
+        """How often a worker was started again."""
+        return self._restarts[f"worker {rank}"]
+
+    def excuses(self, failure: Failed) -> bool:
+        """Whether a worker's error is no end of the run: its site was lost, or the hub has given it up."""
+        rank = failure.worker
+        if rank < len(self._sites) and self._sites[rank] in self._lost_sites:
+            return True
+        given_up = rank in self._given_up or failure.time <= self._excused.get(rank, -math.inf)
+        return given_up and not failure.traceback
+
+    def news(self) -> list[AnyEvent]:
+        """The hub's decisions about faults since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _take_decisions(self) -> None:
+        """Look at what the hub has decided, while nobody was told to end."""
+        if self._stopping:
+            return
+        for each in self._decisions.take():
+            if self.losses.take(each, self._now()):
+                what = f"hub: {each.what}" if each.what != "hub" else "hub"
+                self._news.append(
+                    Decided(time=each.time, worker=HUB, what=what, choice=each.choice, reason=each.reason)
+                )
+            if each.what.endswith(" died"):
+                self._see_to_given_up(who_of(each))
+
+    def _see_to_given_up(self, who: str) -> None:
+        """The hub has given this part up: if its process stands still, it is of no use any more."""
+        for name, (rank, process) in self._processes().items():
+            if process.poll() is not None or _part(name) != who:
+                continue
+            if is_stopped(process.pid):
+                message = f"{_called(name)} stands still (SIGSTOP), and the hub has given it up; it is killed"
+                self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+                process.kill()
+            elif name == who:  # a worker
+                self._given_up.add(rank)
+
+    def _processes(self) -> dict[str, tuple[int, subprocess.Popen[bytes]]]:
+        """Workers and services by name, each with the worker in whose journal it is told of."""
+        there = {f"worker {rank}": (rank, worker) for rank, worker in enumerate(self._workers)}
+        return there | {name: (0, service) for name, service in self._services.items()}
 
     def _end_standstill(self) -> None:
         """Kill who has stood still for too long: the hub has given it up, and others may wait for it."""
@@ -242,12 +281,11 @@ class ServedLaunch:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        there = {f"worker {rank}": (rank, worker) for rank, worker in enumerate(self._workers)}
-        there |= {_called(name): (0, service) for name, service in self._services.items()}
+        there = self._processes()
         living = {each.pid: name for name, (_, each) in there.items() if each.returncode is None}
         for pid, seconds in self._standstill.look(living).items():
             rank, process = there[living[pid]]
-            message = f"{living[pid]} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
+            message = f"{_called(living[pid])} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
             self._write(rank, Warned(time=time.time(), worker=rank, message=message))
             process.kill()
 
@@ -281,6 +319,7 @@ class ServedLaunch:
         if self._stopping or self._restarts[name] >= SERVICE_RESTARTS:
             return False
         self._tell_again(0, name, _called(name), how, SERVICE_RESTARTS)
+        self.losses.lost(_part(name), self._now())
         self._serve(name, self._arguments[name])
         return True
 
@@ -320,15 +359,21 @@ class ServedLaunch:
         said = self._last_word(name) or f"its log is {self._directory.logs / f'{name}.log'}"
         return f"ended with status {code}: {said}"
 
-    def _starts_again(self, rank: int, signame: str) -> bool:
-        """Start a worker again that was killed, and say so; False where it may not be."""
+    def _starts_again(self, rank: int, how: str) -> bool:
+        """Start a worker again that was lost, and say so; False where it may not be."""
         name, most = f"worker {rank}", self._config.run.restarts
         codes = [worker.poll() for worker in self._workers]
         is_over = 0 in codes and None not in codes  # the others have finished: nothing is left to do
         lost = self._sites[rank] in self._lost_sites
         if self._stopping or is_over or lost or self._restarts[name] >= most:
             return False
-        self._tell_again(rank, name, name, f"was killed by {signame}", most)
+        self._tell_again(rank, name, name, how, most)
+        self.losses.lost(name, self._now())
+        if self._config.run.strategy == "ring" and self._has_begun():
+            self._order.remove(rank)
+            self._order.append(rank)
+        self._given_up.discard(rank)
+        self._excused[rank] = time.time()
         self._workers[rank] = self._worker(rank)
         return True
 
@@ -345,24 +390,27 @@ class ServedLaunch:
         message = f"the shard of site {site!r} {how}; the other sites go on without it"
         self._write(ranks[0], Warned(time=time.time(), worker=ranks[0], message=message))
 
-    def _see_to_killed(self, rank: int, signame: str) -> None:
+    def _see_to_killed(self, rank: int, how: str) -> None:
         """Name a worker that the others go on without; before the run begins, they would wait for another."""
         if self._stopping or all(worker.poll() is not None for worker in self._workers):
             return
         if self._has_begun():
-            message = f"worker {rank} was killed by {signame}; the others go on without it"
+            message = f"worker {rank} {how}; the others go on without it"
             self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            self.losses.lost(f"worker {rank}", self._now())
             return
         log = self._directory.log(rank)
-        self._tell_failed(
-            rank, f"worker {rank} was killed by {signame} before the run began; its log is {log}"
-        )
+        self._tell_failed(rank, f"worker {rank} {how} before the run began; its log is {log}")
         self._stop_workers()
 
     def _has_begun(self) -> bool:
         """Whether the workers have met: each says so in its journal then."""
-        journals = map(JournalReader, self._directory.journals().values())
-        return any(isinstance(event, Started) for journal in journals for event in journal.read())
+        said = (event for rank in self._directory.journals() for event in self._said_by(rank))
+        return any(isinstance(event, Started) for event in said)
+
+    def _said_by(self, rank: int) -> Iterator[AnyEvent]:
+        journal = JournalReader(self._directory.journal(rank))
+        return journal.read()
 
     def _tell_lost(self, name: str) -> None:
         """Say which of hub and shards has ended, and why: without it the run cannot go on."""
@@ -403,8 +451,8 @@ class ServedLaunch:
     def _status(self) -> int:
         codes = [
             worker.returncode
-            for worker, site in zip(self._workers, self._sites, strict=True)
-            if site not in self._lost_sites
+            for rank, (worker, site) in enumerate(zip(self._workers, self._sites, strict=True))
+            if site not in self._lost_sites and not (rank in self._given_up and worker.returncode > 0)
         ]
         if any(code > 0 for code in codes) or not any(code == 0 for code in codes):
             return 1
@@ -447,6 +495,18 @@ class ServedLaunch:
 def _may_start_again(code: int) -> bool:
     """Whether a service that ended so is of use again: one that was killed, or that the hub gave up."""
     return code < 0 or code == GivenUpError.exit_status
+
+
+def _part(name: str) -> str:
+    """A process's part of the run, as the hub's decisions name it: a shard's two processes are one part."""
+    kind, _, which = name.partition("-")
+    parts = {
+        "hub": "the hub",
+        "server": f"shard {which}",
+        "second": f"shard {which}",
+        "site": f"site {which!r}",
+    }
+    return parts.get(kind, name)
 
 
 def _called(name: str) -> str:

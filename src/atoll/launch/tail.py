@@ -15,9 +15,10 @@ _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-LN-Za-ln-z]")
 class Tail:
     """The new lines of a log, up to the point where the worker says that it ends with an error."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        """`from_end`: what is there already is passed over, but for a line that is not finished."""
         self._path = path
-        self._offset = 0
+        self._offset = _last_line(path) if from_end else 0
         self._rest = b""
         self._ended = False
 
@@ -36,6 +37,10 @@ class Tail:
             self._rest = b""
         return self._until_end([shown(line) for line in lines])
 
+    def go_on(self) -> None:
+        """The worker was started again: what it writes from now on counts again."""
+        self._ended = False
+
     def _until_end(self, lines: list[str]) -> list[str]:
         if self._ended:
             return []
@@ -43,6 +48,14 @@ class Tail:
             self._ended = True
             return lines[: lines.index(END_OF_OUTPUT)]
         return lines
+
+
+def _last_line(path: Path) -> int:
+    """Where the last line begins in the file, or will."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(len(line) for line in file if line.endswith(b"\n"))
 
 
 def shown(line: bytes) -> str:

@@ -143,12 +143,7 @@ class Server(Endpoint):
     """
 
     def __init__(self, address: str, keys: Keys | None, *, limit: int, name: str) -> None:
-        _check_address(address, name)
-        if keys is None and not _is_local(address):
-            raise UserError(
-                f"{name}: other machines can reach {address}, so a key file is needed: make one with "
-                "`atoll keys FILE`, or listen at tcp://127.0.0.1:PORT"
-            )
+        _check_place(address, keys, name)
         super().__init__(zmq.ROUTER, address, name)
         self._limit = limit
         self._domain = b"atoll-%d" % next(_domains)
@@ -174,7 +169,7 @@ class Server(Endpoint):
         try:
             door.bind(self.address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
         except zmq.ZMQError as error:
-            raise UserError(f"{self.name}: {_why_not_bound(self.address, error)}") from None
+            raise UserError(f"{self.name}: {_why_not_bound(self.address, error.errno)}") from None
         self.address = door.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
     def receive(self, timeout: float) -> Received | None:
@@ -481,12 +476,45 @@ def _check_address(address: str, name: str) -> None:
         raise UserError(f"{name}: {address!r} is no address; write tcp://HOST:PORT or ipc://PATH")
 
 
-def _why_not_bound(address: str, error: zmq.ZMQError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def check_listen(address: str, keys: Keys | None, name: str) -> None:
+    """Raise what a `Server` at `address` would raise, as far as it can be known without one: for who has to
+    wait for something else first."""
+    _check_place(address, keys, name)
+    place = host_and_port(address)
+    if place is None:
+        return  # a path
+    host = place[0].replace("localhost", "127.0.0.1")
+    try:
+        family, kind, protocol, _, where = sockets.getaddrinfo(
+            host, place[1], type=sockets.SOCK_STREAM, flags=sockets.AI_NUMERICHOST
+        )[0]
+    except sockets.gaierror:  # libzmq takes an interface's name too, which it looks up itself
+        if host not in ("*", *(each for _, each in sockets.if_nameindex())):
+            raise UserError(f"{name}: {_why_not_bound(address, errno.ENODEV)}") from None
+        return
+    with sockets.socket(family, kind, protocol) as door:
+        door.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        try:
+            door.bind(where)
+        except OSError as error:
+            raise UserError(f"{name}: {_why_not_bound(address, error.errno)}") from None
+
+
+def _check_place(address: str, keys: Keys | None, name: str) -> None:
+    _check_address(address, name)
+    if keys is None and not _is_local(address):
+        raise UserError(
+            f"{name}: other machines can reach {address}, so a key file is needed: make one with "
+            "`atoll keys FILE`, or listen at tcp://127.0.0.1:PORT"
+        )
+
+
+def _why_not_bound(address: str, number: int | None) -> str:
+    if number == errno.EADDRINUSE:
         return f"another process listens at {address} already; give another port, or stop that one"
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+    if number in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return f"cannot listen at {address}: no address of this machine"
-    return f"cannot listen at {address}: {error.strerror}"
+    return f"cannot listen at {address}: {zmq.strerror(number or 0)}"
 
 
 def _greeting_of(address: str) -> bytes | None:

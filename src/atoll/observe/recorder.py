@@ -171,9 +171,12 @@ class Recorder:
 
     def warn(self, message: str) -> None:
         """Put a warning that no worker gave into the summary's events; the next `poll` shows it."""
-        event = Warned(time=time.time(), worker=-1, message=message)
-        if self._keep(event):
-            self._told.append(event)
+        self.note(Warned(time=time.time(), worker=-1, message=message))
+
+    def note(self, event: AnyEvent) -> None:
+        """Do so with any event that no worker gave, also where it happens again."""
+        self._put(event)
+        self._told.append(event)
 
     def status(self) -> Status:
         status = Status(
@@ -236,10 +239,16 @@ class Recorder:
         )
         if key in self._seen:
             return False
+        if not self._put(event):
+            return False
+        self._seen.add(key)
+        return True
+
+    def _put(self, event: AnyEvent) -> bool:
+        """Put the event into the summary, while there is room."""
         if len(self._events) >= MOST_EVENTS and not isinstance(event, Failed):
             self._dropped += 1
             return False
-        self._seen.add(key)
         self._events.append(event)
         return True
 

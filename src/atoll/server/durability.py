@@ -85,7 +85,7 @@ class Durability:
         if self.replaying or (self.journal is None and self.mirror is None):
             return
         index = hello.worker if hello.role == "worker" else max(0, hello.shard)
-        told = Told(hello.role, index, hello.incarnation, msgspec.Raw(header))
+        told = Told(hello.role, index, hello.incarnation, msgspec.Raw(header), hello.member)
         if self.journal is not None:
             self.journal.append(told, payload)
         if self.mirror is not None:

@@ -148,8 +148,7 @@ class Mirror:
     def append(self, told: Told, payload: Any) -> None:
         """The shard is about to handle this; nobody may change the payload any more."""
         if self._stream:
-            copy = Copy(role=told.role, index=told.index, incarnation=told.incarnation, message=told.message)
-            self._send(copy, payload)
+            self._send(_copy_of(told), payload)
         self.remember(told, payload)
 
     def set_up(self) -> None:
@@ -332,10 +331,7 @@ class Mirror:
             self._stream = secrets.token_hex(8)
             self._send(Begin(stream=self._stream), None)
             for told, payload in self._history:
-                copy = Copy(
-                    role=told.role, index=told.index, incarnation=told.incarnation, message=told.message
-                )
-                self._send(copy, payload)
+                self._send(_copy_of(told), payload)
             self._copied = self._number
         elif model.complete and source.is_between_lines:
             image, parts = source.image()
@@ -362,3 +358,13 @@ class Mirror:
         if step is not None:
             last = msgspec.structs.replace(last, is_open=True, present=step[1], open_slots=step[2])
         self._send(last, model.lend(chunk))
+
+
+def _copy_of(told: Told) -> Copy:
+    return Copy(
+        role=told.role,
+        index=told.index,
+        incarnation=told.incarnation,
+        message=told.message,
+        member=told.member,
+    )

@@ -21,6 +21,7 @@ class SetUps:
     def __init__(self, lines: LogLines, peers: Peers, refuse: Callable[[bytes, str, str], None]) -> None:
         self._lines, self._peers, self._refuse = lines, peers, refuse
         self.setter: Life = (-1, 0)  # who brought the Setup
+        self.setter_member = 0  # which of its members did, the latest that has
         self.bases: dict[Life, int] = {}  # the generation that a worker's set-up 0 would be
         self.readies: dict[Life, int] = {}  # the generation that a worker's latest Ready is for
         # By worker, incarnation and member, with the generation that it is for.

@@ -324,6 +324,7 @@ class Shard:
             if wanted <= self._lines.generation:
                 return ""  # a first worker that has come anew: what is here is the truth, it pulls it
         if setup.number and wanted <= self._lines.generation and who == self._setups.setter:
+            self._setups.setter_member = hello.member
             return ""  # it comes again
         try:
             model = Model(setup, self.index, configured=self._configured, fused=self._fused)
@@ -332,6 +333,7 @@ class Shard:
         ) as error:  # a layout that no memory holds, say: the sender's mistake, not the shard's
             return (str(error) or type(error).__name__).splitlines()[0]
         self._begin(model, who)
+        self._setups.setter_member = hello.member
         return ""
 
     def _trains_another(self) -> str:
@@ -375,7 +377,8 @@ class Shard:
         who = hello.worker, hello.incarnation
         if hello.role != "worker":
             return "workers ask whether a shard is ready"
-        if self._model is not None and who == self._setups.setter and not self._model.complete:
+        brings = who == self._setups.setter and hello.member == self._setups.setter_member
+        if self._model is not None and brings and not self._model.complete:
             reason = self._model.finish()
             if reason:
                 return reason
@@ -593,6 +596,7 @@ class Shard:
             role=told.role,
             worker=told.index if told.role == "worker" else -1,
             incarnation=told.incarnation,
+            member=told.member,
             shard=told.index if told.role == "shard" else -1,
         )
         if isinstance(message, messages.Entry):

@@ -319,4 +319,4 @@ class Standby:
 
 
 def _told(copy: Copy) -> Told:
-    return Told(copy.role, copy.index, copy.incarnation, copy.message)
+    return Told(copy.role, copy.index, copy.incarnation, copy.message, copy.member)

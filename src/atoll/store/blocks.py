@@ -43,33 +43,43 @@ class Blocks:
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self._epochs: dict[Key, dict[tuple[int, int], EpochBlocks]] = {}
-        self.changes = 0  # grows with each block that is new: what a journal would have to know
+        self.changes = 0  # grows with each part that is given for the first time: what a journal has to know
 
     def handle_lease(self, key: Key, worker: int, members: Sequence[int], lease: Lease) -> Leased:
         """The part of `worker` in a block of contributor `key`, whose living members are `members`. What
         could not be leased now is not remembered. Raises UserError for a worker that the block is not for,
         for one that is too far ahead, and as `Leases.handle_lease`."""
-        epochs = self._epochs.setdefault(key, {})
-        epoch = epochs.setdefault((lease.sampler, lease.epoch), EpochBlocks())
-        if lease.block not in epoch.blocks and len(epoch.blocks) >= MOST_BLOCKS:
-            slowest = min(members, key=lambda member: epoch.asked.get(member, 0))
-            raise UserError(
-                f"worker {worker} asks for block {lease.block} of epoch {lease.epoch}, while worker "
-                f"{slowest} of its group has asked for {epoch.asked.get(slowest, 0)}: at most {MOST_BLOCKS} "
-                "are kept"
-            )
-        block = epoch.blocks.get(lease.block) or self._new_block(key, members, lease)
+        epoch = self._epochs.get(key, {}).get((lease.sampler, lease.epoch)) or EpochBlocks()
+        block = epoch.blocks.get(lease.block)
+        if block is None:
+            self._check(epoch, worker, members, lease)
+            block = self._new_block(key, members, lease)
         if block is None:
             return _none(lease)
-        epoch.blocks[lease.block] = block
         if worker not in block.members:
             raise UserError(
                 f"worker {worker} asks for block {lease.block} of epoch {lease.epoch} of contributor "
                 f"{key[0]}, which was leased for workers {', '.join(map(str, block.members))}"
             )
-        epoch.asked[worker] = max(lease.block, epoch.asked.get(worker, 0))
-        self._forget(epochs, lease, members)
+        if lease.block > epoch.asked.get(worker, 0):
+            self.changes += 1
+            epoch.asked[worker], epoch.blocks[lease.block] = lease.block, block
+            epochs = self._epochs.setdefault(key, {})
+            epochs[lease.sampler, lease.epoch] = epoch
+            _forget(epochs, lease, members)
         return _part(lease, block, worker)
+
+    def _check(self, epoch: EpochBlocks, worker: int, members: Sequence[int], lease: Lease) -> None:
+        """Raise UserError for a block that cannot be made."""
+        which = f"worker {worker} asks for block {lease.block} of epoch {lease.epoch}"
+        if lease.block <= epoch.asked.get(worker, 0):
+            raise UserError(f"{which}, and has asked for {epoch.asked[worker]} since: it is not kept")
+        if len(epoch.blocks) >= MOST_BLOCKS:
+            slowest = min(members, key=lambda member: epoch.asked.get(member, 0))
+            raise UserError(
+                f"{which}, while worker {slowest} of its group has asked for {epoch.asked.get(slowest, 0)}: "
+                f"at most {MOST_BLOCKS} are kept"
+            )
 
     def handle_fenced(self, key: Key) -> None:
         """The contributor commits nothing any more."""
@@ -89,21 +99,19 @@ class Blocks:
         leased = self._leases.handle_lease(*key, whole)
         if leased.start == leased.stop and not leased.over:
             return None
-        self.changes += 1
         return BlockState(leased.start, leased.stop, sorted(members), leased.over)
 
-    def _forget(
-        self, epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]
-    ) -> None:
-        """What all members have left behind them."""
-        epoch = epochs[lease.sampler, lease.epoch]
-        least = min(epoch.asked.get(member, 0) for member in members)
-        for number in [number for number in epoch.blocks if number < least]:
-            del epoch.blocks[number]
-        if least:  # all are in this epoch
-            for sampler, earlier in list(epochs):
-                if sampler == lease.sampler and earlier < lease.epoch:
-                    del epochs[sampler, earlier]
+
+def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: Sequence[int]) -> None:
+    """What all members have left behind them."""
+    epoch = epochs[lease.sampler, lease.epoch]
+    least = min(epoch.asked.get(member, 0) for member in members)
+    for number in [number for number in epoch.blocks if number < least]:
+        del epoch.blocks[number]
+    if least:  # all are in this epoch
+        for sampler, earlier in list(epochs):
+            if sampler == lease.sampler and earlier < lease.epoch:
+                del epochs[sampler, earlier]
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:

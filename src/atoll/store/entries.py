@@ -84,7 +84,8 @@ class Fenced(LogEntry, frozen=True):
 
 
 class Idle(LogEntry, frozen=True):
-    """SSP: whether this worker waits for all others in a meeting, so that they must not wait for it."""
+    """SSP: whether this worker waits for others, in a meeting or for its new group, so that they must not
+    wait for it."""
 
     worker: Count
     incarnation: Count

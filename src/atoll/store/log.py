@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from atoll.store.entries import Entry, Fenced, Idle
+from atoll.store.entries import Entry, Fenced, Idle, Joined
 from atoll.store.meetings import Meetings, MeetingsState
 from atoll.store.outcomes import Draft, Outcome
 from atoll.store.ranges import Ranges
@@ -35,6 +35,8 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     idle: list[Count]
     used: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]]
     committed: dict[tuple[int, int], Count]
+    grouping: Count = 0
+    grouped: dict[int, Count] = {}
 
 
 class CommitLog:
@@ -74,6 +76,8 @@ class CommitLog:
         )
         self._meetings = Meetings(self._roster)
         self._idle: set[int] = set()
+        self._grouping = 0  # the latest that a contribution knew of
+        self._grouped: dict[int, int] = {}  # live worker -> the latest when it joined, or was told of one
         # (worker, incarnation) -> (sampler, epoch) -> positions; and how many iterations
         self._used: dict[tuple[int, int], dict[tuple[int, int], Ranges]] = {}
         self._committed: dict[tuple[int, int], int] = {}
@@ -99,6 +103,8 @@ class CommitLog:
                 for key, used in self._used.items()
             },
             committed=dict(self._committed),
+            grouping=self._grouping,
+            grouped=dict(self._grouped),
         )
 
     @classmethod
@@ -115,6 +121,7 @@ class CommitLog:
         )
         log._meetings = Meetings.restored(state.meetings, log._roster)
         log._idle, log._committed = set(state.idle), dict(state.committed)
+        log._grouping, log._grouped = state.grouping, dict(state.grouped)
         log._used = {
             key: {epoch: Ranges(*ranges) for epoch, ranges in used.items()}
             for key, used in state.used.items()
@@ -149,6 +156,7 @@ class CommitLog:
     def _fence(self, worker: int, incarnation: int, reason: str, draft: Draft) -> None:
         self._roster.fence(worker, incarnation)
         self._idle.discard(worker)
+        self._grouped.pop(worker, None)
         draft.write(Fenced(worker=worker, incarnation=incarnation), reason)
         self._stages.forget_worker(worker, incarnation)
         self._rule.leave(worker, incarnation)
@@ -206,6 +214,9 @@ class CommitLog:
             return Outcome(refused=f"worker {worker} commits with weight {commit.weight}, which is no number")
         draft = Draft()
         self._rule.commit(worker, commit, draft)
+        is_new = commit.iteration >= self._rule.committed(worker)
+        if self.consistency == "ssp" and worker in self._idle and is_new and not draft.refused:
+            self._write_idle(worker, commit.incarnation, False, draft)
         return self._advance(draft)
 
     def handle_idle(self, worker: int, incarnation: int, idle: bool) -> Outcome:
@@ -218,10 +229,13 @@ class CommitLog:
             (self._idle.add if idle else self._idle.discard)(worker)
             self._rule.set_idle(worker, idle, draft)
         elif self.consistency == "ssp":
-            (self._idle.add if idle else self._idle.discard)(worker)
-            reason = f"worker {worker} {'waits for the others' if idle else 'goes on'}"
-            draft.write(Idle(worker=worker, incarnation=incarnation, idle=idle), reason)
+            self._write_idle(worker, incarnation, idle, draft)
         return self._advance(draft)
+
+    def _write_idle(self, worker: int, incarnation: int, idle: bool, draft: Draft) -> None:
+        (self._idle.add if idle else self._idle.discard)(worker)
+        reason = f"worker {worker} {'waits for the others' if idle else 'goes on'}"
+        draft.write(Idle(worker=worker, incarnation=incarnation, idle=idle), reason)
 
     def handle_step(self, worker: int, step: messages.Step) -> Outcome:
         """BSP: a worker says how to step. Where it lists edited chunks, its own Replace for each must have
@@ -254,8 +268,12 @@ class CommitLog:
             for worker, incarnation in self._roster.live.items():
                 self._meetings.bind(worker, incarnation)
         self._meetings.advance(draft)
+        for entry in draft.entries:
+            if isinstance(entry, Joined):
+                self._grouped[entry.worker] = self._grouping
         for worker, commit in draft.counted:
             self._count(worker, commit)
+            self._see_to_grouping(worker, commit, draft)
         self.entries += draft.entries
         self.reasons += draft.reasons
         return draft.outcome()
@@ -267,6 +285,14 @@ class CommitLog:
         for used in commit.used:
             for each in (ranges, news):
                 each.setdefault((used.sampler, used.epoch), Ranges()).add(used.start, used.stop)
+
+    def _see_to_grouping(self, worker: int, commit: messages.Commit, draft: Draft) -> None:
+        """SSP: who is told of a new grouping waits for its new group to come together; so nobody must wait
+        for it, or that never does. Where it stays as it is, it goes on with its next contribution."""
+        self._grouping = max(self._grouping, commit.grouping)
+        if self.consistency == "ssp" and commit.grouping > self._grouped.get(worker, 0):
+            self._grouped[worker] = commit.grouping
+            self._write_idle(worker, commit.incarnation, True, draft)
 
     # -- what others ask ----------------------------------------------------------------------------------
 

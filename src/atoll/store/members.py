@@ -121,6 +121,7 @@ class Membership:
         self.shards = shards
         self.open = False  # a ring is under way, which late workers may enter: any rank is good then
         self._incarnations = 0
+        self.grouped = False  # workers may say at which site they are, though no site has a shard
         self.not_ranks: Collection[int] = ()  # numbers of groups: no worker may have one as its rank
 
     def handle_hello(
@@ -149,6 +150,8 @@ class Membership:
     def _wrong_site(self, site: str) -> str:
         """Why a worker of this site may not come in; empty where it may."""
         if not self.sites:
+            if self.grouped:
+                return ""
             return (
                 f"the run has no sites, and this worker is of site {site!r}: unset {SITE_VARIABLE}, or start "
                 "the hub with --site NAME=WORKERS"

@@ -24,13 +24,15 @@ _HALF = 2**32
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="told"):
     """A message that was handled: `message` is one of wire's, as it came from this peer. The payload is its.
 
-    `role` is the sender's, "worker", "shard" or "hub"; `index` the worker's rank or the shard's index.
+    `role` is the sender's, "worker", "shard" or "hub"; `index` the worker's rank or the shard's index;
+    `member` whose connection it was, of a worker that is a group.
     """
 
     role: Name
     index: int
     incarnation: Count
     message: msgspec.Raw
+    member: Count = 0
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="begun"):

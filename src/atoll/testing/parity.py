@@ -125,8 +125,9 @@ def train_grouped(place: Place, case: Case, address: str, uplink: str = "leader"
     )
     with served_worker(address, place.rank), atoll.join(config) as session:
         seen = _train(session, place.rank, case, await_groups)
-        if session.group.size < 2:
-            raise RunError(f"worker {place.rank} is in no group of several: {session.group}")
+        assert session._regrouping is not None
+        if session._regrouping.contributor == place.rank:
+            raise RunError(f"worker {place.rank} has not moved to a group")
         return seen
 
 

@@ -37,6 +37,7 @@ END_SECONDS = 10.0  # for processes that were killed to be gone
 WARM_SECONDS = 10.0  # of a process's life that do not count when leaks are looked for
 _BYTES_SPARED, _BYTES_SHARE = 32 * 2**20, 0.2
 _HANDLES_SPARED = 4
+_LEAST_LOOKS = 12  # of a life that is judged: a quarter has a middle then
 
 
 @dataclass(frozen=True)
@@ -229,23 +230,42 @@ class Supervisor:
         return found
 
 
-def leaks(usage: Sequence[Usage]) -> list[str]:
-    """What grew, one line each, in each role ("worker", "hub"): the middle of its last quarter of looks
-    against that of its first, the first ten seconds of a life left out."""
+def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) -> list[str]:
+    """What grew, one line each: the middle of the last quarter of looks against that of the first, the first
+    ten seconds of each life left out.
+
+    Descriptors and threads are a process's own: each life is judged by itself, since the next one may have
+    another task. Memory is judged over all lives of a role ("worker", "hub"), since what a life takes over
+    from the one before, a journal's state say, may grow too. `spared` has by role how many descriptors a life
+    may come to hold: those of a standby that is promoted.
+    """
     roles: dict[str, list[Usage]] = defaultdict(list)
+    lives: dict[tuple[str, int], list[Usage]] = defaultdict(list)
     for look in usage:
         if look.age >= WARM_SECONDS:
-            roles[look.part.split(" ")[0]].append(look)
+            roles[_role(look.part)].append(look)
+            lives[look.part, look.pid].append(look)
     found = []
+    for (part, pid), looks in sorted(lives.items()):
+        if len(looks) < _LEAST_LOOKS:
+            continue
+        promotion = (spared or {}).get(_role(part), 0)
+        found += _growth(looks, f"{part} (pid {pid})", "descriptors", _HANDLES_SPARED + promotion)
+        found += _growth(looks, f"{part} (pid {pid})", "threads", _HANDLES_SPARED)
     for role, looks in sorted(roles.items()):
-        quarter = max(1, len(looks) // 4)
-        for name, spared, share in (
-            ("descriptors", _HANDLES_SPARED, 0.0),
-            ("threads", _HANDLES_SPARED, 0.0),
-            ("resident", _BYTES_SPARED, _BYTES_SHARE),
-        ):
-            first = median(getattr(look, name) for look in looks[:quarter])
-            last = median(getattr(look, name) for look in looks[-quarter:])
-            if last > first * (1 + share) + spared:
-                found.append(f"{role}: {name} grew from {first:,.0f} to {last:,.0f} over {len(looks)} looks")
+        found += _growth(looks, role, "resident", _BYTES_SPARED, _BYTES_SHARE)
     return found
+
+
+def _role(part: str) -> str:
+    return part.split(" ")[0]
+
+
+def _growth(looks: Sequence[Usage], whose: str, what: str, spared: int, share: float = 0.0) -> list[str]:
+    """The line that says that this grew by more than that; none where it did not."""
+    quarter = max(1, len(looks) // 4)
+    first = median(getattr(look, what) for look in looks[:quarter])
+    last = median(getattr(look, what) for look in looks[-quarter:])
+    if last <= first * (1 + share) + spared:
+        return []
+    return [f"{whose}: {what} grew from {first:,.0f} to {last:,.0f} over {len(looks)} looks"]

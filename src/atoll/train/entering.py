@@ -163,6 +163,8 @@ class ServedEntrance:
     def told(self, committed: Committed) -> None:
         members = list(committed.workers)
         self._told_members(len(members))
+        if members and not self._shards.site:  # a site's shard knows its own workers alone
+            self._workers.saw(members)
         if self._elastic and (members != self._members or committed.entering):
             self._regroup(committed.iteration, members, list(committed.entering))
 

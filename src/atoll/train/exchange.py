@@ -140,7 +140,7 @@ class NewParameters:
         self._done()
         return values
 
-    def put(self, values: Mapping[int, Tensor]) -> None:
+    def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Put these into the parameters: all chunks' values, 1-D, by chunk. What was asked for is not waited
         for any more."""
         self._done()

@@ -35,7 +35,7 @@ from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 from atoll.train.shards import LOG, Shards
-from atoll.train.uplink import Kind, Role, Uplink
+from atoll.train.uplink import Role, Uplink, Wanted
 from atoll.wire.messages import AnyMessage, Commit, Committed, Hyperparameters, Mean, Used
 
 
@@ -79,7 +79,7 @@ class GroupReducer(RingReducer, Exchange):
         connection: Connection,
         calls: Calls,
         *,
-        uplink: Kind,
+        uplink: Wanted,
         message_bytes: int,
         grouping: Callable[[], int],
         told: Callable[[int], None],
@@ -138,6 +138,7 @@ class GroupReducer(RingReducer, Exchange):
     def join(self, contributor: int, what: str) -> None:
         """Take part in a new group's iterations, with the parameters that its leader is given for it."""
         self.uplink.contributor = contributor
+        self.uplink.choose(what)
 
         def act() -> tuple[Answer, dict[int, Tensor]]:
             role = self.uplink.role(0)
@@ -152,7 +153,7 @@ class GroupReducer(RingReducer, Exchange):
             return self._told_by(role, word, what), self.uplink.spread(role, runs, what)
 
         answer, values = self._ring.round(what, act)
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.steps, self._counted = answer.clock, None
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
@@ -287,7 +288,7 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
-        self.parameters.put(values)
+        self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._take_word(answer.counted)
 
@@ -390,7 +391,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         with self._timed():
             values = self._ring.round(what, act, self.steps)
         self._scale_at_step = 1.0
-        self.parameters.put(values)
+        self.parameters.adopt(values)
 
     def _what(self) -> str:
         missing = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)

@@ -52,6 +52,10 @@ class ServedWorkers(Workers):
         """This worker takes part from the others' call of that number on."""
         self.late, self._number, self._ranks = False, meeting, list(ranks)
 
+    def saw(self, ranks: list[int]) -> None:
+        """These live, as an iteration's word says, between two calls: the first of them is the first now."""
+        self._ranks = list(ranks)
+
     def on_met(self, told: Callable[[int], None]) -> None:
         self._told = told
 

@@ -13,6 +13,7 @@ from atoll.core.config import (
     KEYS_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
+    SERVED,
     SITE_VARIABLE,
     Config,
 )
@@ -30,7 +31,6 @@ from atoll.wire.messages import Goodbye, Used
 _WITHOUT_HUB = "training goes on while leased samples last"
 _WITHOUT_HUB_RING = "the ring trains on, and would not know who of it died"
 _WITHOUT_HUB_BSP = "training goes on, but nobody notices a worker's death before sync.timeout"
-SERVED = ("server", "ps-hra")  # the strategies with shards
 _LIMIT = 2**31 - 1  # bytes of a frame from a shard, which is as trusted as this worker's own code
 
 

@@ -26,6 +26,7 @@ from atoll.core.config import (
     HUB_VARIABLE,
     LAB_JOURNALS_VARIABLE,
     LAB_WORKER_VARIABLE,
+    SERVED,
     SPEED_VARIABLE,
     Config,
     load_config,
@@ -51,7 +52,7 @@ from atoll.train.resume import AnySampler, Stateful, TrainingState
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import SERVED, Service, enter, print_warning
+from atoll.train.service import Service, enter, print_warning
 from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
 from atoll.train.uncaught import show_errors_as_one_line
@@ -334,6 +335,8 @@ class Session:
     def _service_members(self) -> int:
         """How many workers make a step together, where each goes at its own pace."""
         assert self._service is not None
+        if self._group_ring is not None:  # the shards know groups, and not their members
+            return self.world
         return self._service.members or self.world
 
     def _leased_sampler(self, dataset: Sized, seed: int, shuffle: bool, drop_last: bool) -> LeasedSampler:
@@ -426,7 +429,8 @@ class Session:
             self._strategy.refresh()
         with self._not_computing():
             self._state.save(path)
-        self._emit(events.Saved, iteration=self.iteration, path=str(path))
+        if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
+            self._emit(events.Saved, iteration=self.iteration, path=str(path))
 
     def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
         """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
@@ -585,6 +589,10 @@ class Session:
                 choice=f"group {grouped.contributor}: workers {names}",
                 reason=f"{grouped.reason or 'the hub made groups anew'}; it took {seconds:.2f} s",
             )
+            reducer = self._state.prepared[0].reducer
+            assert isinstance(reducer, GroupReducer)
+            uplink = reducer.uplink
+            self._emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()

@@ -41,11 +41,13 @@ _SILENCE = 3.0  # seconds without an answer to that, after which people are told
 @dataclass
 class _Heard:
     """When a shard said something last, and when it was asked for a sign of life that has not come yet;
-    monotonic. `told`: that it is silent."""
+    monotonic. `told`: that it is silent. `missed_at`: since when it has been, until what it is waited for has
+    come."""
 
     at: float = 0.0
     asked_at: float | None = None
     told: bool = False
+    missed_at: float | None = None
 
 
 class Shards:
@@ -198,6 +200,8 @@ class Shards:
             if waited > _ASK_AFTER and not done():
                 self._look_for_silence(start, missing(), what)
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
+        for heard in self._heard:
+            heard.missed_at = None
         waited = time.monotonic() - start
         self.seconds_waited += waited
         return waited
@@ -231,7 +235,10 @@ class Shards:
         heard.at, heard.asked_at = time.monotonic(), None
         if heard.told:
             heard.told = False
-            self._tell(f"{self._named(shard)} answers again")
+            away = heard.at - (heard.missed_at or heard.at)
+            self._tell(f"{self._named(shard)} answers again, after {away:.1f} s")
+        elif not self._links.gone(shard):
+            heard.missed_at = None  # the first word of one that was lost is how it comes back: see _tell_back
 
     def _look_for_silence(self, start: float, missing: Sequence[int], what: str | Callable[[], str]) -> None:
         """Ask those who are waited for since `start`, and say nothing, for a sign of life, and tell of those
@@ -243,7 +250,7 @@ class Shards:
                 continue  # told already
             if heard.asked_at is None:
                 if now - max(start, heard.at) > _ASK_AFTER:
-                    heard.asked_at = now
+                    heard.asked_at, heard.missed_at = now, max(start, heard.at)
                     self.send(shard, WhoIsMissing())
             elif now - heard.asked_at > _SILENCE:
                 heard.told = True
@@ -261,6 +268,11 @@ class Shards:
         )
 
     def _tell_back(self, shard: int, seconds: float) -> None:
+        """It was away since its connection broke, or since it fell silent: one that stood still and was
+        replaced keeps its connection until then."""
+        missed_at = self._heard[shard].missed_at
+        if missed_at is not None:
+            seconds = max(seconds, time.monotonic() - missed_at)
         self._tell(f"{self._named(shard)} is back, after {seconds:.1f} s")
 
     def _named(self, shard: int) -> str:

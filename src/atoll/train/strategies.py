@@ -217,7 +217,7 @@ class Grouped(Served):
             self._ring,
             connection,
             training.calls,
-            uplink="members" if sync.uplink == "members" else "leader",
+            uplink=sync.uplink,
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from atoll.tensors.binding import BoundChunk
 from atoll.train.exchange import CONTRIBUTION, Connection, bytes_of
-from atoll.train.ringbytes import broadcast_bytes
+from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 from atoll.wire.messages import PullMean, Push, run_of
 
 Kind = Literal["leader", "members"]
+Wanted = Literal["auto", "leader", "members"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,35 @@ class Role:
 
 
 class Uplink:
-    """One model's. `kind` may be changed between two exchanges, by all members alike."""
+    """One model's. `wanted` is sync.uplink; `kind` is what it comes to in this group."""
 
-    def __init__(self, kind: Kind, ring: Ring, connection: Connection, chunks: Sequence[BoundChunk]) -> None:
-        self.kind, self._ring, self._connection = kind, ring, connection
+    def __init__(
+        self, wanted: Wanted, ring: Ring, connection: Connection, chunks: Sequence[BoundChunk]
+    ) -> None:
+        self._wanted, self._ring, self._connection = wanted, ring, connection
+        self.kind: Kind = "leader" if wanted == "auto" else wanted
+        self.reason = "sync.uplink"
         self._chunks = list(chunks)
         self.contributor = 0  # what the leader's lot is drawn with, beside the iteration
         self.bytes_sent = 0
+
+    def choose(self, what: str) -> None:
+        """A new group: all members decide alike, by where each of them is. A collective of the ring.
+
+        A leader sends and fetches S bytes over one machine's link, and broadcasts S; m members on m machines
+        S/m each, and all-gather (m - 1)/m S. So these gain where each has a link of its own; on one machine
+        they share it, and m answers cost the shards more than one (docs/notes/ps-hra.md has the figures).
+        """
+        if self._wanted != "auto":
+            return
+
+        def act() -> list[bytes]:
+            return gather_bytes(self._ring.agreement, self._ring.place.host.encode(), what)
+
+        hosts = self._ring.round(what, act)
+        apart = len(set(hosts)) == len(hosts) > 1
+        self.kind = "members" if apart else "leader"
+        self.reason = "each member has a link of its own" if apart else "members share a machine's link"
 
     def role(self, iteration: int) -> Role:
         """This member's in the exchange of `iteration`, in the ring as it stands."""

@@ -76,6 +76,7 @@ class Copy(Message, frozen=True):
     index: int
     incarnation: Count
     message: msgspec.Raw
+    member: Count = 0
 
 
 class Probe(Message, frozen=True):

@@ -1,0 +1,238 @@
+"""Properties of what the hub writes down of groups: whatever happens, and wherever it is cut off and read
+again, with a compact state or without, the hub knows and answers what it would have without the restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from atoll.core.errors import UserError
+from atoll.groups.grouping import Grouping
+from atoll.hub.book import GLOBAL, Book
+from atoll.hub.decisions import Decisions
+from atoll.hub.groups import Groups
+from atoll.hub.planner import GroupingSettings
+from atoll.hub.records import (
+    AnyRecord,
+    Asked,
+    Came,
+    Died,
+    InRing,
+    Knows,
+    Left,
+    Told,
+    decode_record,
+    encode_record,
+)
+from atoll.hub.rings import Rings
+from atoll.wire.messages import (
+    Fenced,
+    Grouped,
+    InGroup,
+    JoinGroup,
+    Lease,
+    Leased,
+    Reform,
+    Used,
+)
+
+KINDS = (
+    *("asks",) * 6,
+    *("arrives",) * 4,
+    *("decide",) * 3,
+    *("lease",) * 4,
+    *("comes", "left", "died", "time", "fenced", "news", "pace", "reform"),
+)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 2**16)), min_size=10, max_size=60
+)
+LENGTH = 200
+
+
+class Hub:
+    """A book, its rings and its groups; `answers` is all that was answered, `records` all that was written.
+    What the planner thread would decide, the test does."""
+
+    def __init__(self, consistency: Any) -> None:
+        self.now, self.number, self.consistency = 0.0, 0, consistency
+        self.answers: list[Any] = []
+        self.records: list[AnyRecord] = []
+        self.given: list[tuple[int, int]] = []  # positions, of epoch 0
+        self.book = Book(4, 10.0, 1)
+        send = lambda _peer, message: self.answers.append(unnumbered(message))  # noqa: E731
+        refuse = lambda _peer, reason, _name, _number: self.answers.append(reason)  # noqa: E731
+        self.rings = Rings(
+            self.book.members,
+            Decisions(),
+            lambda: self.now,
+            send,
+            refuse,
+            lambda _incarnation, _reason: None,
+            lambda message: self.records.append(InRing(at=self.now, message=message)),
+        )
+        self.book.rings = self.rings
+        self.groups = Groups(
+            GroupingSettings(consistency=consistency, patience=20.0),
+            self.book,
+            self.rings,
+            Decisions(),
+            lambda: self.now,
+            send,
+            refuse,
+            lambda record: self.records.append(record),  # the list is another one after a restart
+        )
+
+    def restarted(self, compact: bool) -> Hub:
+        """Another one, that has read what this one wrote."""
+        other = Hub(self.consistency)
+        other.records = [Knows(at=self.now, state=self.book.state())] if compact else list(self.records)
+        for raw in map(encode_record, list(other.records)):
+            record = decode_record(raw)
+            other.now = record.at
+            other.book.apply(record)
+        other.now, other.number = self.now, self.number
+        other.groups._progress = dict(self.groups._progress)  # what heartbeats tell is not written down
+        other.answers = list(self.answers)  # what is gone through again answers nobody
+        return other
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def happen(self, kind: str, who: int, what: int) -> None:
+        self.now += 0.5
+        self.number += 1
+        live = self.book.members.live()
+        incarnation = live.get(who, 0)
+        if kind == "comes":
+            self.comes(who)
+        elif kind in ("left", "died") and incarnation:
+            record = (Left if kind == "left" else Died)(at=self.now, incarnation=incarnation)
+            gone = self.book.leave(record) if isinstance(record, Left) else self.book.die(record)
+            self.records.append(record)
+            self.answers.append(gone)
+        elif kind == "asks":
+            self.asks(who, incarnation, what)
+        elif kind == "arrives":
+            number = (self.groups.contributors(who) or [(9, 9)])[-1][0]
+            self.groups.handle(b"x", InGroup(incarnation=incarnation, contributor=number))
+        elif kind == "decide":
+            groups: dict[int, list[int]] = {}
+            for rank in live:
+                what, place = divmod(what, 3)
+                groups.setdefault(place, []).append(rank)
+            self.groups.decide(Grouping(groups.values()), "so")
+        elif kind == "lease":
+            self.lease(who, incarnation, what)
+        elif kind in ("fenced", "news"):
+            self.told(kind == "news", who, what)
+        elif kind == "pace" and incarnation:
+            self.groups.beat(who, incarnation, what % 100, 0.1 + what % 7)
+        elif kind == "time":
+            self.now += what % 8
+            self.groups.pass_time(self.now)
+        elif kind == "reform":
+            wish = Reform(
+                incarnation=incarnation, number=self.number, group=1 + what % 3, rank=who, round=3, holds=True
+            )
+            self.rings.handle(b"x", wish)
+
+    def comes(self, who: int) -> None:
+        self.number += 1
+        came = Came(
+            at=self.now, role="worker", wish=who, shard=0, address="", site="", token=f"{self.number}"
+        )
+        admission = self.book.come(came)
+        if not admission.refused:
+            self.records.append(came)
+        self.answers.append((admission.worker, admission.incarnation, admission.refused))
+
+    def asks(self, who: int, incarnation: int, what: int) -> None:
+        grouping = self.rings.grouping_of(incarnation) if self.rings.grouping_of is not None else 0
+        held = [Used(sampler=0, epoch=0, start=start, stop=stop) for start, stop in self.given[-2:]]
+        wish = JoinGroup(
+            incarnation=incarnation,
+            number=self.number,
+            grouping=grouping - (what % 5 == 0 < grouping),
+            iteration=what % 4,
+            held=held if what % 3 == 0 else [],
+        )
+        self.groups.handle(b"x", wish)
+        if what % 7 == 0:
+            self.groups.handle(b"x", wish)
+
+    def lease(self, who: int, incarnation: int, what: int) -> None:
+        if not incarnation:
+            return
+        keys = self.groups.contributors(who)
+        in_group = keys[-1][0] >= 4
+        lease = Lease(
+            incarnation=incarnation,
+            sampler=0,
+            epoch=what % 2,
+            length=LENGTH,
+            count=3,
+            number=self.number,
+            contributor=keys[-1][0] if in_group else 0,
+            block=1 + what % 4 if in_group else 0,
+        )
+        asked, before = Asked(at=self.now, rank=who, lease=lease), self.book.lease_changes
+        try:
+            leased, _ = self.book.lease(asked)
+            self.answers.append(unnumbered(leased))
+            if leased.epoch == 0 and leased.start < leased.stop:
+                self.given.append((leased.start, leased.stop))
+        except UserError as error:
+            self.answers.append(str(error))
+        if self.book.lease_changes != before:
+            self.records.append(asked)
+
+    def told(self, news: bool, who: int, what: int) -> None:
+        keys = self.groups.contributors(who)[:1] if news else sorted(self.book.fences[GLOBAL])
+        if not keys:
+            return
+        worker, incarnation = keys[what % len(keys)]
+        used = [Used(sampler=0, epoch=0, start=start, stop=stop) for start, stop in self.given[: what % 4]]
+        fenced = Fenced(worker=worker, incarnation=incarnation, iteration=1, used=used, news=news)
+        told = Told(at=self.now, log=GLOBAL, fenced=fenced)
+        self.answers.append(self.book.told(told))
+        self.records.append(told)
+
+
+def unnumbered(message: Any) -> Any:
+    return msgspec.structs.replace(message, number=0) if hasattr(message, "number") else message
+
+
+def begun(consistency: Any) -> Hub:
+    hub = Hub(consistency)
+    for rank in range(4):
+        hub.comes(rank)
+        hub.groups.beat(rank, hub.book.members.live()[rank], 4, 0.1)
+    return hub
+
+
+@settings(max_examples=250)
+@given(EVENTS, EVENTS, st.booleans(), st.sampled_from(["asp", "bsp"]))
+def test_a_hub_with_groups_that_read_its_records_answers_as_the_one_that_wrote_them(
+    before: list[Any], after: list[Any], compact: bool, consistency: str
+) -> None:
+    one = begun(consistency)
+    for each in before:
+        one.happen(*each)
+    other = one.restarted(compact)
+    assert other.book.state() == one.book.state()
+    other.given = list(one.given)
+    for each in after:
+        one.happen(*each)
+        other.happen(*each)
+    assert nobodys(other.answers) == nobodys(one.answers)
+    assert other.book.state() == one.book.state()
+    assert other.restarted(False).book.state() == one.book.state()
+    event(f"formed: {any(isinstance(each, Grouped) and each.group for each in one.answers)}")
+    event(f"blocks: {any(isinstance(each, Leased) and each.length for each in one.answers)}")
+
+
+def nobodys(answers: list[Any]) -> list[Any]:
+    """But for what is told of groups: who waited before a restart is nobody until it asks again."""
+    return [each for each in answers if not isinstance(each, Grouped)]

@@ -1,0 +1,92 @@
+"""Leases of groups in blocks (store/blocks.py): each member its part, whoever asks first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from atoll.core.errors import UserError
+from atoll.store.blocks import MOST_BLOCKS, Blocks, BlockState, EpochBlocks
+from atoll.store.leases import Leases
+from atoll.wire.messages import Lease, Leased, Used
+
+KEY, MEMBERS = (7, 20), (0, 2, 5)
+
+
+def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: int) -> Leased:
+    request = Lease(incarnation=1, sampler=0, epoch=0, length=100, count=4, contributor=7, block=block)
+    return blocks.handle_lease(KEY, worker, members, msgspec.structs.replace(request, **more))
+
+
+def parts(blocks: Blocks, block: int, **more: int) -> list[tuple[int, int]]:
+    return [(found.start, found.stop) for w in MEMBERS for found in [ask(blocks, w, block, **more)]]
+
+
+def test_a_block_is_as_many_times_the_count_as_there_are_members_and_is_cut_in_order_of_rank() -> None:
+    blocks = Blocks(Leases())
+    assert (ask(blocks, 5, 1).start, ask(blocks, 5, 1).stop) == (8, 12)  # asked for twice, it is the same
+    assert parts(blocks, 1) == [(0, 4), (4, 8), (8, 12)]
+    assert parts(blocks, 2) == [(12, 16), (16, 20), (20, 24)]
+
+
+def test_the_last_block_is_cut_evenly_and_says_how_long_the_longest_part_is() -> None:
+    blocks = Blocks(Leases())
+    for block in range(1, 9):
+        parts(blocks, block)
+    found = [ask(blocks, worker, 9) for worker in MEMBERS]  # positions 96 to 100
+    assert [(each.start, each.stop, each.length) for each in found] == [
+        (96, 98, 2),
+        (98, 99, 2),
+        (99, 100, 2),
+    ]
+    assert all(ask(blocks, worker, 10).over for worker in MEMBERS)
+
+
+def test_who_has_gone_keeps_its_part_and_who_comes_is_not_in_the_block() -> None:
+    blocks = Blocks(Leases())
+    ask(blocks, 0, 1)
+    assert ask(blocks, 5, 1, (0, 5)).start == 8  # worker 2 has died since
+    with pytest.raises(UserError, match="worker 3 asks for block 1 .* leased for workers 0, 2, 5"):
+        ask(blocks, 3, 1, (0, 3, 5))
+    assert [(ask(blocks, w, 2, (0, 5)).start, ask(blocks, w, 2, (0, 5)).stop) for w in (0, 5)] == [
+        (12, 16),
+        (16, 20),
+    ]
+
+
+def test_nothing_now_is_not_remembered() -> None:
+    leases = Leases()
+    other = Lease(incarnation=9, sampler=0, epoch=0, length=100, count=100)
+    leases.handle_lease(1, 9, other)
+    blocks = Blocks(leases)
+    assert (ask(blocks, 0, 1).over, ask(blocks, 0, 1).stop) == (False, 0)
+    leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=0, stop=90)])
+    assert parts(blocks, 1) == [(90, 94), (94, 97), (97, 100)]
+
+
+def test_what_all_have_left_behind_is_forgotten_and_bounded() -> None:
+    blocks = Blocks(Leases())
+    for block in range(1, 5):
+        parts(blocks, block)
+    (epoch,) = blocks.state()[KEY].values()
+    assert list(epoch.blocks) == [4]
+    with pytest.raises(UserError, match="block 2 of epoch 0, and has asked for 4 since"):
+        ask(blocks, 0, 2)
+    parts(blocks, 1, epoch=1)
+    assert list(blocks.state()[KEY]) == [(0, 1)]
+    for block in range(2, MOST_BLOCKS + 1):
+        ask(blocks, 0, block, epoch=2, length=2**40)
+    ask(blocks, 0, MOST_BLOCKS + 1, epoch=2, length=2**40)
+    with pytest.raises(UserError, match="while worker 2 of its group has asked for 0: at most"):
+        ask(blocks, 0, MOST_BLOCKS + 2, epoch=2, length=2**40)
+
+
+def test_a_fence_ends_it_and_all_of_it_is_plain_data() -> None:
+    blocks = Blocks(Leases())
+    ask(blocks, 0, 1)
+    assert blocks.state() == {KEY: {(0, 0): EpochBlocks({1: BlockState(0, 12, [0, 2, 5])}, {0: 1})}}
+    again = Blocks(Leases())
+    again.restore(blocks.state())
+    assert ask(again, 2, 1).start == 4
+    blocks.handle_fenced(KEY)
+    assert not blocks.state()

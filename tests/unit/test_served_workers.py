@@ -1,0 +1,41 @@
+"""Who is the first among workers of a parameter server, as members come and go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from atoll.train.entering import ServedEntrance
+from atoll.train.place import Place
+from atoll.train.served_workers import ServedWorkers
+from atoll.wire.messages import Committed
+
+
+def of_rank(rank: int, site: str = "") -> tuple[ServedWorkers, ServedEntrance, list[int]]:
+    shards: Any = SimpleNamespace(late=False, site=site, incarnation=1, on=lambda *_: None, send=mock.Mock())
+    workers = ServedWorkers(Place(rank, 3), shards)
+    counts: list[int] = []
+    entrance = ServedEntrance(shards, workers, mock.Mock(), lambda: 0, counts.append, elastic=False)
+    return workers, entrance, counts
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_first_of_those_who_live_is_the_first(rank: int) -> None:
+    workers, entrance, counts = of_rank(rank)
+    assert workers.is_first == (rank == 0)
+    entrance.told(Committed(iteration=3, workers=[1, 2]))  # worker 0 was lost
+    assert workers.is_first == (rank == 1)
+    entrance.told(Committed(iteration=4))  # an answer that was asked for again tells nothing of it
+    assert workers.is_first == (rank == 1)
+    entrance.told(Committed(iteration=5, workers=[0, 1, 2]))  # it is back
+    assert workers.is_first == (rank == 0)
+    assert counts == [2, 0, 3]
+
+
+def test_at_a_site_its_own_workers_are_not_all() -> None:
+    workers, entrance, _ = of_rank(2, site="paris")
+    entrance.told(Committed(iteration=3, workers=[2]))
+    assert not workers.is_first
