@@ -64,6 +64,10 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "server.replicas (--replicas): 2 processes for each shard go with run.strategy 'server'",
         ),
         (
+            ["run", "--strategy", "hierarchical", "--workers", "4", "--groups", "5", "train.py"],
+            "groups.count (--groups): 5 groups for 4 workers: each has at least one, so give 1 to 4",
+        ),
+        (
             ["hub", "--workers", "3", "--site", "paris=1", "--site", "berlin=1"],
             "a run of 3 workers, and the sites have 2: 1 at 'paris' + 1 at 'berlin'",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Sync
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
 from atoll.testing.served import ServedRun, served_worker
@@ -60,16 +61,15 @@ class Fault:
 
 def strike(who: int, faults: tuple[Fault, ...], folder: Path) -> None:
     """Let the faults happen to this process, each once, written down before."""
-    counts = dict.fromkeys(faults, 0)
+    counts = {fault: itertools.count(1) for fault in faults}  # points are reached on several threads
 
     def handler(point: str, iteration: int) -> None:
         for fault in faults:
-            if (fault.who, fault.point, fault.iteration) == (who, point, iteration):
-                counts[fault] += 1
-                if counts[fault] == fault.nth:
-                    (folder / f"fired-{who}-{point}").touch()
-                    os.kill(os.getpid(), fault.what)
-                    time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
+            here = (fault.who, fault.point, fault.iteration) == (who, point, iteration)
+            if here and next(counts[fault]) == fault.nth:
+                (folder / f"fired-{who}-{point}").touch()
+                os.kill(os.getpid(), fault.what)
+                time.sleep(0.05 if fault.what == signal.SIGSTOP else DEADLINE)
 
     points.install(handler)
 
@@ -132,14 +132,13 @@ def work(
     script: Script,
     faults: tuple[Fault, ...],
     folder: Path,
-    timeout: str,
+    config: Config,
     prelude: Callable[[int], None],
 ) -> None:
     """A worker's whole life; what came of it is in a file."""
     torch.set_num_threads(1)
     prelude(who)
     strike(who, faults, folder)
-    config = Config(chunks=Chunks(size="2KiB"), sync=Sync(timeout=timeout))
     with (folder / f"{who}.err").open("w") as sys.stderr:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         try:
@@ -163,12 +162,12 @@ class Case:
     served: ServedRun
     script: Script
     faults: tuple[Fault, ...] = ()
-    timeout: str = "30s"
+    config: Config = field(default_factory=Config)
     prelude: Callable[[int], None] = nothing  # what a worker does first
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start(self, who: int) -> None:
-        arguments = (self.served.address, who, self.script, self.faults, self.folder, self.timeout)
+        arguments = (self.served.address, who, self.script, self.faults, self.folder, self.config)
         self.processes[who] = _forked.Process(target=work, args=(*arguments, self.prelude))  # type: ignore[attr-defined]
         self.processes[who].start()
 
@@ -205,13 +204,20 @@ def case(
     timeout: str = "30s",
     at_least: int = 1,
     prelude: Callable[[int], None] = nothing,
+    groups: int | None = None,
 ) -> Iterator[Case]:
-    """`workers` of them train, and the faults happen."""
+    """`workers` of them train, and the faults happen; with `groups`, under strategy hierarchical."""
     folder.mkdir(exist_ok=True)
+    config = Config(
+        run=Run(strategy="ring" if groups is None else "hierarchical"),
+        chunks=Chunks(size="2KiB"),
+        sync=Sync(timeout=timeout),
+        groups=Groups(count=groups or 0),
+    )
     with ServedRun(
         workers, 0, patience=patience, heartbeat=HEARTBEAT, folder=folder, at_least=at_least
     ) as served:
-        made = Case(folder, served, script, faults, timeout, prelude)
+        made = Case(folder, served, script, faults, config, prelude)
         try:
             for who in range(workers):
                 made.start(who)

@@ -207,10 +207,9 @@ MORE = [Kill(1, "shard.journalled", 3), Kill(0, "shard.logged", 4), Kill(0, "sha
 @pytest.mark.parametrize(
     ("bsp", "replicas", "kills"),
     [
-        (True, 1, FEW),
-        pytest.param(False, 1, FEW + MORE, marks=pytest.mark.soak),
+        (True, 2, FEW),
         pytest.param(True, 1, FEW + MORE, marks=pytest.mark.soak),
-        pytest.param(True, 2, FEW, marks=pytest.mark.soak),
+        pytest.param(False, 1, FEW + MORE, marks=pytest.mark.soak),
         pytest.param(False, 2, FEW, marks=pytest.mark.soak),
     ],
 )

@@ -29,7 +29,7 @@ from atoll.hub.decisions import Decisions
 from atoll.hub.records import AnyRecord, Came, Died, InRing, Knows, Left, decode_record, encode_record
 from atoll.hub.rings import Rings
 from atoll.tensors.binding import bind_model, specs_of
-from atoll.train import rounds
+from atoll.train import channel, rounds
 from atoll.train.channel import BrokenRingError
 from atoll.train.place import Place
 from atoll.train.reducer import Calls
@@ -143,6 +143,9 @@ class Channel:
         except BrokenRingError:
             self.abandon()
             raise
+
+    gather = channel.Channel.gather
+    sends = channel.Channel.sends
 
     def sum(self, tensor: Tensor) -> Work:
         return self.reduce(tensor, dist.ReduceOp.SUM)

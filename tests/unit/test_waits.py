@@ -99,6 +99,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
+    ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
@@ -163,6 +164,9 @@ REVIEWED: dict[str, str] = {
     "train/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
     "train/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))": _SLICES,
     "train/channel.py: Channel._watch: work.wait()": "the work is over; this gives its error, if it has one",
+    "train/hierarchy.py: _Lane._serve: self.sums.get()": (
+        "the thread that makes a lane's sums waits for the next; `close` and `abandon` end it"
+    ),
     "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
     "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
     "train/ring.py: RingReducer._wait: "

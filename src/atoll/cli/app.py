@@ -68,7 +68,9 @@ def _run(
     ] = None,
     groups: Annotated[
         str | None,
-        typer.Option(metavar="K", help="Groups of workers, for strategy ps-hra; auto: as many as are best."),
+        typer.Option(
+            metavar="K", help="Groups of workers, for ps-hra and hierarchical; auto: as many as are best."
+        ),
     ] = None,
     group_by: Annotated[
         str | None, typer.Option(metavar="HOW", help="What groups are made by: speed, site, joint or auto.")

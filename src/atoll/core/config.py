@@ -27,6 +27,7 @@ RUN_VARIABLE = "ATOLL_RUN"  # the run's name; hub, shards and workers must have 
 RANK_VARIABLE = "ATOLL_RANK"  # the rank that this worker wishes for
 SITE_VARIABLE = "ATOLL_SITE"  # the site that this worker is at, where the run has sites
 # What a lab tells its workers (docs/lab.md):
+LAB_SITE_VARIABLE = "ATOLL_LAB_SITE"  # the name of its site
 SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on a slower device
 LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
@@ -48,7 +49,7 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
     shards: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1  # of the parameter server
     sites: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # whose workers aggregate first; 0: no sites
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0  # of each worker that is killed by a signal
-    elastic: bool = False  # strategy ring: a hub, and each worker a launch of its own, which may die alone
+    elastic: bool = False  # of a ring: a hub, and each worker a launch of its own, which may die alone
     directory: str = ""  # empty: `atoll run` makes one under runs/, other starts keep no records
 
 
@@ -125,6 +126,15 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def probe_seconds(self) -> float:
         return parse_seconds(self.groups.patience)
+
+
+def check_groups(count: int, workers: int) -> None:
+    """Raise ConfigError where so many workers cannot be put into `count` groups (0: as many as are best)."""
+    if count > workers:
+        raise ConfigError(
+            f"groups.count (--groups): {count} groups for {workers} worker{'s' * (workers > 1)}: each has at "
+            f"least one, so give 1 to {workers}, or leave it out for as many as are best"
+        )
 
 
 def load_config(

@@ -46,6 +46,9 @@ POINTS: dict[str, str] = {
     "ring.stepped": "the iteration's step is made",
     "ring.broken": "this worker is about to tell the hub that the ring broke, or admits newcomers",
     "ring.formed": "this worker's channels of a ring that goes on stand",
+    # Those of a hierarchy have no iteration:
+    "hierarchy.inside": "this worker holds a message's sum over its group, and the leaders' is to come",
+    "hierarchy.between": "this leader holds the sum over all groups, and its group does not",
     "enter.arrived": "a worker that comes late has told the log that it takes part",
     "enter.member": "it is a member of the next iteration and has the parameters, and asks for the rest",
     "enter.giving": "a living worker is about to give it the rest",

@@ -24,6 +24,7 @@ from atoll.core.config import (
     HUB_VARIABLE,
     KEYS_VARIABLE,
     LAB_JOURNALS_VARIABLE,
+    LAB_SITE_VARIABLE,
     LAB_WORKER_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
@@ -173,7 +174,7 @@ class Inside:
 
     def _environment_of(self, worker: Worker) -> dict[str, str]:
         environment = {
-            "ATOLL_LAB_SITE": worker.site.name,
+            LAB_SITE_VARIABLE: worker.site.name,
             "ATOLL_LAB_ADDRESS": worker.site.address,
             LAB_WORKER_VARIABLE: str(worker.number),
         }

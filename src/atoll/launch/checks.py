@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from atoll.core.config import GROUPED, SERVED, Config
+from atoll.core.config import GROUPED, SERVED, Config, check_groups
 from atoll.core.errors import UserError
 from atoll.hub.main import check_counts
 
@@ -13,7 +13,7 @@ def check_run(config: Config) -> None:
     """Raise UserError for keys that are right each by itself, and no run together: sites that cannot be
     started, restarts that cannot be."""
     run = config.run
-    if run.restarts and run.strategy == "ring" and not run.elastic:
+    if run.restarts and run.strategy in ("ring", "hierarchical") and not run.elastic:
         raise UserError(
             f"run.restarts: {run.restarts} restarts of a worker go with run.elastic = true (or strategy "
             "'server'), where each worker is a launch of its own"
@@ -48,8 +48,4 @@ def _check_groups(config: Config) -> None:
             f"groups.count (--groups): {count} groups go with run.strategy "
             f"{' or '.join(map(repr, GROUPED))}, not {run.strategy!r}"
         )
-    if count > run.workers:
-        raise UserError(
-            f"groups.count (--groups): {count} groups for {run.workers} workers: each has at least one, so "
-            f"give 1 to {run.workers}, or leave it out for as many as are best"
-        )
+    check_groups(count, run.workers)

@@ -94,9 +94,14 @@ def arrays(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Array]:
     return {name: tensor.detach().clone().numpy() for name, tensor in tensors}
 
 
-def train_atoll(place: Place, case: Case) -> Trajectory:
-    """The case as a user writes it, on one of its workers."""
-    config = Config(chunks=Chunks(size=case.chunk_size), sync=Sync(timeout="60s"))
+def train_atoll(place: Place, case: Case, groups: int | None = None) -> Trajectory:
+    """The case as a user writes it, on one of its workers; with `groups`, under strategy `hierarchical`."""
+    config = Config(
+        run=Run(strategy="ring" if groups is None else "hierarchical"),
+        chunks=Chunks(size=case.chunk_size),
+        sync=Sync(timeout="60s"),
+        groups=Groups(count=groups or 0),
+    )
     with atoll.join(config, place=place) as session:
         return _train(session, place.rank, case)
 

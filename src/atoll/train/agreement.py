@@ -42,7 +42,7 @@ def describe(
     # What a worker keeps for itself (where records go) may differ; what changes the computation may not.
     configuration = {
         f"{section}.{key}": str(value)
-        for section in ("chunks", "sync")
+        for section in ("chunks", "sync", "groups")
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
     return Description(parameters, buffers, settings, configuration)

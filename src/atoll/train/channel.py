@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ _EXPLAIN_SECONDS = 2.0  # how long a late worker waits to learn who else is late
 _END_SECONDS = 2.0  # for a group that does nothing more to end
 _LAST_SECONDS = 10.0  # for all groups to have ended, before the process may
 
-_ending: list[threading.Thread] = []  # those in which groups end
+_ending: list[threading.Thread] = []  # those in which groups end, or were used
 
 
 @atexit.register
@@ -41,6 +41,21 @@ def _wait_for_ends() -> None:
     until = time.monotonic() + _LAST_SECONDS
     for thread in _ending:
         thread.join(max(0.0, until - time.monotonic()))
+
+
+def see_off(thread: threading.Thread, seconds: float) -> None:
+    """Wait for a thread that uses a group to end, and at the end of the process for longer."""
+    thread.join(seconds)
+    _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
+
+
+class Pending(Protocol):
+    """A collective under way: c10d's Work, or what stands for several of them."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Raises RuntimeError when it has failed, or is not over in time."""
 
 
 class BrokenRingError(PeerLostError):
@@ -140,9 +155,14 @@ class Channel:
         if self.place.watch is not None:
             self.place.watch()
 
-    def sum(self, tensor: Tensor) -> Work:
+    def sum(self, tensor: Tensor) -> Pending:
         """Begin to replace `tensor`, on every worker, by the sum over workers."""
         return self._begin("allreduce", [tensor], dist.AllreduceOptions())
+
+    def sends(self, size: int) -> int:
+        """The bytes that this worker sends in a sum of `size` bytes: a ring sends each on 2 (n - 1) / n
+        times."""
+        return 2 * (self.place.world - 1) * size // self.place.world
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Work:
         """Begin to replace `tensor`, on every worker, by its sum, minimum or maximum over workers."""
@@ -162,11 +182,21 @@ class Channel:
         parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
         return parts, self._begin("allgather", [parts], [tensor])
 
+    def gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Each worker's bytes, in order of rank; on the CPU. Waits as `wait` does."""
+        sizes, work = self.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
+        self.wait(work, what)
+        padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        parts, work = self.all_gather(padded)
+        self.wait(work, what)
+        return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+
     def _begin(self, collective: str, *arguments: Any) -> Work:
         with self._explained(f"its {collective} to begin"):
             return cast(Work, getattr(self._group, collective)(*arguments))
 
-    def wait(self, work: Work, what: str) -> float:
+    def wait(self, work: Pending, what: str) -> float:
         """Wait for `work`; returns the seconds that it took.
 
         Raises DeadlineError with the workers that did not come, or PeerLostError when one is gone. `what`
@@ -184,7 +214,7 @@ class Channel:
         self.seconds_waited += waited
         return waited
 
-    def _watch(self, work: Work, until: float) -> None:
+    def _watch(self, work: Pending, until: float) -> None:
         """Wait in slices; a wait that passes its time leaves Gloo's work alive."""
         while True:
             try:
@@ -198,7 +228,7 @@ class Channel:
             if time.monotonic() > until:
                 raise RuntimeError("timed out")
 
-    def _poll(self, work: Work) -> None:
+    def _poll(self, work: Pending) -> None:
         """NCCL's `wait` only orders streams; this waits for the work itself, up to the deadline."""
         until = time.monotonic() + self.timeout
         while not work.is_completed():
@@ -228,8 +258,7 @@ class Channel:
         if held[0] is not None and self.place.watch is not None:
             thread = threading.Thread(target=held.clear, name="atoll-end-of-ring", daemon=True)
             thread.start()
-            thread.join(seconds)
-            _ending[:] = [each for each in (*_ending, thread) if each.is_alive()]
+            see_off(thread, seconds)
 
     def _explained(self, what: str) -> _Explained:
         return _Explained(self, what)

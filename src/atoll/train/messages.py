@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Work
 
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.channel import Pending
 
 _ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused optimizers begin
 
@@ -118,7 +118,7 @@ class Message:
         ]
         self.dirty = False  # a gradient came after it had left
         self.sent = False
-        self.work: Work | None = None
+        self.work: Pending | None = None
 
     @property
     def ready(self) -> bool:

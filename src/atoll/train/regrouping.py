@@ -99,6 +99,7 @@ class Parts:
     samplers: list[LeasedSampler]
     leases: Leases
     exchange: Callable[[], GroupReducer]
+    arrive: Callable[[str], None]  # wait until the shards know a new contributor
 
 
 class Regrouping:
@@ -147,7 +148,8 @@ class Regrouping:
         meeting = parts.workers.next_meeting
         shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
         who = f"group {grouped.contributor}"
-        shards.settle(f"word that {who} has arrived", ARRIVING)
+        parts.arrive(f"the shards' word that they know {who}")
+        shards.answered(ARRIVING)
         self.contributor = grouped.contributor
         points.reach("group.arrived", parts.state.iteration)
         # Under bsp the group's first iteration begins when the hub has heard this from all groups.

@@ -101,12 +101,8 @@ class RingReducer(SendingReducer):
             message.work = self._ring.data.sum(flat)
         except BrokenRingError:  # within backward nothing can be done about it; `reduce` finds no work
             message.work = None
-        self._count(flat.numel() * flat.element_size())
+        self.bytes_sent += self._ring.data.sends(flat.numel() * flat.element_size())
         points.reach("ring.sent", self.steps)
-
-    def _count(self, size: int) -> None:
-        """A ring sends each byte on 2 (n - 1) / n times."""
-        self.bytes_sent += 2 * (self._ring.world - 1) * size // self._ring.world
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -212,7 +208,7 @@ class RingReducer(SendingReducer):
             vector = torch.tensor(self._said(own), dtype=torch.float64)
             work = ring.agreement.sum(vector)
             ring.agreement.wait(work, f"the agreement on iteration {self.steps}")
-            self._count(vector.numel() * 8)
+            self.bytes_sent += ring.agreement.sends(vector.numel() * 8)
             summed = vector.tolist()
         slots = [len(chunk.bound.parameters) for chunk in self._gradients_in_order()]
         agreement = Agreement(summed, len(self._order), slots)

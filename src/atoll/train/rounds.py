@@ -20,6 +20,7 @@ from atoll.core import points
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.train.channel import BrokenRingError, Channel
 from atoll.train.confirmation import Confirmations
+from atoll.train.hierarchy import Hierarchy
 from atoll.train.place import Place
 from atoll.train.solo import SoloChannel
 from atoll.wire.messages import Reformed
@@ -105,18 +106,25 @@ class Ring:
     workers tell one another outside iterations (both on the CPU).
 
     With a `member`, it goes on when it breaks: `place` and all channels are then new, `generation` is one
-    higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`.
+    higher, `state` and `told` hear of it. A worker that came late is alone (`outside`) until `enter`. With a
+    `hierarchy`, `data` sums group by group.
     Raises DeadlineError when the other workers do not come within `timeout` seconds.
     """
 
     def __init__(
-        self, place: Place, device: torch.device, timeout: float, member: Member | None = None
+        self,
+        place: Place,
+        device: torch.device,
+        timeout: float,
+        member: Member | None = None,
+        hierarchy: Hierarchy | None = None,
     ) -> None:
         self.place, self.generation = place, 0
         self.state: State | None = None
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
         self.outside = member is not None and member.late
         self._device, self._timeout, self._member = device, timeout, member
+        self._hierarchy = hierarchy
         self._fresh = self.outside  # it has no state yet
         self._number = 0  # of the round that is made now, or next
         self._holds = False  # all of its result
@@ -376,9 +384,13 @@ class Ring:
             return
         opened: list[Channel] = []
         try:
-            for purpose, device in (("session", _CPU), ("ring", self._device), ("agreement", _CPU)):
-                if purpose != "agreement" or self._device.type != "cpu":
-                    opened.append(Channel(place, purpose, timeout, device))
+            opened.append(Channel(place, "session", timeout, _CPU))
+            if self._hierarchy is None:
+                opened.append(Channel(place, "ring", timeout, self._device))
+            else:
+                opened.append(self._hierarchy.open(opened[0], self._device))
+            if self._device.type != "cpu":
+                opened.append(Channel(place, "agreement", timeout, _CPU))
             session, data = opened[:2]
             agreement = opened[2] if len(opened) > 2 else data
             confirmations = Confirmations(agreement) if self._member is not None else None

@@ -51,7 +51,14 @@ def enter(config: Config) -> Service | HubRing:
     hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
     hub.tell = print_warning
     try:
-        welcome = hub.join(_wish(), os.environ.get(SITE_VARIABLE, ""))
+        # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
+        site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
+        welcome = hub.join(_wish(), site)
+        if welcome.shards and config.run.strategy == "hierarchical":
+            raise ConfigError(
+                f"strategy 'hierarchical' is a ring's, and the run at {address} has shards: set run.strategy "
+                "to server, or start the hub with --shards 0"
+            )
         if welcome.shards:
             return Service(config, hub, address, keys, keeps_memory=kept)
         if config.run.strategy in SERVED:

@@ -33,6 +33,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
+from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
 from atoll.observe.recorder import Recorder
@@ -42,6 +43,7 @@ from atoll.train.backward import BackwardEnd
 from atoll.train.entering import Entrance, ServedEntrance
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.groupworkers import GroupWorkers
+from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.pace import Pace
 from atoll.train.place import Place
@@ -115,6 +117,7 @@ class Session:
         self._closed = False
         self._bus = events.EventBus()
         timeout = config.timeout_seconds
+        self._hierarchy = self._make_hierarchy()
         self._ring = self._make_ring(timeout)
         self._group_ring: Ring | None = None  # strategy ps-hra: of this worker's group
         if service is not None and service.ring is not None:
@@ -143,6 +146,7 @@ class Session:
             strategy=config.run.strategy,
             device=str(self.device),
             pid=os.getpid(),
+            groups=1 if self._hierarchy is None else self._hierarchy.groups,
         )
         if service.keeps_memory if service is not None else self._keeps_memory():
             self._decided(
@@ -159,6 +163,7 @@ class Session:
             )
         if service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+            self._tell_of_groups()
             self._tell_of_confirmations()
         else:
             service.warn = self._warn
@@ -189,7 +194,7 @@ class Session:
 
     @property
     def group(self) -> Group:
-        """This worker's group; under `ring` there is one."""
+        """This worker's group; under `ring` there is one. Like the rank, it changes with the members."""
         if self._regrouping is not None and self._group_ring is not None:
             groups = self._regrouping.contributors
             own = self._regrouping.contributor
@@ -199,6 +204,8 @@ class Session:
                 rank=self._group_ring.rank,
                 size=self._group_ring.world,
             )
+        if self._hierarchy is not None and self._hierarchy.arranged is not None:
+            return Group(*self._hierarchy.arranged.place_of(self._place.rank))
         return Group(index=0, count=1, rank=self.rank, size=self.world)
 
     @property
@@ -573,6 +580,7 @@ class Session:
             samplers=service.samplers,
             leases=self._leases,
             exchange=lambda: grouped.exchange,
+            arrive=grouped.arrive,
         )
         self._regrouping = Regrouping(parts, self._moved)
         ring.state, ring.told = GroupState(self._state), self._group_changed
@@ -600,13 +608,29 @@ class Session:
     def _make_ring(self, timeout: float) -> Ring | None:
         place, member = self._first_place, self._member
         if isinstance(member, HubRing):
-            return Ring(place, self.device, timeout, member)
-        return Ring(place, self.device, timeout) if place.store else None
+            return Ring(place, self.device, timeout, member, self._hierarchy)
+        return Ring(place, self.device, timeout, hierarchy=self._hierarchy) if place.store else None
+
+    def _make_hierarchy(self) -> Hierarchy | None:
+        """How the ring's workers are to be grouped; None: one group. Raises ConfigError for more groups than
+        the run has workers."""
+        if self.config.run.strategy != "hierarchical":
+            return None
+        late = isinstance(self._member, HubRing) and self._member.late
+        return Hierarchy(self.config.groups.count, None if late else self._first_place.world)
+
+    def _tell_of_groups(self) -> None:
+        """Which workers are in which group, and why."""
+        arranged = self._hierarchy.arranged if self._hierarchy is not None else None
+        if arranged is not None:
+            named = show(arranged.grouping, lambda rank: str(self._place.name_of(rank)))
+            self._decided("groups", named, arranged.reason)
 
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
         if self.is_main:
             self._tell_of_ring(ring, "the ring")
+        self._tell_of_groups()
         self._tell_of_confirmations()
 
     def _group_changed(self, ring: Regrouped) -> None:

@@ -206,16 +206,6 @@ class Shards:
         self.seconds_waited += waited
         return waited
 
-    def settle(self, what: str, until: Hashable) -> None:
-        """Return when the log has taken in all that was sent to it before, which is sent `until` this; `what`
-        is that, in words."""
-        heard: list[AnyMessage] = []
-        self.on(Missing, lambda _shard, message, _payload: heard.append(message))
-        self.send(LOG, WhoIsMissing(), until=until)
-        self.wait(lambda: bool(heard), lambda: [LOG], what)
-        self.on(Missing, _nothing)
-        self.answered(until)
-
     def _take(self, timeout: float) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""
         ready = poll(self._links.clients, timeout)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from atoll.train.channel import Channel
+from atoll.train.channel import Channel, Pending
 from atoll.train.place import Place
 
 _DONE = cast(Work, object())  # what nobody waits for
@@ -41,7 +41,7 @@ class SoloChannel(Channel):
     def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
         return [tensor.clone()], _DONE
 
-    def wait(self, work: Work, what: str) -> float:  # noqa: ARG002
+    def wait(self, work: Pending, what: str) -> float:  # noqa: ARG002
         return 0.0
 
     def close(self) -> None:

@@ -209,6 +209,10 @@ class Grouped(Served):
         assert isinstance(exchange, GroupReducer)
         return exchange
 
+    def arrive(self, what: str) -> None:
+        """As `ServedModel.arrive`."""
+        self._models[0].arrive(what)
+
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         sync = training.config.sync
         kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
@@ -276,16 +280,26 @@ class ServedModel:
         if self._workers.is_first:
             for bound in self._training.chunks:
                 self._bring(bound)
+        self._await_ready(digest, "worker 0's description of the model")
+        if not self._workers.late:
+            self.fetch_parameters()
+
+    def arrive(self, what: str) -> None:
+        """This worker speaks for another contributor, which has its first set-up with this; returns when the
+        shards know it, and the log has taken in all that was said to it before. `what` is waited for."""
+        self._set_ups = 1
+        self._await_ready(self._digest(), what)
+
+    def _await_ready(self, digest: str, what: str) -> None:
+        shards = self._service.shards
         self._ready.clear()
         shards.send_all(Ready(digest=digest, number=self._number), until=SET_UP)
         shards.wait(
             lambda: len(self._ready) == len(shards),
             lambda: [shard for shard in range(len(shards)) if shard not in self._ready],
-            "worker 0's description of the model",
+            what,
         )
         shards.answered(SET_UP)
-        if not self._workers.late:
-            self.fetch_parameters()
 
     def fetch_parameters(self) -> None:
         """Take the parameters with which this worker begins its next iteration."""

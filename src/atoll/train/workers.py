@@ -160,15 +160,7 @@ class Workers:
 
     def _gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         channel = self.channel
-        if channel is None:
-            return [payload]
-        sizes, work = channel.all_gather(torch.tensor([len(payload)], dtype=torch.int64))
-        channel.wait(work, what)
-        padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
-        parts, work = channel.all_gather(padded)
-        channel.wait(work, what)
-        return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+        return [payload] if channel is None else channel.gather(payload, what)
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by worker 0's values; shapes and dtypes are the same everywhere."""
