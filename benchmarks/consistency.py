@@ -127,35 +127,49 @@ class Outcome:
     samples: float
     steps: int
     staleness: float  # the mean over this worker's contributions
+    stalest: float  # the most of them
 
 
-def train(place: Place, address: str, task: str, consistency: Any, seed: int, quick: bool) -> Outcome:
-    """One worker's part."""
+def train(
+    place: Place,
+    address: str,
+    task: str,
+    config: Config,
+    seed: int,
+    quick: bool,
+    speeds: Sequence[float] = (1.0,) * WORKERS,
+) -> Outcome:
+    """One worker's part. At a speed below 1 its iterations are stretched by sleeping, before they contribute.
+    Its learning rate goes by its place in the share of the samples that its speed gives it."""
     it = TASKS[task](seed, quick)
-    sync = Sync(timeout="60s", consistency=consistency, slack=SLACK)
     staleness: list[float] = []
     with (
         served_worker(address, place.rank),
-        atoll.join(Config(run=Run(strategy="server"), sync=sync)) as session,
+        atoll.join(config) as session,
     ):
         session.prepare(it.model, it.optimizer)
         assert session._service is not None
         loader = DataLoader(it.training, it.batch, sampler=session.sampler(it.training, seed=seed))
         steps = it.epochs * len(loader)
-        scheduler = LambdaLR(it.optimizer, lambda step: it.rate(step, step / steps))
-        samples = 0.0
+        speed = speeds[place.rank]
+        pace = sum(speeds) / (speed * WORKERS)  # of its steps to those of an even share
+        scheduler = LambdaLR(it.optimizer, lambda step: it.rate(int(step * pace), step * pace / steps))
+        samples, begun = 0.0, time.monotonic()
         for _ in range(it.epochs):
             for batch in loader:
                 it.loss(it.model, batch).backward()  # type: ignore[no-untyped-call]
                 if it.clip is not None:
                     session.clip_grad_norm_(it.clip)
                 samples += session._state.prepared[0].own_samples
+                spent = time.monotonic() - begun
+                time.sleep((1 / speed - 1) * spent)
+                begun = time.monotonic()
                 it.optimizer.step()
                 staleness.append(session._service.staleness)
                 it.optimizer.zero_grad()
                 scheduler.step()
         fetched = time.monotonic()
-        if consistency != BSP:
+        if config.sync.consistency != BSP:
             fetch_newest(session)
         return Outcome(
             fetched=fetched,
@@ -163,6 +177,7 @@ def train(place: Place, address: str, task: str, consistency: Any, seed: int, qu
             samples=samples,
             steps=session.iteration,
             staleness=sum(staleness) / max(1, session.iteration),
+            stalest=max(staleness, default=0.0),
         )
 
 
@@ -205,18 +220,30 @@ class ConsistencyCase:
         return {**asdict(self), "mean": round(self.mean, 5), "met": self.met}
 
 
+def run_once(
+    pool: WorkerPool,
+    task: str,
+    config: Config,
+    seed: int,
+    quick: bool,
+    speeds: Sequence[float] = (1.0,) * WORKERS,
+) -> list[Outcome]:
+    """One training; what each worker saw of it."""
+    # The hub prints each of its decisions.
+    with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS) as served:
+        arguments = (served.address, task, config, seed, quick, speeds)
+        outcomes: list[Outcome] = pool.run(train, *arguments, world=WORKERS, deadline=DEADLINE)
+    if served.failures:
+        raise SystemExit(f"{task}, {config.sync.consistency}: {served.failures}")
+    return outcomes
+
+
 def run_task(pool: WorkerPool, task: str, seeds: Sequence[int], quick: bool) -> list[ConsistencyCase]:
     found: dict[str, list[list[Outcome]]] = {}
     for consistency in CONSISTENCIES:
-        found[consistency] = []
-        for seed in seeds:
-            # The hub prints each of its decisions.
-            with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS) as served:
-                arguments = (served.address, task, consistency, seed, quick)
-                outcomes = pool.run(train, *arguments, world=WORKERS, deadline=DEADLINE)
-            if served.failures:
-                raise SystemExit(f"{task}, {consistency}: {served.failures}")
-            found[consistency].append(outcomes)
+        sync = Sync(timeout="60s", consistency=consistency, slack=SLACK)  # type: ignore[arg-type]
+        config = Config(run=Run(strategy="server"), sync=sync)
+        found[consistency] = [run_once(pool, task, config, seed, quick) for seed in seeds]
     return [_case(task, consistency, found) for consistency in CONSISTENCIES]
 
 

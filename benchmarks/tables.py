@@ -102,6 +102,35 @@ def _consistency_row(case: Record) -> list[str]:
     return [case["task"], case["consistency"], *numbers, VERDICTS[case["met"]]]
 
 
+def staleness(record: Record) -> str:
+    heads = [
+        "case",
+        "held-out loss",
+        "by seed",
+        "against bsp",
+        "steps",
+        "staleness",
+        "the slowest's",
+        "target",
+    ]
+    return table(heads, [_staleness_row(case) for case in record["cases"]])
+
+
+def _staleness_row(case: Record) -> list[str]:
+    seeds = ", ".join(f"{loss:.4f}" for loss in case["held_out"])
+    steps = "{} to {}".format(*case["steps"])
+    stale = [f"{case[key]:.2f}" for key in ("staleness", "slowest")]
+    return [
+        case["name"],
+        f"{case['mean']:.4f}",
+        seeds,
+        f"{case['off']:+.1%}",
+        steps,
+        *stale,
+        VERDICTS[case["met"]],
+    ]
+
+
 def lab(record: Record) -> str:
     heads = ["what", "asked", "measured", "off by", "allowed", "target"]
     return table(heads, [_lab_row(case) for case in record["cases"]])
@@ -161,6 +190,82 @@ def _peak_row(case: Record) -> list[str]:
     return [*own, *peaks, VERDICTS[case["met"]]]
 
 
+def stragglers(record: Record) -> str:
+    """Samples/s, the time to DDP's loss, and the groups of each contestant's last round."""
+    heads = [
+        "workers",
+        "contestant",
+        "samples/s",
+        "DDP's",
+        "ratio",
+        "least to most",
+        "at most",
+        "start",
+        "DDP's",
+    ]
+    speeds = table([*heads, "target"], [_uneven_row(case) for case in record["cases"]])
+    learnt = [case for case in record["cases"] if "to_loss" in case]
+    heads = [
+        "workers",
+        "contestant",
+        "DDP's held-out loss",
+        "DDP's time",
+        "part of it",
+        "least to most",
+        "target",
+    ]
+    losses = table(heads, [_to_loss_row(case) for case in learnt])
+    heads = [
+        "workers",
+        "contestant",
+        "group",
+        "steps",
+        "staleness",
+        "95 % at most",
+        "most",
+        "computing",
+        "ring",
+    ]
+    heads += ["exchange", "other"]
+    groups = [row for case in record["cases"] for row in _group_rows(case)]
+    return "\n\n".join([speeds, losses, table(heads, groups)])
+
+
+def _uneven_row(case: Record) -> list[str]:
+    it = case["ratio"]
+    speeds = [f"{case['samples_per_second']:.1f}", f"{case['rival_samples_per_second']:.1f}"]
+    ratio = [f"{it['median']:.2f}", f"{it['least']:.2f} to {it['most']:.2f}", f"{case['most']:.2f}"]
+    starts = [f"{case['start']:.1f} s", f"{case['rival_start']:.1f} s"]
+    return [case["name"], case["contestant"], *speeds, *ratio, *starts, VERDICTS[case["met"]]]
+
+
+def _to_loss_row(case: Record) -> list[str]:
+    it = case["to_loss"]
+    losses = f"{min(it['rival_held_out']):.3f} to {max(it['rival_held_out']):.3f}"
+    own = [case["name"], case["contestant"], losses, f"{it['rival_seconds']:.0f} s"]
+    part = it["part"]
+    shown = (
+        ["never", ""]
+        if part is None
+        else [f"{part['median']:.2f}", f"{part['least']:.2f} to {part['most']:.2f}"]
+    )
+    if it["not_reached"]:
+        shown[1] += f" ({it['not_reached']} of {len(it['parts'])} not)"
+    return [*own, *shown, VERDICTS[it["met"]]]
+
+
+def _group_rows(case: Record) -> list[list[str]]:
+    rows, groups = [], case["each"][-1]["groups"]
+    whole = sum(group["seconds"] for group in groups)
+    for group in (group for group in groups if group["seconds"] > 0.1 * whole):  # not those of the probe
+        stale = group.get("staleness") or {}
+        staleness = [f"{stale[key]:g}" if key in stale else "" for key in ("median", "p95", "most")]
+        waits = [group[part] / group["seconds"] for part in ("ring", "exchange", "other")]
+        own = [case["name"], case["contestant"], " ".join(map(str, group["workers"])), str(group["steps"])]
+        rows.append([*own, *staleness, *(f"{part:.0%}" for part in (1 - sum(waits), *waits))])
+    return rows
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -170,10 +275,12 @@ def tables(folder: Path) -> dict[str, str]:
         "memory": memory,
         "server": served,
         "consistency": consistency,
+        "staleness": staleness,
         "lab": lab,
         "survival": survival,
         "readiness": readiness,
         "journal": ratios,
+        "stragglers": stragglers,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

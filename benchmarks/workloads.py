@@ -89,6 +89,7 @@ def fetch_newest(session: atoll.Session) -> None:
     """Put the parameters as the shards have them now into the (only) model of an asynchronous session."""
     exchange = session._state.prepared[0].reducer
     assert isinstance(exchange, Exchange)
+    exchange.before_use()
     exchange.parameters.pull(exchange.steps)
     exchange.parameters.publish()
 

@@ -3,6 +3,7 @@
     python examples/gpt.py                                    # alone
     torchrun --nproc-per-node 2 examples/gpt.py               # two workers, by torch's launcher
     atoll run --workers 2 examples/gpt.py --minutes 3         # two workers, one display, a report
+    atoll run --workers 4 --strategy ps-hra examples/gpt.py --windows 20000  # workers of any speed, in groups
 
 Nothing is downloaded: the text is that of the Python that runs this. It ends with the loss on files
 that training never saw, in bits per byte, what `xz` makes of the same bytes, and a sample.
@@ -114,6 +115,21 @@ class Windows(Dataset[Tensor]):
         return self.text[index * self.context : (index + 1) * self.context + 1].long()
 
 
+class Numbered(Dataset[tuple[int, Tensor]]):
+    """A text's windows, or `count` of them drawn from `seed`; each comes with its place among these."""
+
+    def __init__(self, windows: Windows, count: int | None, seed: int) -> None:
+        self.windows = windows
+        draw = torch.Generator().manual_seed(seed)
+        self.order = torch.randperm(len(windows), generator=draw)[:count] if count else range(len(windows))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> tuple[int, Tensor]:
+        return place, self.windows[int(self.order[place])]
+
+
 def read_text(most: int | None) -> tuple[bytes, bytes]:
     """The standard library's source: what to train on, and what is held out (every HELD_OUT-th file).
 
@@ -132,21 +148,36 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
+def in_step(session: atoll.Session) -> bool:
+    """Whether all workers make the same steps at the same time."""
+    config = session.config
+    return config.run.strategy in ("ring", "hierarchical") or config.sync.consistency == "bsp"
+
+
 @torch.no_grad()
 def evaluate(
-    session: atoll.Session, model: nn.Module, held_out: Windows, batch: int, most: int | None = None
+    session: atoll.Session,
+    model: nn.Module,
+    held_out: Windows,
+    batch: int,
+    most: int | None = None,
+    alone: bool = False,
 ) -> float:
-    """Bits per byte on the held-out windows, or on about `most` of them; the workers share them out."""
+    """Bits per byte on the held-out windows, or on about `most` of them; the workers share them out, unless
+    one does it `alone`."""
     model.eval()
     stride = max(1, len(held_out) // most) if most else 1
-    indices = range(0, len(held_out), stride)[session.rank :: session.world]
+    indices = range(0, len(held_out), stride)
+    if not alone:
+        indices = indices[session.rank :: session.world]
     total, count = 0.0, 0
     for start in range(0, len(indices), batch):
         windows = torch.stack([held_out[i] for i in indices[start : start + batch]]).to(session.device)
         total += loss_of(model, windows).item() * len(windows)
         count += len(windows)
     model.train()
-    return session.reduce(total / max(count, 1), weight=count) / math.log(2)
+    mean = total / max(count, 1)
+    return (mean if alone else session.reduce(mean, weight=count)) / math.log(2)
 
 
 @torch.no_grad()
@@ -174,18 +205,27 @@ def xz_bits_per_byte(train: bytes, held_out: bytes) -> tuple[float, float]:
 
 
 class Progress:
-    """How far the run is, from 0 to 1: by steps if they were given, else by the slowest worker's clock."""
+    """How far the run is, from 0 to 1: by windows or steps if they were given, else by the slowest worker's
+    clock."""
 
-    def __init__(self, session: atoll.Session, steps: int | None, minutes: float) -> None:
-        self.session, self.steps, self.seconds = session, steps, minutes * 60
+    def __init__(self, session: atoll.Session, args: argparse.Namespace) -> None:
+        self.session, self.steps, self.seconds = session, args.steps, args.minutes * 60
+        self.windows, self.batch = args.windows, args.batch
         self.begin = time.monotonic()
         self.part = 0.0
-        if steps:
-            session.expect(steps)
-
-    def after(self, step: int) -> float:
-        """Every worker calls it after every step, and all get the same answer."""
         if self.steps:
+            session.expect(self.steps)
+
+    def after(self, step: int, places: Tensor) -> float:
+        """Every worker calls it after every step, with the places of that step's windows. Where all make the
+        same steps they get the same answer: their learning rates must be the same."""
+        if self.windows:
+            # Windows are given out in order: where workers go on by themselves, the latest says how far.
+            used = step * self.batch * self.session.world if in_step(self.session) else int(places.max()) + 1
+            self.part = max(self.part, used / self.windows)
+            if step % 10 == 0:
+                self.session.expect(max(step, round(step / self.part)))
+        elif self.steps:
             self.part = step / self.steps
         elif step % 10 == 0:
             self.part = self.session.reduce((time.monotonic() - self.begin) / self.seconds, op="max")
@@ -218,24 +258,29 @@ def train(
         fused=True,
     )
     session.prepare(model, optimizer)
-    progress = Progress(session, args.steps, args.minutes)
+    progress = Progress(session, args)
     scheduler = LambdaLR(optimizer, lambda step: rate(step, progress.part, args.warm_up))
-    loader = DataLoader(text, args.batch, sampler=session.sampler(text, seed=args.seed), drop_last=True)
+    data = Numbered(text, args.windows, args.seed)
+    sampler = session.sampler(data, seed=args.seed, shuffle=not args.windows)
+    loader = DataLoader(data, args.batch, sampler=sampler, drop_last=not args.windows)
     session.register(progress=progress)
     session.resume(args.resume or None)  # of a run under way, or else of the checkpoint
-    for windows in itertools.chain.from_iterable(itertools.repeat(loader)):  # epoch after epoch
+    epochs = [loader] if args.windows else itertools.repeat(loader)
+    for places, windows in itertools.chain.from_iterable(epochs):
         loss = loss_of(model, windows.to(session.device))
         loss.backward()
         session.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         session.log(loss=loss, learning_rate=scheduler.get_last_lr()[0])
-        done = progress.after(session.iteration) >= 1
+        done = progress.after(session.iteration, places) >= 1 and not args.windows
         scheduler.step()
         if done:
             break
-        if session.iteration % args.eval_every == 0:
-            session.log(held_out=evaluate(session, model, held_out, args.batch, most=128))
+        alone = not in_step(session)  # then nobody else is at this step
+        if session.iteration % args.eval_every == 0 and (session.is_main or not alone):
+            session.log(held_out=evaluate(session, model, held_out, args.batch, most=128, alone=alone))
+    session.barrier()  # where workers went on by themselves, all have the newest parameters now
     bits = evaluate(session, model, held_out, args.batch)
     session.log(held_out=bits)
     return bits
@@ -264,6 +309,7 @@ def arguments() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="windows in a worker's step")
     add("--minutes", type=float, default=3.0, help="how long to train")
     add("--steps", type=int, help="how many steps to train, in place of --minutes")
+    add("--windows", type=int, help="train on so many windows over all workers, in place of --minutes")
     add("--lr", type=float, default=3e-3)
     add("--warm-up", type=int, default=100, help="steps until the learning rate is full")
     add("--eval-every", type=int, default=200, help="steps between two looks at the held-out text")

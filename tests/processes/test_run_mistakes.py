@@ -59,6 +59,28 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "run.sites: 3 sites for 2 workers: each has at least one",
         ),
         (["run", "--sites", "2", "train.py"], "run.sites: 2 sites go with run.strategy 'server', not 'ring'"),
+        (["run", "--groups", "0", "train.py"], "--groups 0: at least 1 group; or auto"),
+        (["run", "--groups", "-1", "train.py"], "--groups -1: at least 1 group; or auto"),
+        (["run", "--groups", "many", "train.py"], "--groups many: expected int, got 'many'"),
+        (["run", "--group-by", "sped", "train.py"], "--group-by sped: no such choice 'sped'; did you mean"),
+        (
+            ["run", "--strategy", "ps-hra", "--workers", "2", "--groups", "3", "train.py"],
+            "groups.count (--groups): 3 groups for 2 workers: each has at least one, so give 1 to 2",
+        ),
+        (
+            ["run", "--groups", "2", "--workers", "2", "train.py"],
+            "groups.count (--groups): 2 groups go with run.strategy 'hierarchical' or 'ps-hra', not 'ring'",
+        ),
+        (
+            ["run", "--strategy", "ps-hra", "--sites", "1", "train.py"],
+            "run.sites: 1 sites go with run.strategy 'server', not 'ps-hra'",
+        ),
+        (["hub", "--workers", "3", "--groups", "0"], "--groups 0: write a number of groups, from 1; or auto"),
+        (
+            ["hub", "--workers", "3", "--groups", "4"],
+            "--groups 4: from 1 to 3, the number of workers; or auto",
+        ),
+        (["hub", "--workers", "3", "--groups", "2", "--group-by", "link"], "--group-by link: no such choice"),
         (
             ["run", "--replicas", "2", "train.py"],
             "server.replicas (--replicas): 2 processes for each shard go with run.strategy 'server'",

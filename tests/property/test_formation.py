@@ -84,7 +84,7 @@ class World:
             return
         worker = self.workers[rank] = Worker(rank, next(self.lives))
         self.keys.add((rank, worker.life))
-        self.formation.handle_joined(rank, worker.life)
+        self.take(self.formation.handle_joined(rank, worker.life))
 
     def goes(self, rank: int, finished: bool) -> None:
         if rank not in self.workers:
@@ -176,10 +176,8 @@ class World:
         assert key in self.keys
         assert key not in self.fenced, "fenced twice"
         self.fenced.append(key)
-        for worker in self.workers.values():
-            assert empty.contributor not in (worker.contributor, worker.target), (
-                "fenced while it is spoken for"
-            )
+        spoken_for = {each for rank in self.workers for each in self.formation.contributors_of(rank)}
+        assert key not in spoken_for, "fenced while it is spoken for"
 
     def check(self) -> None:
         for worker in self.workers.values():
@@ -241,7 +239,7 @@ def test_in_lock_step_the_old_go_when_nobody_is_on_the_way_any_more(steps: list[
         new, seen = world.fenced[seen:], len(world.fenced)
         moving = [worker for worker in world.workers.values() if worker.target is not None]
         asking = [worker for worker in world.workers.values() if worker.asking is not None]
-        if step[0] in ("dies", "leaves"):
+        if step[0] in ("dies", "leaves", "comes"):
             continue  # whom nobody speaks for is fenced at once: the others may wait for its part
         assert not (new and (moving or asking)), "an old contributor goes while a worker is on its way"
         assert before.isdisjoint(new) or step[0] == "arrives"
@@ -326,3 +324,34 @@ def test_at_the_end_of_a_session_no_group_is_made_anew() -> None:
         world.arrives(rank)
     world.goes(1, True)
     assert world.formation.next_deadline() is None
+
+
+def test_a_group_that_is_given_up_twice_waits_once_to_be_opened_again() -> None:
+    """The same decision comes again while the first one's group forms."""
+    world = World(False)
+    for _ in range(2):
+        world.take(world.formation.handle_decided(world.now, [[0, 1]], "so"))
+    for _ in range(2):
+        world.steps(0)
+        world.passes(PATIENCE)
+    assert len([each for each in world.outcomes if isinstance(each, GivenUp)]) == 2
+    world.passes(20.0)
+    world.steps(0)
+    world.steps(1)
+    assert world.workers[0].target == world.workers[1].target != None  # noqa: E711
+
+
+def test_in_lock_step_a_rank_that_comes_again_while_its_old_self_is_not_fenced_yet() -> None:
+    world = World(True)
+    for rank in range(WORKERS):
+        world.steps(rank)
+    world.take(world.formation.handle_decided(0.0, [[0, 1], [2, 3]], "so"))
+    for rank in range(WORKERS):
+        world.steps(rank)
+    world.arrives(2)
+    assert not world.fenced  # the others are on their way
+    world.goes(2, False)
+    world.comes(2)
+    assert world.fenced == [(2, 3)]
+    settle(world)
+    assert world.fenced.count((2, 3)) == 1

@@ -29,6 +29,16 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert config.sync.nonfinite == "skip"
 
 
+def test_groups_that_meet_at_shards_are_asynchronous_unless_it_is_said(tmp_path: Path) -> None:
+    assert load_config(None, ["run.strategy=server"], {}).sync.consistency == "bsp"
+    grouped = load_config(None, ["run.strategy=ps-hra"], {})
+    assert grouped.sync.consistency == "asp"
+    path = write(tmp_path / "as-used.toml", to_toml(grouped))
+    assert load_config(path, environment={}).sync.consistency == "asp"
+    said = load_config(None, ["sync.consistency=bsp", "run.strategy=ps-hra"], {})
+    assert said.sync.consistency == "bsp"
+
+
 def test_file_here_counts_and_the_variable_counts_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +89,9 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("sync.timeout=0", "--set sync.timeout=0: sync.timeout: must be more than 0"),
         ("hub.patience=0s", "--set hub.patience=0s: hub.patience: must be more than 0"),
         ("hub.patience=soon", "--set hub.patience=soon: hub.patience: 'soon' is not a span of time"),
+        ("sync.compensation=-1", "--set sync.compensation=-1: sync.compensation: expected float"),
+        ("sync.pipeline=2", "--set sync.pipeline=2: sync.pipeline: expected int <= 1, got 2"),
+        ("sync.staleness=wieght", "--set sync.staleness=wieght: sync.staleness: no such choice 'wieght'"),
         ("sync.nonfinite=Skip", "--set sync.nonfinite=Skip: sync.nonfinite: no such choice 'Skip'"),
     ],
 )
@@ -87,6 +100,29 @@ def test_a_wrong_setting_is_one_line_that_names_it(setting: str, said: str) -> N
         load_config(settings=[setting], environment={})
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["sync.pipeline=1"], "sync.pipeline = 1 has a step begin before the one before it is"),
+        (["sync.pipeline=1", "sync.consistency=asp", "sync.lazy=true"], "sync.pipeline = 1 and sync.lazy"),
+        (["sync.pipeline=1", "sync.consistency=ssp", "run.sites=2"], "sync.pipeline = 1 is not for run"),
+        (["sync.compensation=0.1"], "sync.compensation makes up for delay, of which sync.consistency bsp"),
+    ],
+)
+def test_keys_that_are_wrong_together_are_one_line(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=settings, environment={})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_that_are_right_together_in_any_order() -> None:
+    for order in (1, -1):
+        given = ["sync.pipeline=1", "sync.compensation=3", "sync.consistency=asp", "sync.staleness=rate"]
+        sync = load_config(settings=given[::order], environment={}).sync
+        assert (sync.pipeline, sync.compensation, sync.staleness) == (1, 3.0, "rate")
 
 
 @pytest.mark.parametrize(

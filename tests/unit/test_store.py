@@ -556,6 +556,7 @@ def test_a_contribution_is_staged_applied_and_released() -> None:
     apply, release = state.handle_entry(applied(0, 0))
     assert apply == ApplyChunks(
         worker=0,
+        incarnation=1,
         iteration=0,
         chunks={3: (10, b"\1"), 5: (13, b"\1")},
         part=0.5,

@@ -136,6 +136,11 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.connect(address.removeprefix('ipc://'))": _PROBE,
     "net/endpoint.py: _greeting_of: link.recv(10)": _PROBE,
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
+    "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
+    "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
+    "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (
+        _SLICES
+    ),
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",

@@ -38,6 +38,7 @@ GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
+Scaled = Literal["weight", "rate", "none"]
 Uplink = Literal["auto", "leader", "members"]
 
 
@@ -70,6 +71,10 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
     global_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
     lazy: bool = False  # strategy server: a step returns at once; the next forward waits for parameters
     uplink: Uplink = "auto"  # strategy ps-hra: who of a group talks to the shards
+    # ssp, asp: what of a stale contribution is divided by its staleness; of its delay, how much is made up
+    staleness: Scaled = "weight"
+    compensation: Annotated[float, msgspec.Meta(ge=0, lt=1e30)] = 0.0
+    pipeline: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0  # 1: exchanges go on while the next step computes
 
 
 class Server(msgspec.Struct, forbid_unknown_fields=True):
@@ -157,7 +162,29 @@ def load_config(
         config = _convert(table, f"--set {setting}")
     if config.run.strategy == "ps-hra" and "consistency" not in table.get("sync", {}):
         config.sync.consistency = "asp"  # groups that wait for one another need no server between them
+    check_together(config)
     return config
+
+
+def check_together(config: Config) -> None:
+    """Raise ConfigError for keys that are right alone and not together."""
+    sync = config.sync
+    if sync.pipeline and sync.consistency == "bsp":
+        raise ConfigError(
+            "sync.pipeline = 1 has a step begin before the one before it is made, which sync.consistency bsp "
+            "forbids: set it to asp or ssp, or sync.pipeline to 0"
+        )
+    if sync.pipeline and config.run.sites:
+        raise ConfigError("sync.pipeline = 1 is not for run.sites: inside a site it is always bsp")
+    if sync.pipeline and sync.lazy:
+        raise ConfigError(
+            "sync.pipeline = 1 and sync.lazy are two ways not to wait in step(): set one of them alone"
+        )
+    if sync.compensation and sync.consistency == "bsp":
+        raise ConfigError(
+            "sync.compensation makes up for delay, of which sync.consistency bsp has none: set it to asp or "
+            "ssp, or sync.compensation to 0"
+        )
 
 
 def to_toml(config: Config) -> str:
@@ -285,6 +312,7 @@ def _choices(section: str, key: str) -> list[str]:
         "sync.nonfinite": NonFinite,
         "sync.consistency": Consistency,
         "sync.uplink": Uplink,
+        "sync.staleness": Scaled,
         "groups.by": GroupBy,
     }
     kind: Any = kinds.get(f"{section}.{key}")

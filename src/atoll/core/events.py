@@ -68,6 +68,20 @@ class Decided(Event, frozen=True):
     reason: str
 
 
+class Regrouped(Event, frozen=True):
+    """After its `iteration` the worker shares a ring with `workers` (ranks, with its own); to the shards they
+    are `group` together. `grouping` counts the hub's decisions, from 1; `seconds` is how long the move took;
+    `reason` is the decision's, empty where the worker does not know it.
+    """
+
+    iteration: int
+    grouping: int
+    group: int
+    workers: list[int]
+    seconds: float = 0.0
+    reason: str = ""
+
+
 class Skipped(Event, frozen=True):
     """An iteration that no worker applied."""
 
@@ -104,7 +118,9 @@ class Finished(Event, frozen=True):
     iteration: int
 
 
-AnyEvent = Union[Started, Expected, StepDone, Logged, Decided, Skipped, Saved, Warned, Failed, Finished]
+AnyEvent = Union[
+    Started, Expected, StepDone, Logged, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished
+]
 Subscriber = Callable[[AnyEvent], None]
 
 

@@ -131,7 +131,8 @@ class DecisionState:
 
 @dataclass
 class FormationState:
-    """What `Formation` knows, as plain data: times in the caller's seconds, workers by rank."""
+    """What `Formation` knows, as plain data: times in the caller's seconds, workers by rank. `abandoned` are
+    the contributors (number, life) that all have moved from, and that may not be fenced yet."""
 
     grouping: int
     next_number: int
@@ -142,6 +143,7 @@ class FormationState:
     waiting: list[DecisionState]
     again: DecisionState | None
     pause: float
+    abandoned: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Formation:
@@ -198,12 +200,15 @@ class Formation:
 
     # -- who is there -------------------------------------------------------------------------------------
 
-    def handle_joined(self, worker: int, life: int) -> None:
+    def handle_joined(self, worker: int, life: int) -> list[Outcome]:
         """A worker has come: it is a contributor by itself, until it is placed."""
         state = self._state
+        before = [key for key in state.abandoned if key[0] == worker]  # of one that had its rank, and is dead
+        state.abandoned = [key for key in state.abandoned if key[0] != worker]
         state.workers[worker] = WorkerState(life, worker)
         state.contributors[worker] = ContributorState(life, [worker])
         state.next_number = max(state.next_number, worker + 1)
+        return [Empty(*key) for key in before]
 
     def handle_left(self, now: float, worker: int, *, finished: bool = False) -> list[Outcome]:
         """A worker died, or said goodbye (`finished`: at the end of its session): it is left out."""
@@ -221,14 +226,15 @@ class Formation:
             there.over = there.over or finished
             there.lost_since = now
             if not there.members and not there.coming:
-                outcomes.append(self._emptied(number))
+                outcomes.append(Empty(number, state.contributors.pop(number).life))
         for forming in list(state.forming):
             if worker in forming.wanted:
                 forming.wanted.remove(worker)
                 forming.asked.pop(worker, None)
                 outcomes += self._form_if_whole(forming)
         for decision in [*state.waiting, *([state.again] if state.again is not None else [])]:
-            decision.groups = [[each for each in group if each != worker] for group in decision.groups]
+            rests = ([each for each in group if each != worker] for group in decision.groups)
+            decision.groups = [rest for rest in rests if rest]
         return [*outcomes, *self._fence_left()]
 
     def handle_trains(self, worker: int) -> None:
@@ -245,10 +251,7 @@ class Formation:
         decision = DecisionState([sorted(group) for group in Grouping(groups)], reason, now)
         touched = _workers_of(decision)
         state.waiting = [each for each in state.waiting if not _workers_of(each) <= touched]
-        if state.again is not None:
-            state.again.groups = [group for group in state.again.groups if not touched & set(group)]
-            if not state.again.groups:
-                state.again, state.pause = None, FIRST_PAUSE
+        self._forget_again(touched)
         state.waiting.append(decision)
         return self._open_waiting(now)
 
@@ -288,6 +291,9 @@ class Formation:
         old.lost_since = now
         new.coming.remove(worker)
         new.members.append(worker)
+        if not old.members and not old.coming:
+            state.abandoned.append((known.contributor, old.life))
+            del state.contributors[known.contributor]
         known.contributor, known.target = contributor, None
         return [*self._fence_left(), *self._open_waiting(now)]
 
@@ -324,6 +330,7 @@ class Formation:
         for decision in list(state.waiting):
             if self._may_open(decision):
                 state.waiting.remove(decision)
+                self._forget_again(_workers_of(decision))
                 outcomes += self._open(decision)
         if state.again is not None and state.again.due <= now and self._may_open(state.again):
             again, state.again = state.again, None
@@ -333,6 +340,15 @@ class Formation:
                 reason = "a member is gone: what it had leased comes free when those left are another group"
                 outcomes += self._open(DecisionState([list(members)], reason))
         return outcomes
+
+    def _forget_again(self, workers: set[int]) -> None:
+        """What was to be opened once more for some of these has been overtaken."""
+        state = self._state
+        if state.again is None:
+            return
+        state.again.groups = [group for group in state.again.groups if workers.isdisjoint(group)]
+        if not state.again.groups:
+            state.again, state.pause = None, FIRST_PAUSE
 
     def _may_open(self, decision: DecisionState) -> bool:
         return not self._is_busy(_workers_of(decision))
@@ -428,7 +444,7 @@ class Formation:
         for worker in forming.wanted:
             state.workers[worker].given_up = reason
         again = state.again or DecisionState([], "")
-        again.groups.append(list(group))
+        again.groups = [other for other in again.groups if set(other).isdisjoint(group)] + [list(group)]
         again.due = now + state.pause
         again.reason = f"once more: {show(Grouping(again.groups))}"
         state.again = again
@@ -436,18 +452,11 @@ class Formation:
         return [GivenUp(forming.grouping, group, reason, again.due), *stays]
 
     def _fence_left(self) -> list[Outcome]:
-        """Contributors for which nobody speaks; in lock step only when nobody is on the way any more."""
+        """Contributors that all have moved from; in lock step only when nobody is on the way any more."""
         if self._lockstep and not self.settled():
             return []
-        empty = [
-            number
-            for number, there in self._state.contributors.items()
-            if not there.members and not there.coming
-        ]
-        return [self._emptied(number) for number in empty]
-
-    def _emptied(self, number: int) -> Empty:
-        return Empty(number, self._state.contributors.pop(number).life)
+        abandoned, self._state.abandoned = self._state.abandoned, []
+        return [Empty(*key) for key in abandoned]
 
 
 def _workers_of(decision: DecisionState) -> set[int]:

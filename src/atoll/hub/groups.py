@@ -116,7 +116,7 @@ class Groups:
         """A worker has come, which is at `site`, if it says so."""
         self._planner.sites[rank] = site
         if (rank, incarnation) not in self._formation.contributors_of(rank):
-            self._formation.handle_joined(rank, incarnation)
+            self._apply(self._formation.handle_joined(rank, incarnation))
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more."""

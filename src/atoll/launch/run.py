@@ -35,6 +35,7 @@ from atoll.launch.served import ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
+from atoll.observe.groups import group_lines
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -312,6 +313,7 @@ def closing_lines(
     lines += [f"atoll: {line}" for line in losses]
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
+    lines += [f"atoll: {line}" for line in group_lines(summary)]
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
     lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
     return lines

@@ -27,6 +27,7 @@ from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
 from atoll.launch.processes import Standstill, is_stopped, signal_name
 from atoll.launch.tail import last_lines
+from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
@@ -238,7 +239,7 @@ class ServedLaunch:
         return given_up and not failure.traceback
 
     def news(self) -> list[AnyEvent]:
-        """The hub's decisions about faults since the last call."""
+        """The hub's decisions about faults, and about groups, since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -250,8 +251,8 @@ class ServedLaunch:
         if self._stopping:
             return
         for each in self._decisions.take():
-            if self.losses.take(each, self._now()):
-                what = f"hub: {each.what}" if each.what != "hub" else "hub"
+            if self.losses.take(each, self._now()) or each.what == GROUPS:
+                what = each.what if each.what in ("hub", GROUPS) else f"hub: {each.what}"
                 self._news.append(
                     Decided(time=each.time, worker=HUB, what=what, choice=each.choice, reason=each.reason)
                 )

@@ -19,6 +19,7 @@ from atoll.core.events import (
     Expected,
     Failed,
     Finished,
+    Regrouped,
     Saved,
     Skipped,
     Started,
@@ -28,7 +29,7 @@ from atoll.core.events import (
 )
 
 FLUSH_SECONDS = 0.5
-_AT_ONCE = (Started, Expected, Decided, Skipped, Saved, Warned, Failed, Finished)
+_AT_ONCE = (Started, Expected, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished)
 
 
 class Journal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,13 @@ LATE_SECONDS = 0.5  # a session reads what it logged at the first step after so 
 MOST_PENDING = 10_000  # iterations held for a worker that is far behind; then the oldest is written as it is
 
 
-class Line(msgspec.Struct, frozen=True):
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of metrics.jsonl: an iteration, all workers together.
 
     `samples` and `bytes_sent` are sums over the workers; `seconds` (since the step before) is the slowest
     worker's; `waiting` (seconds of it spent blocked on others) is their mean; `values` are what the script
-    logged, weighted means over workers and calls, None where one of them was NaN or infinite.
-    `time` is in seconds since the epoch.
+    logged, weighted means over workers and calls, None where one of them was NaN or infinite. `phases` are
+    the parts of the waiting, where it has some, as means too. `time` is in seconds since the epoch.
     """
 
     iteration: int
@@ -30,6 +30,7 @@ class Line(msgspec.Struct, frozen=True):
     waiting: float
     bytes_sent: int
     values: dict[str, float | None]
+    phases: dict[str, float] = {}
 
 
 class _Mean:
@@ -68,7 +69,13 @@ class _Entry:
             waiting=sum(step.waiting for step in steps) / max(1, len(steps)),
             bytes_sent=sum(step.bytes_sent for step in steps),
             values={name: mean.value for name, mean in self.values.items()},
+            phases=_phases([step.phases for step in steps]),
         )
+
+
+def _phases(of: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for phases in of for name in phases)
+    return {name: sum(phases.get(name, 0.0) for phases in of) / len(of) for name in names}
 
 
 class Merger:

@@ -26,6 +26,7 @@ from atoll.core.events import (
     StepDone,
     Warned,
 )
+from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.metrics import Line, Merger
 from atoll.observe.rundir import RunDirectory
@@ -140,6 +141,7 @@ class Recorder:
         self._workers, self._strategy, self._groups = workers, strategy, 1
         self._writers = list(writers)
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
+        self._grouped = GroupRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -176,6 +178,7 @@ class Recorder:
     def note(self, event: AnyEvent) -> None:
         """Do so with any event that no worker gave, also where it happens again."""
         self._put(event)
+        self._grouped.take(event)
         self._told.append(event)
 
     def status(self) -> Status:
@@ -211,6 +214,7 @@ class Recorder:
 
     def _take(self, event: AnyEvent) -> None:
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
+        self._grouped.take(event)
         for line in self._merger.add(event):
             self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
@@ -272,6 +276,7 @@ class Recorder:
     def _summary(self) -> Summary:
         each = [self._totals[worker] for worker in sorted(self._totals)]
         events = [_plain(event) for event in self._events]
+        groupings, each_group = self._grouped.shown(self._first)
         if self._dropped:
             events.append(
                 {"event": "warned", "message": f"{self._dropped} more events are in {self.run.workers}"}
@@ -288,6 +293,8 @@ class Recorder:
             last=self._last,
             events=events,
             each_worker=each,
+            groupings=groupings,
+            each_group=each_group,
         )
 
 

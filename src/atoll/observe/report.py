@@ -12,13 +12,16 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.observe.metrics import Line, read_lines
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
-from atoll.observe.summary import Summary, read_summary
+from atoll.observe.summary import GroupTotals, Summary, read_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WORKING, WAITING, LOGGED, SMOOTH = "#2a9d8f", "#e9b44c", "#9fb8c8", "#14506b"
+PHASES = {"ring": "#e07a5f", "exchange": "#7d6b9e"}  # parts of the waiting, where a run tells them apart
+_GROUPS = ("#2b6ca3", "#b5651d", "#5a8f4a", "#8a5a9e", "#a33b4f", "#3f8f8f")
 _MOST_PANELS = 3  # logged values that get a panel each: the first logged
+_MOST_GROUPS = 8  # that get a bar each: those in which most time was spent
 _BINS = 120  # of the time axis, at most
 
 
@@ -35,18 +38,24 @@ def draw(run: RunDirectory) -> Path:
     names = _names(lines)[:_MOST_PANELS]
     workers = len(summary.each_worker)
     heights = [2.6] * len(names) + [1.9, 0.7 + 0.32 * workers]
+    if summary.each_group:
+        heights += [0.7 + 0.32 * workers, 0.7 + 0.32 * len(_largest(summary))]
     figure = Figure(
         figsize=(9, sum(heights) + 0.8), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
     )
     FigureCanvasAgg(figure)
     figure.suptitle(_title(run, summary), x=0.015, ha="left", fontsize=11, parse_math=False)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    steps, each_worker, *grouped = panels[len(names) :]
     for panel, name in zip(panels, names, strict=False):
         _draw_values(panel, name, lines)
-        panel.sharex(panels[-2])
+        panel.sharex(steps)
         panel.tick_params(labelbottom=False)
-    _draw_steps(panels[-2], lines)
-    _draw_workers(panels[-1], summary)
+    _draw_steps(steps, lines)
+    _draw_workers(each_worker, summary)
+    if grouped:
+        _draw_membership(grouped[0], summary)
+        _draw_groups(grouped[1], summary)
     figure.savefig(run.picture)
     return run.picture
 
@@ -145,12 +154,18 @@ def _draw_steps(panel: Axes, lines: list[Line]) -> None:
     size = max(1, -(-len(timed) // _BINS))
     bins = [timed[start : start + size] for start in range(0, len(timed), size)]
     steps = [part[len(part) // 2].iteration for part in bins]
-    waiting = [1000 * sum(line.waiting for line in part) / len(part) for part in bins]
     whole = [1000 * sum(line.seconds for line in part) / len(part) for part in bins]
+    waiting = [1000 * sum(line.waiting for line in part) / len(part) for part in bins]
     working = [max(0.0, total - wait) for total, wait in zip(whole, waiting, strict=True)]
-    panel.stackplot(
-        steps, working, waiting, colors=[WORKING, WAITING], labels=["working", "waiting for others"]
-    )
+    phases = {
+        name: [1000 * sum(line.phases.get(name, 0.0) for line in part) / len(part) for part in bins]
+        for name in PHASES
+        if any(name in line.phases for line in timed)
+    }
+    rest = [max(0.0, wait - sum(told)) for wait, *told in zip(waiting, *phases.values(), strict=True)]
+    layers = {"working": working, **phases, "waiting for others": rest}
+    colours = {"working": WORKING, **PHASES, "waiting for others": WAITING}
+    panel.stackplot(steps, *layers.values(), colors=[colours[name] for name in layers], labels=list(layers))
     plain(panel)
     panel.set_ylabel("ms a step")
     panel.set_xlabel("iteration")
@@ -158,7 +173,9 @@ def _draw_steps(panel: Axes, lines: list[Line]) -> None:
         panel.set_ylim(
             0, 1.15 * sorted(whole)[int(0.98 * (len(whole) - 1))]
         )  # one long first step hides no other
-        panel.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
+        panel.legend(
+            loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(layers), fontsize=9, frameon=False
+        )
 
 
 def _draw_workers(panel: Axes, summary: Summary) -> None:
@@ -183,3 +200,57 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
     plain(panel)
     panel.grid(visible=False, axis="y")
     panel.set_xlabel("seconds in steps")
+
+
+def _largest(summary: Summary) -> list[GroupTotals]:
+    """The groups in which most time was spent, in order of their beginnings."""
+    most = sorted(summary.each_group, key=lambda group: -group.seconds)[:_MOST_GROUPS]
+    return sorted(most, key=lambda group: (group.since, group.workers))
+
+
+def _draw_membership(panel: Axes, summary: Summary) -> None:
+    """Who was in a group of several when: a row for each worker, a colour for each group."""
+    rows = {totals.worker: row for row, totals in enumerate(summary.each_worker)}
+    several = [group for group in summary.each_group if len(group.workers) > 1]
+    colours = {id(group): _GROUPS[place % len(_GROUPS)] for place, group in enumerate(several)}
+    for group in summary.each_group:
+        for worker in (worker for worker in group.workers if worker in rows):
+            panel.barh(
+                rows[worker], group.until - group.since, left=group.since, height=0.6,
+                color=colours.get(id(group), LOGGED),
+            )  # fmt: skip
+    for grouping in summary.groupings[1:]:
+        panel.axvline(grouping.since, color="black", linewidth=0.7, linestyle=":")
+    panel.set_yticks(list(rows.values()), [f"worker {worker}" for worker in rows])
+    panel.invert_yaxis()
+    plain(panel)
+    panel.grid(visible=False, axis="y")
+    panel.set_xlabel("seconds; a colour for each group, pale: alone, dotted: groups were made")
+
+
+def _draw_groups(panel: Axes, summary: Summary) -> None:
+    """Where the time of each group went, and how stale its contributions were."""
+    groups = _largest(summary)
+    for row, group in enumerate(groups):
+        whole, left = max(group.seconds, 1e-9), 0.0
+        parts = {
+            WORKING: group.computing,
+            PHASES["ring"]: group.ring,
+            PHASES["exchange"]: group.exchange,
+            WAITING: group.other,
+        }
+        for colour, seconds in parts.items():
+            panel.barh(row, 100 * seconds / whole, left=left, color=colour, height=0.6)
+            left += 100 * seconds / whole
+        if (stale := group.staleness) is not None:
+            panel.annotate(
+                f"staleness {stale.median:g}, 95% at most {stale.p95:g}",
+                (left, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9,
+            )  # fmt: skip
+    panel.set_yticks(range(len(groups)), [" ".join(map(str, group.workers)) for group in groups])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 135)  # room for the words
+    panel.set_xticks(range(0, 101, 20))
+    plain(panel)
+    panel.grid(visible=False, axis="y")
+    panel.set_xlabel("% of the steps' time of each group")

@@ -23,14 +23,56 @@ class WorkerTotals(msgspec.Struct):
     bytes_sent: int = 0
 
 
-class Summary(msgspec.Struct):
+class Staleness(msgspec.Struct):
+    """Of a group's contributions, as the shards measured it; in global iterations."""
+
+    median: float
+    p95: float
+    most: float
+    contributions: int  # each member's word of one counts
+
+
+class GroupTotals(msgspec.Struct):
+    """What a group did: workers that shared a ring, or one alone. `since` and `until` are in seconds from the
+    run's start. `seconds` is the time of its members' steps, added up; of that they waited in the `ring`, in
+    the `exchange` between groups, and for `other` things; the rest they computed.
+    """
+
+    group: int
+    workers: list[int]
+    since: float
+    until: float
+    steps: int = 0  # of the member that made most
+    samples: float = 0.0
+    seconds: float = 0.0
+    ring: float = 0.0
+    exchange: float = 0.0
+    other: float = 0.0
+    staleness: Staleness | None = None
+
+    @property
+    def computing(self) -> float:
+        return max(0.0, self.seconds - self.ring - self.exchange - self.other)
+
+
+class GroupingShown(msgspec.Struct):
+    """Who was with whom, from `since` (seconds from the run's start) on, and why. `grouping` counts the hub's
+    decisions; 0: each alone, while speeds are measured."""
+
+    grouping: int
+    since: float
+    groups: list[list[int]]
+    reason: str
+
+
+class Summary(msgspec.Struct, omit_defaults=True):
     """summary.json.
 
     `steps` counts the iterations of this run; `samples` and `bytes_sent` are sums over workers;
     `seconds` is the time from the first worker's start to the last event; `seconds_waiting` is the
     workers' mean of the time spent blocked on others; `last` has the last logged value of each name (null:
     NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
-    plain objects.
+    plain objects. A run whose workers were in groups has `groupings` and `each_group`; others have neither.
     """
 
     strategy: str
@@ -44,6 +86,8 @@ class Summary(msgspec.Struct):
     last: dict[str, float | None]
     events: list[dict[str, Any]]
     each_worker: list[WorkerTotals]
+    groupings: list[GroupingShown] = []
+    each_group: list[GroupTotals] = []
 
     @property
     def samples_per_second(self) -> float:

@@ -144,6 +144,7 @@ class LogKeeper:
             holders,
             IN_FLIGHT,
             self.loose,
+            setup.staleness,
         )
         for worker, incarnation in sorted(self._fenced.items()):
             self._act(self._log.handle_fence(worker, incarnation))

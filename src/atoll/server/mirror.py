@@ -25,7 +25,7 @@ from atoll.net.endpoint import Client
 from atoll.net.keys import Keys
 from atoll.server.journal import Journal
 from atoll.server.links import HubLink
-from atoll.server.model import OPEN, Model
+from atoll.server.model import OPEN, THEN, Model
 from atoll.server.payloads import payload_of
 from atoll.server.recovery import Parts, ShardImage, encode_image
 from atoll.store.records import Told
@@ -354,6 +354,9 @@ class Mirror:
         step = model.own.open_step(chunk)
         for key, flat in (step[0] if step is not None else {}).items():
             self._send(CopyChunk(chunk=chunk, key=OPEN + key), payload_of(flat))
+        origins = model.own.origins
+        for key, flat in (origins.tensors(chunk) if origins is not None else {}).items():
+            self._send(CopyChunk(chunk=chunk, key=THEN + key), payload_of(flat))
         last = CopyChunk(chunk=chunk, slots=slots)
         if step is not None:
             last = msgspec.structs.replace(last, is_open=True, present=step[1], open_slots=step[2])

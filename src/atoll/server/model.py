@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -14,6 +15,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
+from atoll.server.compensation import Origins, compensated
 from atoll.server.logkeeper import IN_FLIGHT
 from atoll.server.optimizer import ShardOptimizer
 from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
@@ -22,11 +24,13 @@ from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Relea
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
 from atoll.store.shard import AnyPull, HeldState, ShardState
+from atoll.store.streams import SCALED
 from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup, run_of
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
-OPEN = "open."  # before the name of a tensor that a step which is open is made again from
+# Before the name of a tensor that an open step is made again from, or that a contributor went on from:
+OPEN, THEN = "open.", "then."
 
 _layouts: msgspec.msgpack.Decoder[ChunkMap] = msgspec.msgpack.Decoder(ChunkMap)
 
@@ -110,14 +114,18 @@ class Model:
 
     def _hold(self, layout: ChunkMap) -> Holder:
         """Make room for the chunks."""
-        return ShardOptimizer(
+        setup = self.setup
+        optimizer = ShardOptimizer(
             layout,
-            self.setup.chunks,
-            self.setup.optimizer,
-            self.setup.hyperparameters,
+            setup.chunks,
+            setup.optimizer,
+            setup.hyperparameters,
             configured=self._configured,
             fused=self._fused,
         )
+        if setup.compensation > 0 and setup.consistency != "bsp":
+            optimizer.origins = Origins(kept=1 + setup.pipeline)
+        return optimizer
 
     @property
     def own(self) -> ShardOptimizer:
@@ -251,16 +259,20 @@ class Model:
         slots: list[dict[str, Any]],
         open_: OpenRecord | None,
     ) -> None:
-        """Take a chunk as the primary has it now. `tensors` are its values (""), its optimizer's state, and
-        under "open." what an open step is made again from. Raises RunError for what does not fit."""
+        """Take a chunk as the primary has it now. `tensors` are its values (""), its optimizer's state, under
+        "open." what an open step is made again from, and under "then." what contributors went on from.
+        Raises RunError for what does not fit."""
         values = tensors.get("")
         if chunk not in self.awaited or values is None or values.nbytes != self.optimizer.nbytes(chunk):
             raise RunError(f"the primary sent a chunk {chunk} that is none of those that are awaited")
         dtype = self.optimizer.dtype(chunk)
         step: dict[str, Tensor] = {}
         elements: dict[str, Tensor] = {}
+        then: dict[str, Tensor] = {}
         for key, payload in tensors.items():
-            if key.startswith(OPEN):
+            if key.startswith(THEN):
+                then[key.removeprefix(THEN)] = tensor_of(payload, dtype)
+            elif key.startswith(OPEN):
                 name = key.removeprefix(OPEN)
                 state = name.removeprefix("state.")
                 of = dtype if state == name else self.own.state_dtype(chunk, state)
@@ -271,6 +283,8 @@ class Model:
         self.own.set_state(chunk, elements, slots)
         if open_ is not None:
             self.own.set_open_step(chunk, step, open_.present, open_.slots)
+        if self.own.origins is not None:
+            self.own.origins.restore(chunk, then)
         self.awaited.discard(chunk)
 
     # -- contributions ------------------------------------------------------------------------------------
@@ -424,14 +438,33 @@ class Model:
                 with _told_of(chunk):
                     self.own.contribute(
                         chunk,
-                        self._gradients(chunk, handle),
+                        self._compensated(action, chunk, self._gradients(chunk, handle)),
                         present,
                         action.part,
                         opens=action.opens,
                         closes=action.closes,
                     )
+                self._goes_on(action, chunk)
             reach("shard.stepped", action.iteration)
             done(chunk)
+
+    def _compensated(self, action: ApplyChunks, chunk: int, gradients: Tensor) -> Tensor:
+        """A contribution's gradients for the parameters that its step is made from."""
+        origins, factor = self.own.origins, self.setup.compensation
+        who, clock = (action.worker, action.incarnation), action.iteration - action.behind
+        then = origins.find(chunk, who, clock) if origins is not None else None
+        if then is None:
+            return gradients
+        return compensated(gradients, self.own.base(chunk, action.opens), then, factor)
+
+    def _goes_on(self, action: ApplyChunks, chunk: int) -> None:
+        """The contributor begins its next iteration with the chunk as it is now."""
+        origins = self.own.origins
+        if origins is None:
+            return
+        origins.forget(chunk, {who for who in origins.contributors(chunk) if self.state.refusal(*who)})
+        who = action.worker, action.incarnation
+        origins.note(chunk, who, action.iteration + 1, self.own.values(chunk))
 
 
 @contextlib.contextmanager
@@ -472,6 +505,10 @@ def _check(setup: Setup, layout: ChunkMap, shard: int) -> Sequence[int]:
     """Raise UserError for a Setup that contradicts itself; returns each trainable chunk's shard."""
     if setup.consistency not in CONSISTENCIES:
         raise UserError(f"no such consistency: {setup.consistency!r} ({', '.join(CONSISTENCIES)})")
+    if setup.staleness not in SCALED:
+        raise UserError(f"no such scaling of what is stale: {setup.staleness!r} ({', '.join(SCALED)})")
+    if not math.isfinite(setup.compensation) or setup.pipeline >= IN_FLIGHT:
+        raise UserError(f"compensation {setup.compensation} or pipeline {setup.pipeline} is out of range")
     if not shard < setup.shards <= _MOST_SHARDS or setup.workers < 1:
         raise UserError(f"shard {shard} of a run of {setup.shards} shards and {setup.workers} workers")
     placed = balance([chunk.nbytes for chunk in layout.trainable], setup.shards)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import PrepareError, UserError
+from atoll.server.compensation import Origins
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
 
@@ -211,6 +212,7 @@ class ShardOptimizer:
         self._class = optimizer_class(optimizer, configured)
         self._groups = [self._settings(group) for group in hyperparameters]
         self._given = [dict(group) for group in hyperparameters]
+        self.origins: Origins | None = None  # what each contributor went on from, where delay is compensated
         self._group_of: dict[int, int] = {}
         self._chunks: dict[int, _HeldChunk] = {}
         kinds: dict[tuple[int, str], _Kind] = {}
@@ -323,6 +325,12 @@ class ShardOptimizer:
     def values(self, chunk: int) -> Tensor:
         """A chunk's parameters where they lie: the next step changes them."""
         return self._chunks[chunk].flat
+
+    def base(self, chunk: int, opens: bool) -> Tensor:
+        """The values that the next contribution's step is made from, where they lie; it `opens` the step or
+        joins the one that is open."""
+        held = self._chunks[chunk]
+        return held.flat if opens or held.open.values is None or not held.open.stepped else held.open.values
 
     def move(self, chunk: int) -> None:
         """Let a chunk lie in new memory: what `values` gave before stays as it is."""

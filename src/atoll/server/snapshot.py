@@ -8,7 +8,8 @@ the disk.
     FOLDER/snapshot-000000000042/          42: the log's sequence; written beside, renamed when whole
         snapshot.json                      what it is of, each chunk's version, checksums, per-slot states
         chunk-7.safetensors                "values" and each element-wise state of the optimizer, and under
-                                           "open." what a step that is open is made again from
+                                           "open." what a step that is open is made again from, and under
+                                           "then." what contributors went on from
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_ten
 
 _VALUES = "values"
 _OPEN = "open."
+_THEN = "then."
 _FILE = "snapshot.json"
 _PARTIAL = ".partial"
 _LOOKS = 10  # at a folder whose snapshots are replaced meanwhile
@@ -222,6 +224,9 @@ class _Taking:
             if step is not None:
                 tensors.update({_OPEN + key: values for key, values in step[0].items()})
                 record = OpenRecord(present=step[1], slots=step[2])
+            origins = self._optimizer.origins
+            if origins is not None:
+                tensors.update({_THEN + key: values for key, values in origins.tensors(chunk).items()})
             self._copies.put(_Copy(chunk, tensors, slots, record))
 
     def abandon(self) -> None:
@@ -311,10 +316,11 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         if not file.is_file() or file.stat().st_size != record.size or checksum_of(file) != record.checksum:
             raise CheckpointError(f"{file}: damaged or missing; the snapshot cannot be used")
         tensors = read_tensors(file)
-        step = {key.removeprefix(_OPEN): tensors.pop(key) for key in list(tensors) if key.startswith(_OPEN)}
+        step, then = _taken_out(tensors, _OPEN), _taken_out(tensors, _THEN)
         values = tensors.pop(_VALUES, None)
         held = optimizer.values(record.chunk)
         of_values = [values] if record.open is None else [values, step.get("values"), step.get("mean")]
+        of_values += then.values()
         if any(v is None or v.shape != held.shape or v.dtype != held.dtype for v in of_values):
             raise CheckpointError(f"{file}: of another model than this shard's")
         assert values is not None
@@ -322,7 +328,14 @@ def restore(snapshot: Path, optimizer: ShardOptimizer) -> Contents:
         optimizer.set_state(record.chunk, tensors, record.slots)
         if record.open is not None:
             optimizer.set_open_step(record.chunk, step, record.open.present, record.open.slots)
+        if optimizer.origins is not None:
+            optimizer.origins.restore(record.chunk, then)
     return contents
+
+
+def _taken_out(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, under the rest of their names; they are `tensors` no more."""
+    return {key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)}
 
 
 def _remove(snapshot: Path) -> None:

@@ -58,6 +58,7 @@ class ApplyChunks:
     """
 
     worker: int
+    incarnation: int
     iteration: int
     chunks: Parts
     part: float
@@ -65,6 +66,7 @@ class ApplyChunks:
     closes: bool
     hyperparameters: Hyperparameters
     staleness: float
+    behind: int = 0
 
 
 @dataclass(frozen=True)

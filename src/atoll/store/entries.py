@@ -61,7 +61,8 @@ class Apply(LogEntry, frozen=True):
     """SSP, ASP: one worker's contribution, to the step that is open.
 
     A step is made with the mean of several: the first `opens` it, the last `closes` it, and with each it is
-    made anew. `part` is this one's share of the weight so far. `staleness` is in global iterations.
+    made anew. `part` is this one's share of the weight so far. `staleness` is in global iterations, and
+    `behind` as in wire's Commit.
     """
 
     worker: Count
@@ -74,6 +75,7 @@ class Apply(LogEntry, frozen=True):
     closes: bool
     staleness: float
     hyperparameters: Hyperparameters
+    behind: Count = 0
 
 
 class Fenced(LogEntry, frozen=True):

@@ -58,8 +58,10 @@ class CommitLog:
         holders: Collection[int] | None = None,
         limit: int = 2,
         loose: bool = False,
+        scaled: str = "weight",
     ) -> None:
-        """`loose`, with BSP: iterations do not wait for a worker that waits in a meeting for the others."""
+        """`loose`, with BSP: iterations do not wait for a worker that waits in a meeting for the others.
+        `scaled`, with SSP and ASP: as in Streams."""
         if consistency not in CONSISTENCIES:
             raise ValueError(f"consistency {consistency!r} is none of {', '.join(CONSISTENCIES)}")
         self.consistency = consistency
@@ -72,7 +74,7 @@ class CommitLog:
         self._rule: Rounds | Streams = (
             Rounds(self._roster, self._stages, steps, loose)
             if consistency == "bsp"
-            else Streams(self._roster, self._stages, steps, limit)
+            else Streams(self._roster, self._stages, steps, limit, scaled)
         )
         self._meetings = Meetings(self._roster)
         self._idle: set[int] = set()

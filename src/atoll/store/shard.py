@@ -360,6 +360,7 @@ class ShardState:
             self.versions[chunk] += 1
         apply = ApplyChunks(
             worker=entry.worker,
+            incarnation=entry.incarnation,
             iteration=entry.iteration,
             chunks=parts,
             part=entry.part,
@@ -367,6 +368,7 @@ class ShardState:
             closes=entry.closes,
             hyperparameters=entry.hyperparameters,
             staleness=entry.staleness,
+            behind=entry.behind,
         )
         return [apply, *_release(parts)]
 

@@ -14,6 +14,8 @@ from atoll.store.stages import Stages
 from atoll.wire import messages
 from atoll.wire.messages import Count
 
+SCALED = ("weight", "rate", "none")
+
 
 class Stream(msgspec.Struct, forbid_unknown_fields=True):
     """One live worker."""
@@ -23,6 +25,7 @@ class Stream(msgspec.Struct, forbid_unknown_fields=True):
     seen: Count  # contributions of all workers that were in the log at its last own one
     pending: dict[int, messages.Commit] = {}
     told: messages.Committed | None = None  # the latest: who has lost it is told the same
+    seen_before: Count = 0  # as `seen`, at the own one before that
 
 
 class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="streams"):
@@ -35,6 +38,7 @@ class StreamsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_weight: float
     step_settings: messages.Hyperparameters
     start: Count
+    scaled: str = "weight"
 
 
 class Streams:
@@ -45,10 +49,14 @@ class Streams:
     far as they are known, which is what its own next contribution, to the next step, is due at.
     """
 
-    def __init__(self, roster: Roster, stages: Stages, steps: int, limit: int) -> None:
+    def __init__(
+        self, roster: Roster, stages: Stages, steps: int, limit: int, scaled: str = "weight"
+    ) -> None:
+        """`scaled` is what of a stale contribution is divided by its staleness: one of SCALED."""
         self._roster = roster
         self._stages = stages
         self._limit = limit
+        self._scaled = scaled
         self._streams: dict[int, Stream] = {}
         self._applied = 0
         self._in_step = 0  # contributions to the open step; 0 where none is open
@@ -66,11 +74,12 @@ class Streams:
             step_weight=self._step_weight,
             step_settings=self._step_settings,
             start=self._start,
+            scaled=self._scaled,
         )
 
     @classmethod
     def restored(cls, state: StreamsState, roster: Roster, stages: Stages) -> Streams:
-        streams = cls(roster, stages, state.start, state.limit)
+        streams = cls(roster, stages, state.start, state.limit, state.scaled)
         streams._streams, streams._applied = _copies(state.streams), state.applied
         streams._in_step, streams._step_weight = state.in_step, state.step_weight
         streams._step_settings = state.step_settings
@@ -116,7 +125,7 @@ class Streams:
         if self._roster.is_quorate():
             start = min((stream.clock for stream in self._streams.values()), default=self._start)
             for worker, incarnation in self._roster.enter():
-                self._streams[worker] = Stream(incarnation, start, self._applied)
+                self._streams[worker] = Stream(incarnation, start, self._applied, seen_before=self._applied)
                 draft.write(
                     Joined(worker=worker, incarnation=incarnation, clock=start),
                     f"worker {worker} joins at iteration {start}, where the slowest live worker is",
@@ -130,8 +139,7 @@ class Streams:
         commit = stream.pending.get(stream.clock)
         if commit is None or self._stages.missing(worker, stream.incarnation, stream.clock):
             return False
-        others = self._applied - stream.seen
-        staleness = max(0.0, others / max(1, len(self._streams) - 1) - 1.0)
+        staleness = self._staleness(stream, commit.behind)
         number, part, enough = self._add(commit, staleness)
         draft.write(
             Apply(
@@ -145,6 +153,7 @@ class Streams:
                 closes=enough,
                 staleness=staleness,
                 hyperparameters=self._step_settings,
+                behind=commit.behind,
             ),
             f"iteration {stream.clock} of worker {worker} is whole, and contribution {number} of "
             f"{len(self._streams)} to a step; its part so far is {part:.3g}, its staleness {staleness:.3g}",
@@ -157,20 +166,34 @@ class Streams:
         self._stages.forget_through(worker, stream.incarnation, stream.clock)
         del stream.pending[stream.clock]
         self._applied += 1
-        stream.clock, stream.seen = stream.clock + 1, self._applied
+        stream.clock += 1
+        stream.seen_before, stream.seen = stream.seen, self._applied
         return True
+
+    def _staleness(self, stream: Stream, behind: int) -> float:
+        """By how many global iterations more than usual the parameters have moved on since those that its
+        next contribution was computed at, which lacked `behind` of its own."""
+        others = self._applied - (stream.seen_before if behind else stream.seen) - behind
+        if len(self._streams) == 1:
+            return max(float(behind), others - 1.0)
+        return max(0.0, others / (len(self._streams) - 1) - 1.0)
 
     def _add(self, commit: messages.Commit, staleness: float) -> tuple[int, float, bool]:
         """Count a contribution to the open step, or to a new one: its number there, its share of the weight
         so far, and whether the step now has enough."""
         if self._in_step >= len(self._streams):  # those whom it waited for are gone
             self._in_step = 0
+        # Up to 1 it is chance, and what is in flight all have: all would count for less.
+        divisor = max(1.0, staleness - commit.behind)
+        weight = commit.weight / divisor if self._scaled == "weight" else commit.weight
+        settings = commit.hyperparameters
+        if self._scaled == "rate":
+            settings = [_slower(group, divisor) for group in settings]
         if self._in_step == 0:
-            self._step_weight, self._step_settings = 0.0, commit.hyperparameters
-        weight = commit.weight / max(1.0, staleness)  # up to 1, it is chance: all would weigh less
+            self._step_weight, self._step_settings = 0.0, settings
         self._step_weight += weight
         part = weight / self._step_weight if self._step_weight > 0 else 0.0
-        self._step_settings = _moved(self._step_settings, commit.hyperparameters, part)
+        self._step_settings = _moved(self._step_settings, settings, part)
         number = self._in_step + 1
         enough = number >= len(self._streams)
         self._in_step = 0 if enough else number
@@ -194,9 +217,22 @@ class Streams:
 
 def _copies(streams: dict[int, Stream]) -> dict[int, Stream]:
     return {
-        worker: Stream(stream.incarnation, stream.clock, stream.seen, dict(stream.pending), stream.told)
+        worker: Stream(
+            stream.incarnation,
+            stream.clock,
+            stream.seen,
+            dict(stream.pending),
+            stream.told,
+            stream.seen_before,
+        )
         for worker, stream in streams.items()
     }
+
+
+def _slower(group: dict[str, Any], divisor: float) -> dict[str, Any]:
+    """A param group with its learning rate divided, if it has one."""
+    rate = group.get("lr")
+    return {**group, "lr": rate / divisor} if divisor > 1 and isinstance(rate, (int, float)) else group
 
 
 def _moved(before: Any, now: Any, part: float) -> Any:

@@ -3,8 +3,8 @@
 Under `bsp` the contribution is committed when backward ends, and `p.grad` then shows the mean over workers;
 `step()` tells the shards to step with it. Under `ssp` and `asp` a contribution is this worker's own until
 `step()` commits it. In both, new parameters are staged as they arrive and published at the end of `step()`
-(`sync.lazy`: at the next forward), so that none changes between forward and backward. Source: S4, "The
-store".
+(`sync.lazy`: at the next forward; `sync.pipeline`: at the end of the next `step()`), so that none changes
+between forward and backward. Source: S4, "The store"; S1, "Beyond the paper".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +82,7 @@ class NewParameters:
         self._publishing = False  # the script waits for it in `step`, or before its forward
         self._asked: int | None = None  # the clock of the pull under way
         self._share = (0, 1)  # which run of each chunk it is for, of how many
+        self._until: tuple[Hashable, ...] = ()  # what its answer ends the sending again of
         self.clock = 0  # of the latest answer: a worker that joins late begins there
         self.staleness = 0.0  # the same answer's
         self._versions = self._seen()
@@ -91,10 +92,22 @@ class NewParameters:
     def on_their_way(self) -> bool:
         return self._asked is not None
 
-    def pull(self, clock: int, newest: bool = False, share: tuple[int, int] = (0, 1)) -> None:
+    @property
+    def have_arrived(self) -> bool:
+        """Whether all that was asked for is here."""
+        return len(self._staged) == len(self._chunks)
+
+    def pull(
+        self,
+        clock: int,
+        newest: bool = False,
+        contribution: Hashable = CONTRIBUTION,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         """Ask for the parameters with which a worker that has committed `clock` iterations goes on; `newest`
-        and `share` (the run, of how many): as wire's Pull has them."""
-        self.expect(clock, share)
+        and `share` (the run, of how many): as wire's Pull has them. `contribution` is what the last of them
+        was sent until."""
+        self.expect(clock, contribution, share)
         shards = self._connection.shards
         for shard in sorted(set(self._connection.shard_of.values())):
             pull = Pull(
@@ -106,10 +119,17 @@ class NewParameters:
             )
             shards.send(shard, pull, until=STEP)
 
-    def expect(self, clock: int, share: tuple[int, int] = (0, 1)) -> None:
+    def expect(
+        self, clock: int, contribution: Hashable = CONTRIBUTION, share: tuple[int, int] = (0, 1)
+    ) -> None:
         """As `pull`, where the contribution before has asked for them."""
         self._staged.clear()
-        self._asked, self._share = clock, share
+        self._asked, self._share, self._until = clock, share, (contribution, STEP)
+
+    def arrive(self) -> None:
+        """Wait for what was asked for, and leave the parameters as they are."""
+        if self._asked is not None:
+            self._wait(self._what)
 
     def publish(self) -> None:
         """Wait for what was asked for and put it into the parameters."""
@@ -121,11 +141,7 @@ class NewParameters:
             self._put(self._chunks[chunk_id], values)
         self._staged = dict.fromkeys(self._staged)
         try:
-            self._connection.shards.wait(
-                lambda: len(self._staged) == len(self._chunks),
-                self._missing,
-                self._what,
-            )
+            self._wait(self._what)
         finally:
             self._publishing = False
         self._done()
@@ -133,9 +149,7 @@ class NewParameters:
 
     def collect(self) -> dict[int, Tensor]:
         """Wait for what was asked for; each chunk's run of it, 1-D, by chunk. Nothing is made of it yet."""
-        self._connection.shards.wait(
-            lambda: len(self._staged) == len(self._chunks), self._missing, self._what
-        )
+        self._wait(self._what)
         values = {chunk_id: values for chunk_id, values in self._staged.items() if values is not None}
         self._done()
         return values
@@ -151,16 +165,17 @@ class NewParameters:
 
     def discard(self) -> None:
         """Wait for what was asked for, where it is known to be what the parameters are."""
-        self._connection.shards.wait(
-            lambda: len(self._staged) == len(self._chunks), self._missing, "word that a step is left out"
-        )
+        self._wait("word that a step is left out")
         self._done()
+
+    def _wait(self, what: str | Callable[[], str]) -> None:
+        self._connection.shards.wait(lambda: self.have_arrived, self._missing, what)
 
     def _done(self) -> None:
         """The parameters are there, so all shards have what they were made of."""
         self._staged.clear()
         self._asked = None
-        for topic in (CONTRIBUTION, STEP):
+        for topic in self._until:
             self._connection.shards.answered(topic)
 
     def check_unchanged(self) -> None:
@@ -241,6 +256,10 @@ class Exchange(Reducer):
         """With `sync.lazy`: what the last step asked for must be there now."""
         self.parameters.publish()
 
+    def before_state(self) -> None:
+        """The optimizer's state is asked for: the step that was made last must be in it."""
+        self.before_use()
+
     def before_step(self) -> None:
         self.before_use()
         self.parameters.check_unchanged()
@@ -284,10 +303,15 @@ class Exchange(Reducer):
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         """The script's `optimizer.step()`: let the shards make it, and ask for the new parameters."""
 
-    def _send_chunk(self, chunk_id: int, flat: Tensor, present: Sequence[bool]) -> None:
+    @property
+    def _contribution(self) -> Hashable:
+        """What this iteration's contribution is sent until."""
+        return CONTRIBUTION
+
+    def _send_chunk(self, chunk_id: int, flat: Tensor, present: Sequence[bool], pull: bool = True) -> None:
         """Push one chunk of this iteration's contribution; `flat` must stay as it is until the answer.
 
-        A shard's last chunk asks for what comes of them all.
+        A shard's last chunk asks for what comes of them all, unless `pull` is false.
         """
         shards, shard = self.connection.shards, self.connection.shard_of[chunk_id]
         self._pushed[shard] += 1
@@ -297,12 +321,12 @@ class Exchange(Reducer):
             chunk=chunk_id,
             chunks_in_all=self._held_by[shard],
             present=bytes(present),
-            pull=self._pushed[shard] == self._held_by[shard],
+            pull=pull and self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat), until=CONTRIBUTION)
+        shards.send(shard, message, bytes_of(flat), until=self._contribution)
         self.bytes_sent += flat.numel() * flat.element_size()
 
-    def _commit(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
+    def _commit(self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0) -> None:
         self.connection.shards.send(
             LOG,
             Commit(
@@ -312,8 +336,9 @@ class Exchange(Reducer):
                 samples=own.samples,
                 hyperparameters=hyperparameters,
                 used=self.connection.used(),
+                behind=behind,
             ),
-            until=CONTRIBUTION,
+            until=self._contribution,
         )
 
 
@@ -516,14 +541,25 @@ class MeanExchange(SendingReducer, MeanSteps):
 
 
 class AsyncExchange(Exchange):
-    """ssp and asp: gradients are this worker's own, and edits act on its own contribution."""
+    """ssp and asp: gradients are this worker's own, and edits act on its own contribution.
+
+    With `pipeline` 1 an exchange goes on while the next iteration computes: `step` sends this iteration's
+    contribution, and publishes what came of the one before.
+    """
 
     def __init__(
-        self, chunks: Sequence[BoundChunk], connection: Connection, calls: Calls, lazy: bool
+        self,
+        chunks: Sequence[BoundChunk],
+        connection: Connection,
+        calls: Calls,
+        lazy: bool,
+        pipeline: int = 0,
     ) -> None:
         super().__init__(chunks, calls)
         self._connect(connection, lazy)
-        self._outgoing: dict[int, Buffer] = {}  # by chunk, for gradients that cannot be sent as they are
+        self._pipelined = pipeline > 0
+        # By chunk and turn, for gradients that cannot be sent as they are:
+        self._outgoing: dict[tuple[int, int], Buffer] = {}
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
         # A backward whose forward was not called is seen by its gradients alone: see `_check_forward`.
         watched = [parameter for bound in chunks if lazy for parameter in bound.parameters]
@@ -538,9 +574,27 @@ class AsyncExchange(Exchange):
         super().close()
         self._outgoing.clear()
 
+    def settle(self) -> None:
+        """Wait for the exchange in flight; what came of it is published in its time."""
+        self.parameters.arrive()
+
+    def before_state(self) -> None:
+        if self._pipelined:
+            self.settle()
+        else:
+            super().before_state()
+
+    def before_step(self) -> None:
+        if not self._pipelined:
+            super().before_step()
+            return
+        self.parameters.check_unchanged()
+        Reducer.before_step(self)  # nothing is published before the contribution has left
+
     def reduce(self) -> None:
         """A backward has ended: nothing leaves before `step`."""
-        self._check_forward()
+        if not self._pipelined:
+            self._check_forward()
         self.connection.members.boundary(self.steps)
         self.connection.members.over()
         self._weighed = self._contribute()
@@ -552,22 +606,54 @@ class AsyncExchange(Exchange):
         if self._counted is not None:
             self.connection.members.told(self._counted)
         own = self._weighed if accepted else Contribution(0.0, self._weighed.samples)
-        self._pushed.clear()
-        for bound in self._chunks:
-            present = [own.weight > 0 and parameter.grad is not None for parameter in bound.parameters]
-            flat = None if self._lazy else gradient_as_it_lies(bound, present)
-            self._send_chunk(bound.chunk.id, self._gather(bound, present) if flat is None else flat, present)
+        if self._pipelined:
+            self._step_ahead(own, hyperparameters)
+            return
+        self._contribute_all(own)
         self._commit(own, hyperparameters)
         self.parameters.expect(self.steps + 1)
         if not self._lazy:
             self.parameters.publish()
 
+    def _step_ahead(self, own: Contribution, hyperparameters: Hyperparameters) -> None:
+        """Send this contribution, and end the exchange of the one before, which may have ended already.
+
+        Only then are this one's parameters asked for: a shard keeps one question of each worker.
+        """
+        parameters, behind = self.parameters, int(self.parameters.on_their_way)
+        self.connection.shards.take()
+        if parameters.on_their_way and parameters.have_arrived:
+            parameters.publish()
+        late = parameters.on_their_way
+        self._contribute_all(own, pull=not late)
+        self._commit(own, hyperparameters, behind)
+        if late:
+            parameters.publish()
+            parameters.pull(self.steps + 1, contribution=self._contribution)
+        else:
+            parameters.expect(self.steps + 1, self._contribution)
+
+    @property
+    def _contribution(self) -> Hashable:
+        return (CONTRIBUTION, self.steps) if self._pipelined else CONTRIBUTION  # two may be under way
+
+    def _contribute_all(self, own: Contribution, pull: bool = True) -> None:
+        """Push all chunks; the last of each shard asks for the new parameters if `pull`."""
+        stays = not (self._lazy or self._pipelined)  # else the script goes on before the answer
+        self._pushed.clear()
+        for bound in self._chunks:
+            present = [own.weight > 0 and parameter.grad is not None for parameter in bound.parameters]
+            flat = gradient_as_it_lies(bound, present) if stays else None
+            flat = self._gather(bound, present) if flat is None else flat
+            self._send_chunk(bound.chunk.id, flat, present, pull)
+
     def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
         """A copy of a chunk's gradients, zeros where there are none."""
-        outgoing = self._outgoing.get(bound.chunk.id)
+        place = bound.chunk.id, self.steps % 2 if self._pipelined else 0
+        outgoing = self._outgoing.get(place)
         if outgoing is None:
             memory = bound.flat.new_zeros(bound.chunk.extent)
-            outgoing = self._outgoing[bound.chunk.id] = Buffer(bound.chunk, bound.parameters, memory)
+            outgoing = self._outgoing[place] = Buffer(bound.chunk, bound.parameters, memory)
         for parameter, view, here in zip(bound.parameters, outgoing.views, present, strict=True):
             view.copy_(parameter.grad) if here else view.zero_()  # type: ignore[arg-type]
         return outgoing.flat
@@ -576,7 +662,7 @@ class AsyncExchange(Exchange):
 def gradient_as_it_lies(bound: BoundChunk, present: Sequence[bool]) -> Tensor | None:
     """The gradient of a chunk of one parameter, flat and in place, if it lies as the chunk would have it.
 
-    It must not change before the shard's answer; so not under sync.lazy, where the script goes on at once.
+    It must not change before the shard's answer; so not where the script goes on at once.
     """
     parameter = bound.parameters[0]
     gradient = parameter.grad

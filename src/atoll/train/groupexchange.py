@@ -66,6 +66,7 @@ class Outgoing:
     own: Contribution  # the group's
     used: list[Used]
     hyperparameters: Hyperparameters = field(default_factory=list)
+    behind: int = 0  # exchanges of the group's own that were in flight when it was computed
     sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
 
 
@@ -97,8 +98,10 @@ class GroupReducer(RingReducer, Exchange):
         self._of_group = Contribution(0.0, 0.0)
         self.exchange_seconds = 0.0  # in all
 
+    def before_use(self, *_: object) -> None:
+        """What is on its way is published by all members together, in `step`."""
+
     def reduce(self) -> None:
-        self._check_forward()
         self.connection.members.boundary(self.steps)
         self._own_used = self.connection.used()
         super().reduce()
@@ -181,6 +184,7 @@ class GroupReducer(RingReducer, Exchange):
                 hyperparameters=outgoing.hyperparameters,
                 used=outgoing.used,
                 grouping=self._grouping(),
+                behind=outgoing.behind,
             ),
             until=CONTRIBUTION,
         )
@@ -218,7 +222,7 @@ class GroupExchange(GroupReducer):
     published at the end of that one's step.
     """
 
-    pipeline = False
+    pipeline = 0
     _in_flight: Outgoing | None = None
 
     @torch.no_grad()
@@ -228,12 +232,13 @@ class GroupExchange(GroupReducer):
         if not self.pipeline:
             self._finish(outgoing)
             return
-        self.drain()
+        outgoing.behind = int(self._in_flight is not None)
+        self.settle()
         self._in_flight = outgoing
         self._begin(outgoing, self.uplink.role(outgoing.iteration))
 
     @torch.no_grad()
-    def drain(self) -> None:
+    def settle(self) -> None:
         """Wait for the exchange that is in flight, if one is, and publish what came of it. All members do."""
         outgoing, self._in_flight = self._in_flight, None
         if outgoing is not None:
@@ -241,12 +246,13 @@ class GroupExchange(GroupReducer):
 
     def after_step(self) -> None:
         if self._told:  # nobody leaves a group with an exchange in flight
-            self.drain()
+            self.settle()
         super().after_step()
 
     def refresh(self) -> None:
-        self.drain()
-        super().refresh()
+        self.settle()
+        self.parameters.pull(self.steps, newest=True)
+        self.parameters.publish()
 
     def close(self) -> None:
         """What this member has sent is waited for; the others are not, who may have gone."""
@@ -274,7 +280,7 @@ class GroupExchange(GroupReducer):
             return
         outgoing.sent_in = self._ring.generation
         self._counted = None
-        self.parameters.expect(outgoing.iteration + 1, role.share)
+        self.parameters.expect(outgoing.iteration + 1, share=role.share)
         self.uplink.push(role, outgoing.iteration, outgoing.flats, outgoing.present)
         points.reach("group.pushed", outgoing.iteration)
         if role.leads:

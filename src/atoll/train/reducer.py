@@ -102,6 +102,9 @@ class Reducer:
         """Make ready for the next backward."""
         self._own = None
 
+    def settle(self) -> None:
+        """Wait until what this worker has sent by itself counts."""
+
     def before_step(self) -> None:
         """Send what no backward has sent: all of it came under no_sync, or there is no gradient here."""
         if self.unsent or not self._reduced:

@@ -82,7 +82,9 @@ class Service:
         self, config: Config, hub: HubClient, address: str, keys: Keys | None, *, keeps_memory: bool = False
     ) -> None:
         assert hub.welcome is not None
-        self.keeps_memory, self.site = keeps_memory, os.environ.get(SITE_VARIABLE, "")
+        self.keeps_memory = keeps_memory
+        # In a run without levels a site only says where a worker is, for the hub to make groups by.
+        self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
         self.ring: GroupRing | None = None  # where workers are in groups
         if config.run.strategy == "ps-hra":
             _check_grouped(config, self.site)
@@ -160,8 +162,8 @@ def _check_grouped(config: Config, site: str) -> None:
     """Raise ConfigError for what workers in groups cannot do yet."""
     if site:
         raise ConfigError(
-            f"strategy 'ps-hra' makes groups of its own, and {SITE_VARIABLE} is {site!r}; unset it, or use "
-            "strategy 'server' with sites"
+            f"strategy 'ps-hra' makes groups of its own, and the run has sites, of which this worker is at "
+            f"{site!r}; start the hub without --site, or use strategy 'server'"
         )
     if config.sync.lazy:
         raise ConfigError(

@@ -29,6 +29,7 @@ from atoll.core.config import (
     SERVED,
     SPEED_VARIABLE,
     Config,
+    check_together,
     load_config,
 )
 from atoll.core.errors import ConfigError, PrepareError, UserError
@@ -88,6 +89,7 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     show_errors_as_one_line()
     speed_from()  # a mistake in it is found before anybody is waited for
     config = config if isinstance(config, Config) else load_config(config)
+    check_together(config)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
         if isinstance(member, Service) and member.ring is None:
@@ -394,6 +396,7 @@ class Session:
         Where workers go at their own pace (`ssp`, `asp`), each then has the newest parameters: call it before
         an evaluation.
         """
+        self._settle()
         self._workers.barrier()
         self._strategy.refresh()
 
@@ -432,6 +435,7 @@ class Session:
         """
         self._require_prepared("session.save")
         if not self._strategy.collective:  # when all are here, nothing moves any more
+            self._settle()
             self._workers.barrier("session.save")
             self._strategy.refresh()
         with self._not_computing():
@@ -478,6 +482,7 @@ class Session:
                 "session.load: this worker comes late, and the run is under way; call session.resume(folder) "
                 "in its place"
             )
+        self._settle()
         with self._not_computing():
             self._state.load(path)
             self._strategy.loaded()
@@ -539,6 +544,11 @@ class Session:
 
     # Inside
 
+    def _settle(self) -> None:
+        """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
+        for prepared in self._state.prepared:
+            prepared.reducer.settle()
+
     def _make_strategy(self) -> Strategy:
         if self._service is not None:
             return self._make_served(self._service)
@@ -590,13 +600,15 @@ class Session:
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
         """This worker is in another group, or was told to stay where it is."""
         self._pace.leave_out()
-        if grouped.group and grouped.workers[0] == self._place.name:
-            names = " ".join(map(str, sorted(grouped.workers)))
+        if grouped.group:
             self._emit(
-                events.Decided,
-                what="group",
-                choice=f"group {grouped.contributor}: workers {names}",
-                reason=f"{grouped.reason or 'the hub made groups anew'}; it took {seconds:.2f} s",
+                events.Regrouped,
+                iteration=self._state.iteration + 1,  # it moves at the end of a step that is not counted yet
+                grouping=grouped.grouping,
+                group=grouped.contributor,
+                workers=sorted(grouped.workers),
+                seconds=seconds,
+                reason=grouped.reason,
             )
             reducer = self._state.prepared[0].reducer
             assert isinstance(reducer, GroupReducer)

@@ -208,6 +208,10 @@ class Shards:
         self.seconds_waited += waited
         return waited
 
+    def take(self) -> None:
+        """Hand out what has come, without waiting."""
+        self._take(0.0)
+
     def _take(self, timeout: float) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""
         ready = poll(self._links.clients, timeout)

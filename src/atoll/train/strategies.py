@@ -167,8 +167,9 @@ class Served:
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         sync = training.config.sync
         # Inside a site it is always bsp; `sync.consistency` is between the sites.
-        kind = MeanExchange if sync.consistency == "bsp" or self._service.site else AsyncExchange
-        return kind(training.chunks, connection, training.calls, sync.lazy)
+        if sync.consistency == "bsp" or self._service.site:
+            return MeanExchange(training.chunks, connection, training.calls, sync.lazy)
+        return AsyncExchange(training.chunks, connection, training.calls, sync.lazy, sync.pipeline)
 
     def loaded(self) -> None:
         for model in self._models:
@@ -216,7 +217,7 @@ class Grouped(Served):
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         sync = training.config.sync
         kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
-        return kind(
+        exchange = kind(
             training.chunks,
             self._ring,
             connection,
@@ -226,6 +227,9 @@ class Grouped(Served):
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
         )
+        if isinstance(exchange, GroupExchange):
+            exchange.pipeline = sync.pipeline
+        return exchange
 
     def loaded(self) -> None:
         if self._regrouping().grouping:
@@ -335,12 +339,16 @@ class ServedModel:
             steps=self.exchange.steps,
             first=self._workers.ranks[0],
             number=self._number,
+            staleness=sync.staleness,
+            compensation=sync.compensation,
+            pipeline=sync.pipeline,
         )
 
     def _digest(self) -> str:
         """What must be the same on every worker, so that shards may tell."""
         sync, layout = self._training.config.sync, self._training.chunk_map
-        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack)
+        stale = (sync.staleness, sync.compensation, sync.pipeline)
+        told = (layout, self._kind.__qualname__, sync.consistency, sync.slack, *stale)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _bring(self, bound: BoundChunk) -> None:
@@ -375,7 +383,7 @@ class ServedModel:
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it."""
         shards = self._service.shards
-        self.exchange.before_use()  # the step that was made last is then in the state
+        self.exchange.before_state()
         self._fetched, self._scalars = {}, {}
         self._ended.clear()
         shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)

@@ -32,6 +32,9 @@ class Setup(Message, frozen=True):
     steps: Count = 0  # iterations made before, by the checkpoint that the values come from
     first: Count = 0
     number: Count = 0
+    staleness: Name = "weight"  # asynchronous modes: what of a stale contribution is scaled; "rate", "none"
+    compensation: Annotated[float, Meta(ge=0)] = 0.0  # of its delay: the factor of g * g * (w_now - w_then)
+    pipeline: Count = 0  # the most iterations of a worker's own that are in flight while it computes the next
 
 
 class SetChunk(Message, frozen=True):
@@ -84,6 +87,7 @@ class Commit(Message, frozen=True):
     hyperparameters: Hyperparameters = []  # asynchronous modes: this worker's
     used: list[Used] = []
     grouping: Count = 0  # the hub's latest that the worker, or its group, knows of
+    behind: Count = 0  # iterations of its own that the parameters it was computed at lacked: in flight
 
 
 class Committed(Message, frozen=True):
