@@ -1,9 +1,10 @@
-"""Workers in groups (strategy ps-hra) as processes that are struck at points of their code, and their accounts.
+"""Workers in groups (strategy ps-hra) as processes that are struck at points of their code, and their
+accounts.
 
-Under asp the model counts: it has a parameter for each sample, whose gradient in a batch is 1, and Adam without
-memory takes exactly 1 off in each step in which a gradient is there (`test_survival_soak.py`). Sample 0 is left
-out: batches are filled up with it where a member of a group has fewer than the others. Under
-bsp worker r weighs 2 ** r, so that an iteration's sum of weights says who counted, and plain PyTorch computes the
+Under asp the model counts: it has a parameter for each sample, whose gradient in a batch is 1, and Adam
+without memory takes exactly 1 off in each step in which a gradient is there (`test_survival_soak.py`). Sample
+0 is left out: batches are filled up with it where a member of a group has fewer than the others. Under bsp
+worker r weighs 2 ** r, so that an iteration's sum of weights says who counted, and plain PyTorch computes the
 same from that.
 """
 
@@ -34,13 +35,13 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.groups.chooser import Score
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, ScoreFor
-from atoll.testing.served import served_worker
+from atoll.testing.served import RUN, served_worker
 from atoll.train.groupexchange import GroupMeanExchange, GroupReducer
 from atoll.train.session import Session
 
@@ -58,7 +59,7 @@ _forked.set_forkserver_preload(["mortal_groups", "torch._dynamo"])
 
 
 def settings(groups: Sequence[Sequence[int]], consistency: str, **options: Any) -> GroupingSettings:
-    """A hub's that makes these groups, whatever it measures, and of those who are left what is left of them."""
+    """A hub's that makes these groups, whatever it measures; of those who are left, what is left of them."""
     wanted = Grouping(groups)
 
     def score_for(speeds: Any, _links: Any) -> Any:
@@ -91,6 +92,10 @@ class Fault:
     @property
     def file(self) -> str:
         return f"fired-{self.who}-{self.point}"
+
+    def __str__(self) -> str:
+        leads = {None: "", True: " leads", False: " follows"}[self.leads]
+        return f"{self.who} {self.point}{leads}{f' {self.nth}' if self.nth > 1 else ''}"
 
 
 MOVING = ("group.leaving", "group.formed", "group.ring", "group.arrived", "group.joined")
@@ -142,13 +147,14 @@ class Striker:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker is told: `pause` is by rank, in seconds of each iteration, and may be changed later."""
+    """What a worker is told; `uplink` as sync.uplink."""
 
     address: str
     consistency: str
     uplink: str
     faults: tuple[Fault, ...]
     folder: Path
+    run: str = RUN
 
 
 class Counting(nn.Module):
@@ -278,9 +284,11 @@ def work(who: int, plan: Plan) -> None:
     with (folder / f"{who}.err").open("a") as sys.stderr:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         try:
-            with served_worker(plan.address, who), atoll.join(config) as session:
-                striker.session = session
-                result = SCRIPTS[plan.consistency](session, who, folder)
+            with served_worker(plan.address, who):
+                os.environ[RUN_VARIABLE] = plan.run
+                with atoll.join(config) as session:
+                    striker.session = session
+                    result = SCRIPTS[plan.consistency](session, who, folder)
         except AtollError as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         except BaseException:
@@ -305,6 +313,11 @@ class Case:
     def start(self, who: int) -> None:
         self.processes[who] = _forked.Process(target=work, args=(who, self.plan))  # type: ignore[attr-defined]
         self.processes[who].start()
+
+    def pid(self, who: int) -> int:
+        pid = self.processes[who].pid
+        assert pid is not None
+        return pid
 
     def decisions(self, what: str) -> list[Decision]:
         return [each for each in read_decisions(self.decided) if each.what == what]
@@ -363,7 +376,9 @@ class Case:
 
     def end(self, survivors: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Tell the workers when it is over; what those who live have come to."""
-        key, ahead = ("epoch", EPOCHS_AHEAD) if self.plan.consistency == "asp" else ("iteration", ITERATIONS_AHEAD)
+        key, ahead = (
+            ("epoch", EPOCHS_AHEAD) if self.plan.consistency == "asp" else ("iteration", ITERATIONS_AHEAD)
+        )
         last = max(self.lines(who)[-1][key] for who in survivors) + ahead
         (self.plan.folder / "end.new").write_text(str(last))
         (self.plan.folder / "end.new").rename(self.plan.folder / "end")
@@ -418,7 +433,9 @@ class Case:
             if counted != end:  # one that came back may have been in the next epoch
                 wrong.append(f"sample {sample}: counted {counted} times in {end} epochs")
             if not done[sample] <= counted <= tried[sample]:
-                wrong.append(f"sample {sample}: counted {counted}, done {done[sample]}, tried {tried[sample]}")
+                wrong.append(
+                    f"sample {sample}: counted {counted}, done {done[sample]}, tried {tried[sample]}"
+                )
         assert not wrong, "\n".join(wrong[:10])
 
     def _check_reference(self, results: dict[int, dict[str, Any]]) -> None:
@@ -446,7 +463,9 @@ class Case:
             for who in survivors:
                 after = [line["time"] for line in self.lines(who) if line["time"] > died.time]
                 assert after, f"worker {who} made nothing after {died}"
-                assert after[0] - died.time < GOES_ON, f"worker {who} went on {after[0] - died.time} s after {died}"
+                assert after[0] - died.time < GOES_ON, (
+                    f"worker {who} went on {after[0] - died.time} s after {died}"
+                )
 
 
 def members_of(weight: float) -> list[int]:

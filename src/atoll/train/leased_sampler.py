@@ -22,7 +22,7 @@ GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub 
 # An epoch, and its positions from the second to the third (exclusive). What only fills a batch up, and weighs
 # nothing, is of the epoch below 0 that `_filling` gives.
 Run: TypeAlias = tuple[int, int, int]
-Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs of which some may come back
+Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; those of which some may come back
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
 
@@ -168,8 +168,9 @@ class LeasedSampler(Sampler[int]):
         return self._epoch + self._whole, [*self._pending, *begun]
 
     def go_to(self, members: Sequence[Where]) -> None:
-        """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch before
-        that ends it; what is left of such epochs, or comes back of the one before, is given with the next."""
+        """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch
+        before that ends it; what is left of such epochs, or comes back of the one before, is given with the
+        next."""
         self._target = max(epoch for epoch, _ in members)
         earlier = {epoch for _, epochs in members for epoch in epochs} | {self._target - 1}
         self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
