@@ -10,6 +10,7 @@ same from that.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import hashlib
@@ -296,6 +297,7 @@ def work(who: int, plan: Plan) -> None:
         beside = folder / f"{who}.new"
         beside.write_text(json.dumps(result))
         beside.replace(folder / f"{who}.json")
+        atexit._run_exitfuncs()  # which a forked process does not; the hub waits for this one's goodbye
 
 
 # -- a case ------------------------------------------------------------------------------------------------

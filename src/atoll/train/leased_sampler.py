@@ -22,7 +22,7 @@ GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub 
 # An epoch, and its positions from the second to the third (exclusive). What only fills a batch up, and weighs
 # nothing, is of the epoch below 0 that `_filling` gives.
 Run: TypeAlias = tuple[int, int, int]
-Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; those of which some may come back
+Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs that may not be over
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
 
