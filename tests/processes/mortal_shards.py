@@ -16,6 +16,7 @@ from mortal import DEADLINE, Mortal, begin_life, train_in
 
 from atoll.core import points
 from atoll.core.errors import GivenUpError
+from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
@@ -78,9 +79,10 @@ class MortalRun(Mortal[Kill]):
         pause: float = 0.0,
         replicas: int = 1,
         patience: float = 10.0,
+        grouping: GroupingSettings | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(folder, workers, shards, kills, patience, replicas=replicas)
+        super().__init__(folder, workers, shards, kills, patience, replicas=replicas, grouping=grouping)
         self._replicas, self._pause, self._options = replicas, pause, options
         self.restarts = True  # of shards that are killed
         self._places = {name_of(shard, half): shard for half in range(replicas) for shard in range(shards)}

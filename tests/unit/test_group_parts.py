@@ -160,9 +160,9 @@ class Blocks:
     ) -> Leased:
         self.asked.append((contributor, block))
         if block not in self.blocks:
-            return Leased(sampler=sampler, epoch=epoch, start=0, stop=0, over=True)
+            return Leased(sampler=sampler, epoch=epoch, start=0, stop=0, over=True, block=block)
         start, stop, _, longest = self.blocks[block]
-        return Leased(sampler=sampler, epoch=epoch, start=start, stop=stop, length=longest)
+        return Leased(sampler=sampler, epoch=epoch, start=start, stop=stop, length=longest, block=block)
 
 
 def test_a_member_with_fewer_samples_makes_as_many_batches_and_weighs_less() -> None:

@@ -91,7 +91,7 @@ class Stepper:
         run = model.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
-                self._send_mean(peer, chunk, pull.share, run)
+                self._send_mean(peer, chunk, pull, run)
                 reach("shard.answered", pull.iteration)
             return
         self._peers.send(
@@ -102,12 +102,13 @@ class Stepper:
                 version=model.state.versions[chunk],
                 staleness=model.state.staleness_of(worker),
                 share=pull.share,
+                shares=pull.shares,
             ),
             model.lend(chunk)[run],
         )
         reach("shard.answered", pull.clock - 1)
 
-    def _send_mean(self, peer: bytes, chunk: int, share: int, run: slice) -> None:
+    def _send_mean(self, peer: bytes, chunk: int, pull: messages.PullMean, run: slice) -> None:
         mean = self._model.mean
         assert mean is not None
         values, present = mean.chunks[chunk]
@@ -119,7 +120,8 @@ class Stepper:
                 present=present,
                 weight=mean.weight,
                 samples=mean.samples,
-                share=share,
+                share=pull.share,
+                shares=pull.shares,
             ),
             payload_of(values)[run],
         )

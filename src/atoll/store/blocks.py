@@ -21,7 +21,8 @@ MOST_BLOCKS = 1024  # of an epoch, that a group's fastest member may be ahead of
 
 @dataclass
 class BlockState:
-    """Positions start to stop, for these members (ranks, ascending), or `over`."""
+    """Positions start to stop, for these members (ranks, ascending), or `over`; or nothing, where one did not
+    wait for more."""
 
     start: int
     stop: int
@@ -97,7 +98,7 @@ class Blocks:
         """None: nothing is free now, but may be later."""
         whole = msgspec.structs.replace(lease, count=lease.count * len(members), number=0)
         leased = self._leases.handle_lease(*key, whole)
-        if leased.start == leased.stop and not leased.over:
+        if leased.start == leased.stop and not leased.over and lease.patient:
             return None
         return BlockState(leased.start, leased.stop, sorted(members), leased.over)
 
@@ -126,6 +127,7 @@ def _part(lease: Lease, block: BlockState, worker: int) -> Leased:
         stop=start + size + (place < more),
         over=block.over,
         length=size + (more > 0),
+        block=lease.block,
     )
 
 

@@ -228,8 +228,8 @@ class NewParameters:
         bound = self._chunks.get(message.chunk)
         if self._asked is None or message.clock < self._asked or bound is None:
             return  # an answer to a pull that was given up
-        if message.share != self._share[0]:
-            return
+        if (message.share, message.shares) != self._share:
+            return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
         values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way

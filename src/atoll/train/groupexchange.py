@@ -406,8 +406,10 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
     def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Mean)
         chunk = self._gradients.get(message.chunk)
-        if message.iteration != self.steps or chunk is None or message.share != self._mean_share[0]:
+        if message.iteration != self.steps or chunk is None:
             return
+        if (message.share, message.shares) != self._mean_share:
+            return  # what this member asked for before another was lost
         # The shard has answered, so what was sent from this memory has been received, and counts.
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
             shards = self.connection.shards

@@ -259,19 +259,21 @@ class HubClient:
         start, pause = time.monotonic(), _ASK_AGAIN[0]
         while True:
             self._asked = time.monotonic()
+            patient = wait is None or self._asked - start < wait
             try:
+                request = msgspec.structs.replace(request, patient=patient)
                 leased = self._lease(request, f"samples of epoch {epoch}")
             finally:
                 self._asked = None
             waited = time.monotonic() - start
-            if leased.over or leased.start < leased.stop or (wait is not None and waited >= wait):
+            if leased.over or leased.start < leased.stop or leased.block or not patient:
                 self.seconds_waited += waited
                 return leased
             if wait is None and waited >= self._timeout:
                 raise DeadlineError(
                     late(self._client, self._timeout, f"samples of epoch {epoch}, which other workers hold")
                 )
-            time.sleep(pause if wait is None else min(pause, wait - waited))
+            time.sleep(pause if wait is None else max(0.0, min(pause, wait - waited)))
             pause = min(2 * pause, _ASK_AGAIN[1])
 
     def _lease(self, request: Lease, what: str) -> Leased:

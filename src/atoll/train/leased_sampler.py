@@ -16,11 +16,13 @@ from atoll.wire.messages import Leased, Used
 
 FIRST_LEASE = 32  # samples, until a batch has been seen
 BATCHES = 2  # in a lease: one in use and one ahead; more makes the others wait longer at the end of an epoch
-_FILLED = -1  # the epoch of a run that only fills a batch up, and weighs nothing
 EPOCHS_KEPT = 4  # epochs behind the current one whose used positions a checkpoint can still name
 GENERATION = 2**20  # what a load adds to the sampler's number, so that the hub begins its epochs anew
 
-Run: TypeAlias = tuple[int, int, int]  # an epoch, and its positions from the second to the third (exclusive)
+# An epoch, and its positions from the second to the third (exclusive). What only fills a batch up, and weighs
+# nothing, is of the epoch below 0 that `_filling` gives.
+Run: TypeAlias = tuple[int, int, int]
+Where: TypeAlias = tuple[int, list[int]]  # the epoch of the samples to come; epochs that may not be over
 Ranges: TypeAlias = dict[int, list[tuple[int, int]]]  # positions of epochs' whole orders
 
 
@@ -79,6 +81,7 @@ class LeasedSampler(Sampler[int]):
         self._held: deque[Run] = deque()  # given and not named by `used`, in the order given
         self._seen: list[Run] = []  # from iterations before: to be named by the next `used`
         self._pending: list[int] = []  # epochs of which something may come back
+        self._target = 0  # the epoch at which its group is: those before it end at once
         self._done: Ranges = {}  # what was used before the load, by epoch
         self._used: Ranges = {}  # what was used here since, likewise
         self._orders: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -145,19 +148,32 @@ class LeasedSampler(Sampler[int]):
         """How many of `count` samples, from the `first` that is held on, only fill up."""
         filled, place = 0, 0
         for epoch, start, stop in self._held:
-            if epoch == _FILLED:
+            if epoch < 0:
                 filled += max(0, min(place + stop - start, first + count) - max(place, first))
             place += stop - start
         return filled
 
     def held(self) -> list[Used]:
         """What this worker was given, or has consumed, and `used` has not named yet."""
-        runs = _merge([*self._seen, *(run for run in self._held if run[0] != _FILLED)])
+        runs = _merge([*self._seen, *(run for run in self._held if run[0] >= 0)])
         return [Used(sampler=self._key, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]
 
     def leave_leased(self) -> None:
         """What is leased and was not given is another's from now on."""
         self._queue.clear()
+
+    def where(self) -> Where:
+        """Where this worker is in its data, for `go_to` of all members of its group."""
+        begun = [] if self._whole else [self._epoch]
+        return self._epoch + self._whole, [*self._pending, *begun]
+
+    def go_to(self, members: Sequence[Where]) -> None:
+        """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch
+        before that ends it; what is left of such epochs, or comes back of the one before, is given with the
+        next."""
+        self._target = max(epoch for epoch, _ in members)
+        earlier = {epoch for _, epochs in members for epoch in epochs} | {self._target - 1}
+        self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
 
     def committed(self) -> None:
         """An iteration is whole: `used` is what says so of its samples."""
@@ -237,6 +253,7 @@ class LeasedSampler(Sampler[int]):
         self._orders.clear()
         self.given = self._consumed = self._reported = 0
         self._begun = self._whole = False
+        self._target = 0
         self._loads += 1  # the hub keeps its books by the sampler's number: they begin anew
         while self._length and _count(self._done.get(self._epoch, [])) == self._length:
             self._epoch += 1
@@ -289,7 +306,7 @@ class LeasedSampler(Sampler[int]):
             self.given += 1
             if self._on_index is not None:
                 self._on_index(self)
-            yield 0 if epoch == _FILLED else int(self._order(epoch)[0][place])
+            yield 0 if epoch < 0 else int(self._order(epoch)[0][place])
 
     def _hold(self, run: Run) -> None:
         if self._held and self._held[-1][0] == run[0] and self._held[-1][2] == run[1]:
@@ -297,7 +314,10 @@ class LeasedSampler(Sampler[int]):
         self._held.append(run)
 
     def _lease_more(self) -> bool:
-        """Put leased positions into the queue; False when this worker's iteration is at its end."""
+        """Put leased positions into the queue; False when this worker's iteration is at its end. Members of a
+        group all ask alike, and are answered alike."""
+        if self._epoch < self._target:
+            return False
         for epoch in list(self._pending):
             if epoch != self._epoch:
                 leased = self._ask(epoch)
@@ -307,7 +327,7 @@ class LeasedSampler(Sampler[int]):
                     self._pending.remove(epoch)
         leased = self._ask(self._epoch)
         # Whoever waits for what this worker holds waits likewise: then the hub tells both that it is over.
-        if self._wait > 0 and not leased.over and leased.start >= leased.stop:
+        if self._wait > 0 and not leased.over and leased.start >= leased.stop and not leased.length:
             leased = self._ask(self._epoch, self._wait)
         if self._take_lease(leased):
             return True
@@ -317,7 +337,7 @@ class LeasedSampler(Sampler[int]):
         return False
 
     def _holds(self, epoch: int) -> bool:
-        return any(run[0] == epoch for run in (*self._held, *self._seen))
+        return any(run[0] in (epoch, _filling(epoch)) for run in (*self._held, *self._seen))
 
     def _ask(self, epoch: int, wait: float = 0.0) -> Leased:
         length = len(self._order(epoch)[0])
@@ -333,7 +353,7 @@ class LeasedSampler(Sampler[int]):
         if leased.start < leased.stop:
             self._queue.append((leased.epoch, leased.start, leased.stop))
         if missing > 0:  # the others of the group have more
-            self._queue.append((_FILLED, 0, missing))
+            self._queue.append((_filling(leased.epoch), 0, missing))
         return bool(self._queue)
 
     def _lease_count(self) -> int:
@@ -359,11 +379,10 @@ class LeasedSampler(Sampler[int]):
         left, the script left it out or counts samples otherwise, and it would come again without end.
         """
         self._seen += self._take_consumed()
-        self._held = deque(run for run in self._held if run[0] != _FILLED)
         left, size = _merge(self._held), sum(stop - start for _, start, stop in self._held)
         self._held.clear()
         if self._whole and size >= max(1, self._batch):
-            self._seen += left
+            self._seen += [run for run in left if run[0] >= 0]
         else:
             self._queue.extendleft(reversed(left))
         self.given = self._consumed = self._reported = 0
@@ -380,7 +399,7 @@ class LeasedSampler(Sampler[int]):
             if cut < stop:
                 self._held.appendleft((epoch, cut, stop))
             count -= cut - start
-        return [run for run in taken if run[0] != _FILLED]
+        return [run for run in taken if run[0] >= 0]
 
     def _order(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The epoch's indices as leased, int64, shape (left,), and their positions in the epoch's whole
@@ -433,11 +452,17 @@ class LeasedBatches(Sampler[list[int]]):
         return -(-len(self.sampler) // self._size())
 
 
+def _filling(epoch: int) -> int:
+    """What stands in a run for an epoch that batches are filled up in."""
+    return -1 - epoch
+
+
 def _merge(runs: Iterable[Run]) -> list[Run]:
     """The runs in their order; one that begins within or right behind the one before is joined to it."""
     merged: list[Run] = []
     for epoch, start, stop in runs:
-        if merged and merged[-1][0] == epoch and merged[-1][1] <= start <= merged[-1][2]:
+        same = bool(merged) and merged[-1][0] == epoch >= 0
+        if same and merged[-1][1] <= start <= merged[-1][2]:
             merged[-1] = (epoch, merged[-1][1], max(stop, merged[-1][2]))
         else:
             merged.append((epoch, start, stop))

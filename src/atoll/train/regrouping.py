@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from atoll.core import points
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.hub_client import HubClient
-from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.leased_sampler import LeasedSampler, Where
+from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.shards import LOG, Shards
@@ -36,11 +39,12 @@ class Shared(Protocol):
 
 
 class GroupState:
-    """What the members of a group take from its first one (`train/rounds.py`: State). Data is leased, so that
-    nothing is dealt anew."""
+    """What the members of a group take from its first one, and agree on (`train/rounds.py`: State). Data is
+    leased: where they are in it is all that there is to agree on."""
 
-    def __init__(self, state: Shared) -> None:
-        self._state = state
+    def __init__(self, state: Shared, ring: Ring, samplers: list[LeasedSampler]) -> None:
+        """`samplers` may grow."""
+        self._state, self._ring, self._samplers = state, ring, samplers
 
     def capture(self) -> bytes:
         return self._state.capture_shared()
@@ -49,10 +53,13 @@ class GroupState:
         self._state.restore_shared(raw)
 
     def all_places(self, *, entered: bool = False) -> list[Any]:  # noqa: ARG002
-        return []
+        own = msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])
+        parts = gather_bytes(self._ring.agreement, own, "the members' places in their data")
+        return [msgspec.msgpack.decode(part, type=list[Where]) for part in parts]
 
-    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:
-        """There is nothing to be dealt."""
+    def deal_anew(self, places: Sequence[Any], rank: int, world: int) -> None:  # noqa: ARG002
+        for number, sampler in enumerate(self._samplers):
+            sampler.go_to([place[number] for place in places])
 
 
 class Leases:
@@ -71,7 +78,7 @@ class Leases:
         leased = self._hub.lease(
             sampler, epoch, length, count, wait, contributor=self._contributor, block=block
         )
-        if leased.length:
+        if leased.block:
             self._blocks[sampler, epoch] = block
         return leased
 

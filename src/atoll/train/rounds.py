@@ -234,6 +234,12 @@ class Ring:
     def _passed(self, number: int) -> None:
         self._number, self._holds, self._met = number, False, None
 
+    def check(self) -> None:
+        """Raises BrokenRingError within a round, where the hub has said that the ring has lost a member: what
+        is waited for outside the ring may be that one's to bring."""
+        if self._inside and self.place.watch is not None:
+            self.place.watch()
+
     # -- the next ring ------------------------------------------------------------------------------------
 
     @property

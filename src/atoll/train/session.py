@@ -593,7 +593,8 @@ class Session:
             arrive=grouped.arrive,
         )
         self._regrouping = Regrouping(parts, self._moved)
-        ring.state, ring.told = GroupState(self._state), self._group_changed
+        ring.state, ring.told = GroupState(self._state, ring, service.samplers), self._group_changed
+        service.shards.watch = ring.check
         return grouped
 
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:

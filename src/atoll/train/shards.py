@@ -76,6 +76,7 @@ class Shards:
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
         self.seconds_waited = 0.0  # in all
+        self.watch: Callable[[], None] = lambda: None  # called while it waits; what it raises ends the wait
         self.late = False  # the run has begun without this worker, which has yet to arrive
         self._where, self._tell = where, tell
         self._handlers: dict[type[AnyMessage], Handler] = {Missing: _nothing}
@@ -200,6 +201,7 @@ class Shards:
             if waited > _ASK_AFTER and not done():
                 self._look_for_silence(start, missing(), what)
             self._take(min(_POLL_SECONDS, self.timeout - waited + 0.01))
+            self.watch()
         for heard in self._heard:
             heard.missed_at = None
         waited = time.monotonic() - start

@@ -51,7 +51,7 @@ class Lease(Message, frozen=True):
 
     In a group of several, `contributor` is the group, and `block` counts what its members have asked of this
     sampler and epoch, from 1: each member asks for each block, and is given its part. `count` is for one
-    member.
+    member. Who is not `patient` and finds nothing free does not ask again: then none of the members does.
     """
 
     incarnation: Count
@@ -62,6 +62,7 @@ class Lease(Message, frozen=True):
     number: Count = 0
     contributor: Count = 0
     block: Count = 0
+    patient: bool = False
 
 
 class Leased(Message, frozen=True):
@@ -72,6 +73,7 @@ class Leased(Message, frozen=True):
 
     Of a group's block, start to stop is the member's part, and `length` what each member takes in all: who
     has fewer positions fills up with samples that weigh nothing, so that all make equally many batches.
+    `block` is the block's number, whatever it holds: all members are answered so. 0: ask for it again.
     """
 
     sampler: Count
@@ -81,6 +83,7 @@ class Leased(Message, frozen=True):
     over: bool = False
     number: Count = 0
     length: Count = 0
+    block: Count = 0
 
 
 class Fence(Message, frozen=True):

@@ -144,7 +144,8 @@ class Mean(Message, frozen=True):
     present: bytes
     weight: float
     samples: float
-    share: Count = 0
+    share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class Pull(Message, frozen=True):
@@ -167,7 +168,8 @@ class Parameters(Message, frozen=True):
     chunk: Count
     version: Count
     staleness: float = 0.0
-    share: Count = 0
+    share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
+    shares: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class PullState(Message, frozen=True):

@@ -1,0 +1,262 @@
+"""Groups of workers under kill -9, with real processes: the run goes on within some seconds, no acknowledged
+contribution is lost, and none counts twice. What is checked of each run stands in `mortal_groups.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from hub_parts import HubProcess
+from mortal_groups import DEADLINE, MOVING, Case, Fault, Plan, settings, workers_of
+from mortal_shards import Kill, MortalRun
+from run_command import wait_for
+
+from atoll.core import points
+from atoll.server import main as server
+from atoll.testing.served import ServedRun
+
+WORKERS, GROUPS = 4, ((0, 1), (2, 3))
+HEARTBEAT = 0.25
+AT_ONCE = 4  # cases that run beside one another
+STOPPED = 2.0  # seconds
+
+Run: TypeAlias = Callable[[Path], None]
+
+
+def without(*dead: int) -> list[list[int]]:
+    """The groups of those who are left."""
+    return [rest for group in GROUPS if (rest := [who for who in group if who not in dead])]
+
+
+@contextlib.contextmanager
+def run_of(folder: Path, consistency: str, uplink: str = "leader", *faults: Fault) -> Iterator[Case]:
+    """Four workers who are to be in two groups, a hub and two shards."""
+    folder.mkdir()
+    hub = settings(GROUPS, consistency)
+    with ServedRun(WORKERS, 2, heartbeat=HEARTBEAT, folder=folder / "hub", grouping=hub) as served:
+        plan = Plan(served.address, consistency, uplink, faults, folder)
+        with workers_of(plan, folder / "hub", WORKERS) as made:
+            yield made
+    assert not served.failures
+
+
+def finish(made: Case, survivors: Sequence[int], everyone: Sequence[int] = range(WORKERS)) -> None:
+    """Let a run end, and look at all its accounts."""
+    results = made.end(survivors)
+    made.check(results, everyone)
+    made.check_went_on(survivors)
+
+
+def all_survive(folder: Path, cases: dict[str, Run]) -> None:
+    """Several beside one another; all that failed is told."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        ends = {name: threads.submit(case, folder / name) for name, case in cases.items()}
+        failures = {name: error for name, end in ends.items() if (error := end.exception()) is not None}
+    assert not failures, "\n".join(f"{name}: {error!r}" for name, error in failures.items())
+
+
+def some_die(consistency: str, uplink: str, *faults: Fault) -> tuple[str, Run]:
+    """A case, by its name: those who are struck die, and the others go on."""
+
+    def run(folder: Path) -> None:
+        dead = sorted({fault.who for fault in faults})
+        with run_of(folder, consistency, uplink, *faults) as made:
+            for fault in faults:
+                made.wait_fired(fault)
+            made.wait_for(lambda: len(made.decisions("worker died")) == len(dead), "the deaths to be known")
+            made.wait_until_together(without(*dead))
+            finish(made, [who for who in range(WORKERS) if who not in dead])
+
+    struck = "-".join(str(fault) for fault in faults)
+    return f"{consistency}-{uplink}-{struck}", run
+
+
+LEADS, DOES_NOT = True, False
+AT_POINTS = [
+    some_die("asp", "leader", Fault(1, "group.committed", LEADS)),
+    some_die("asp", "members", Fault(2, "group.pushed", DOES_NOT)),
+    some_die("asp", "leader", Fault(3, "ring.held", nth=2)),
+    some_die("bsp", "leader", Fault(0, "group.committed", LEADS)),
+    some_die("bsp", "members", Fault(3, "group.stepped", LEADS)),
+    some_die("bsp", "leader", Fault(2, "group.answered", DOES_NOT)),
+    some_die("asp", "members", Fault(0, "ring.sent"), Fault(1, "ring.agreed")),
+]
+ON_THE_WAY = [
+    some_die("asp", "leader", Fault(0, "group.leaving")),
+    some_die("asp", "members", Fault(3, "group.ring")),
+    some_die("bsp", "leader", Fault(1, "group.formed")),
+    some_die("bsp", "members", Fault(2, "group.arrived")),
+    some_die("asp", "leader", Fault(2, "group.joined")),
+]
+
+
+def test_members_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
+    all_survive(tmp_path, dict(AT_POINTS))
+
+
+def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
+    all_survive(tmp_path, dict(ON_THE_WAY))
+
+
+# -- at every point ----------------------------------------------------------------------------------------
+
+ASYNCHRONOUS = ("group.pushed", "group.committed", "group.answered")
+IN_STEP = (*ASYNCHRONOUS, "group.stepped")
+OF_LEADERS = ("group.committed", "group.stepped")  # and under `leader` also group.pushed
+OF_RINGS = ("ring.sent", "ring.all_sent", "ring.agreed", "ring.confirmed", "ring.published", "ring.stepped")
+
+
+def faults_at(consistency: str, uplink: str) -> list[Fault]:
+    """One who speaks to the log, and one who does not, at each point of an iteration that they reach."""
+    faults = []
+    for point in IN_STEP if consistency == "bsp" else ASYNCHRONOUS:
+        alone = point in OF_LEADERS or (point, uplink) == ("group.pushed", "leader")
+        faults += [
+            Fault(len(faults) % WORKERS, point, leads) for leads in ((LEADS,) if alone else (LEADS, DOES_NOT))
+        ]
+    rounds = 3 if consistency == "bsp" else 2
+    faults += [Fault(nth, "ring.held", nth=nth) for nth in range(1, rounds + 1)]
+    faults += [Fault(number % WORKERS, point) for number, point in enumerate(OF_RINGS)]
+    return faults
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+@pytest.mark.parametrize("uplink", ["leader", "members"])
+def test_members_are_killed_at_every_point(tmp_path: Path, consistency: str, uplink: str) -> None:
+    faults = faults_at(consistency, uplink)
+    known = {fault.point for fault in faults} | set(MOVING) | {"ring.broken", "ring.formed"}
+    assert {point for point in points.POINTS if point.startswith(("group.", "ring."))} <= known | {
+        "group.stepped"
+    }
+    faults += [Fault(who, point) for point in MOVING for who in (0, 3)]
+    all_survive(tmp_path, dict(some_die(consistency, uplink, fault) for fault in faults))
+
+
+# -- other parts, and other ways to be lost -----------------------------------------------------------------
+
+
+def a_group_dies(consistency: str, folder: Path) -> None:
+    with run_of(folder, consistency) as made:
+        made.wait_until_together(GROUPS)
+        for who in GROUPS[0]:
+            os.kill(made.pid(who), signal.SIGKILL)
+        made.wait_for(lambda: len(made.decisions("worker died")) == 2, "the deaths to be known")
+        made.wait_until_together(GROUPS[1:])
+        finish(made, GROUPS[1])
+
+
+def one_comes_again(consistency: str, folder: Path) -> None:
+    """Killed in its group, a worker comes with the same rank, and is put beside the one that it left."""
+    with run_of(folder, consistency, "leader", Fault(1, "group.answered")) as made:
+        made.wait_fired(Fault(1, "group.answered"))
+        made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
+        made.start(1)
+        made.wait_until_together(GROUPS)
+        finish(made, range(WORKERS))
+
+
+def one_stands_still(consistency: str, folder: Path) -> None:
+    fault = Fault(1, "ring.agreed", what=signal.SIGSTOP)
+    with run_of(folder, consistency, "members", fault) as made:
+        made.wait_fired(fault)
+        time.sleep(STOPPED)
+        os.kill(made.pid(1), signal.SIGCONT)
+        made.wait_until_together(GROUPS)
+        finish(made, range(WORKERS))
+        assert not made.decisions("worker died")
+        assert len(made.decisions("group")) == len(GROUPS)  # nobody moved again
+
+
+def the_hub_dies(at: str, consistency: str, folder: Path) -> None:
+    """It is started again, and goes on with the groups: `at` is whether it dies while they are made."""
+    folder.mkdir()
+    options = ["--workers", str(WORKERS), "--shards", "1", "--groups", "2", "--group-by", "speed"]
+    options += ["--consistency", consistency, "--patience", "10"]
+    with HubProcess(folder / "hub", *options) as hub, shard_of(hub.address, "r"):
+        plan = Plan(hub.address, consistency, "leader", (), folder, run="r")
+        with workers_of(plan, folder / "hub", WORKERS) as made:
+            if at == "move":
+                made.wait_for(lambda: made.decisions("groups"), "the groups to be made")
+                hub.kill()
+            made.wait_for(
+                lambda: [len(group) for group in made.groups(range(WORKERS))] == [2, 2], "groups of two"
+            )
+            groups = made.groups(range(WORKERS))
+            hub.kill()
+            made.wait_until_all_go_on(range(WORKERS))
+            made.wait_until_together(groups)
+            finish(made, range(WORKERS))
+            assert hub.starts == (3 if at == "move" else 2)
+            assert not made.decisions("worker died")
+
+
+@contextlib.contextmanager
+def shard_of(address: str, run: str) -> Iterator[None]:
+    """The only shard of a run, on a thread."""
+    stop, ready = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=server.serve,
+        args=(0, address),
+        kwargs={"run": run, "timeout": DEADLINE, "ready": lambda _address: ready.set(), "stop": stop},
+        daemon=True,
+    )
+    thread.start()
+    try:
+        wait_for(ready.is_set, "the shard", DEADLINE)
+        yield
+    finally:
+        stop.set()
+        thread.join(DEADLINE)
+
+
+def shards_die(consistency: str, uplink: str, points_of: Sequence[str], folder: Path) -> None:
+    """Each in a group's exchange, and they go on in their folders."""
+    folder.mkdir()
+    kills = [Kill(0, point, 10 + 6 * number) for number, point in enumerate(points_of)]
+    hub = settings(GROUPS, consistency)
+    with MortalRun(folder / "run", WORKERS, 2, kills, grouping=hub) as run:
+        plan = Plan(run.address, consistency, uplink, (), folder)
+        with workers_of(plan, folder / "run" / "hub", WORKERS) as made:
+            made.wait_for(lambda: len(run.fired) == len(kills), "the shards' deaths")
+            made.wait_until_together(GROUPS)
+            finish(made, range(WORKERS))
+        assert not run.failures
+
+
+def test_other_parts_are_lost(tmp_path: Path) -> None:
+    cases: dict[str, Run] = {
+        "group": partial(a_group_dies, "asp"),
+        "again": partial(one_comes_again, "asp"),
+        "still": partial(one_stands_still, "bsp"),
+        "hub": partial(the_hub_dies, "move", "asp"),
+        "shards": partial(shards_die, "asp", "members", ["shard.staged", "shard.stepped"]),
+    }
+    all_survive(tmp_path, cases)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_other_parts_are_lost_in_each_mode(tmp_path: Path, consistency: str) -> None:
+    cases: dict[str, Run] = {
+        "group": partial(a_group_dies, consistency),
+        "again": partial(one_comes_again, consistency),
+        "still": partial(one_stands_still, consistency),
+        "hub": partial(the_hub_dies, "run", consistency),
+        "hub in a move": partial(the_hub_dies, "move", consistency),
+    }
+    of_shards = ["shard.staged", "shard.journalled", "shard.logged", "shard.stepped", "shard.answered"]
+    for uplink in ("leader", "members"):
+        cases[f"shards {uplink}"] = partial(shards_die, consistency, uplink, of_shards)
+    all_survive(tmp_path, cases)
