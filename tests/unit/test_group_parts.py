@@ -106,7 +106,7 @@ def test_what_some_are_answered_all_have_whole(kind: Any, world: int) -> None:
     values = {number: torch.arange(extent).to(dtype) + 100 * number for number, extent, dtype in EXTENTS}
 
     def act(channel: Channel) -> dict[int, torch.Tensor]:
-        ring: Any = SimpleNamespace(rank=channel.place.rank, world=world, agreement=channel)
+        ring: Any = SimpleNamespace(place=channel.place, world=world, agreement=channel)
         uplink = Uplink(kind, ring, SimpleNamespace(), chunks())  # type: ignore[arg-type]
         role = uplink.role(5)
         runs = None
@@ -125,7 +125,7 @@ def test_what_some_are_answered_all_have_whole(kind: Any, world: int) -> None:
 
 def test_one_member_leads_and_the_lot_changes() -> None:
     members = [
-        Uplink("leader", SimpleNamespace(rank=rank, world=3), SimpleNamespace(), chunks())  # type: ignore[arg-type]
+        Uplink("leader", SimpleNamespace(place=Place(rank, 3)), SimpleNamespace(), chunks())  # type: ignore[arg-type]
         for rank in range(3)
     ]
     leaders = []
