@@ -191,6 +191,12 @@ class Notes:
         os.write(self._file, json.dumps(line | more).encode() + b"\n")
 
 
+def set_pause(folder: Path, who: int, seconds: float) -> None:
+    """From now on each iteration of a worker takes so much longer."""
+    (folder / f"pause-{who}.new").write_text(str(seconds))
+    (folder / f"pause-{who}.new").rename(folder / f"pause-{who}")
+
+
 def pause_of(who: int, folder: Path) -> float:
     told = folder / f"pause-{who}"
     return float(told.read_text()) if told.exists() else PAUSE
