@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mortal_shards import Kill, MortalRun, assert_equal, counted
+from mortal import Kill, MortalRun, assert_equal, counted
 from torch import nn
 
 import atoll

@@ -157,11 +157,15 @@ class NewParameters:
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         """Put these into the parameters: all chunks' values, 1-D, by chunk. What was asked for is not waited
         for any more."""
-        self._done()
+        self.discarded()
         self.check_unchanged()
         for chunk_id, flat in values.items():
             self._put(self._chunks[chunk_id], flat)
         self._versions = self._seen()
+
+    def discarded(self) -> None:
+        """What was asked for is not waited for any more, and is not put anywhere."""
+        self._done()
 
     def discard(self) -> None:
         """Wait for what was asked for, where it is known to be what the parameters are."""

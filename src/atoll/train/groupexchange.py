@@ -38,6 +38,8 @@ from atoll.train.shards import LOG, Shards
 from atoll.train.uplink import Role, Uplink, Wanted
 from atoll.wire.messages import AnyMessage, Commit, Committed, Hyperparameters, Mean, Used
 
+COMMIT = "commit"  # what a group's Commit is sent again until
+
 
 class Answer(msgspec.Struct, frozen=True):
     """What the leader was told of an exchange, beside values."""
@@ -65,6 +67,7 @@ class Outgoing:
     present: dict[int, list[bool]]
     own: Contribution  # the group's
     used: list[Used]
+    able: list[int]  # the members, by name, who have all of this: the others waited in a meeting
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0  # exchanges of the group's own that were in flight when it was computed
     sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
@@ -82,19 +85,26 @@ class GroupReducer(RingReducer, Exchange):
         *,
         uplink: Wanted,
         message_bytes: int,
+        hyperparameters: Callable[[], Hyperparameters],
         grouping: Callable[[], int],
         told: Callable[[int], None],
+        pipeline: int = 0,
     ) -> None:
         """`grouping` gives the hub's latest that this worker knows of; `told(grouping)` is called after a
-        step that was told to move to that one."""
+        step that was told to move to that one. `uplink` is sync.uplink, `pipeline` sync.pipeline;
+        `hyperparameters` gives the optimizer's."""
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
         self._connect(connection, lazy=False)
         self.uplink = Uplink(uplink, ring, connection, chunks)
-        self._grouping, self._move = grouping, told
+        self._grouping, self._move, self._hyperparameters = grouping, told, hyperparameters
+        self._pipeline = pipeline
+        self._in_flight: Outgoing | None = None
         self._told = 0  # the grouping to move to
         self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
         self._used: list[Used] = []  # by all members, in this iteration
         self._own_used: list[Used] = []
+        self._waits = False  # this member waits in a meeting for others of its group
+        self._able: list[int] = []  # the members, by name, who did not, in the latest iteration
         self._of_group = Contribution(0.0, 0.0)
         self.exchange_seconds = 0.0  # in all
 
@@ -107,20 +117,27 @@ class GroupReducer(RingReducer, Exchange):
         super().reduce()
 
     def _reduce(self, own: Contribution) -> tuple[Agreement, list[int]]:
-        """With what all members have used, so that whoever is left can say it of those who are lost."""
+        """With what all members have used, so that whoever is left can say it of those who are lost; and with
+        who of them only waits."""
         result = super()._reduce(own)
-        if self._ring.world == 1:
-            self._everyones = self._own_used
-        else:
-            parts = gather_bytes(
-                self._ring.agreement,
-                msgspec.msgpack.encode(self._own_used),
-                f"the samples that the members used in iteration {self.steps}",
-            )
-            self._everyones = [
-                used for part in parts for used in msgspec.msgpack.decode(part, type=list[Used])
-            ]
+        parts = gather_bytes(
+            self._ring.agreement,
+            msgspec.msgpack.encode((self._own_used, self._waits)),
+            f"the samples that the members used in iteration {self.steps}",
+        )
+        said = [msgspec.msgpack.decode(part, type=tuple[list[Used], bool]) for part in parts]
+        self._everyones = [used for each, _ in said for used in each]
+        place = self._ring.place
+        self._able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]
         return result
+
+    def _publish(self, agreed: Agreement) -> None:
+        """Where batches were only filled up, nothing weighs, and nothing is contributed."""
+        if agreed.weight <= 0:
+            for chunk in self._gradients.values():
+                chunk.publish([False] * len(chunk.bound.parameters))
+        else:
+            super()._publish(agreed)
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
         self.connection.members.over()
@@ -169,6 +186,7 @@ class GroupReducer(RingReducer, Exchange):
         before = sum(each.seconds_waited for each in waited)
         yield
         self.exchange_seconds += sum(each.seconds_waited for each in waited) - before
+        self.bytes_sent, self.uplink.bytes_sent = self.bytes_sent + self.uplink.bytes_sent, 0
 
     def _told_by(self, role: Role, word: bytes | None, what: str) -> Answer:
         return msgspec.msgpack.decode(self.uplink.tell(role, word, what), type=Answer)
@@ -186,22 +204,26 @@ class GroupReducer(RingReducer, Exchange):
                 grouping=self._grouping(),
                 behind=outgoing.behind,
             ),
-            until=CONTRIBUTION,
+            until=COMMIT,
         )
 
     def _wait_counted(self, iteration: int) -> Committed:
-        """The log's word that the group's contribution counts."""
+        """The log's word that the group's contribution counts: until then it is told again to a log that was
+        lost."""
         shards = self.connection.shards
 
         def is_counted() -> bool:
             return self._counted is not None and self._counted.iteration == iteration
 
         shards.wait(is_counted, lambda: [LOG], f"word that iteration {iteration} counts")
+        shards.answered(COMMIT)
         assert self._counted is not None
         return self._counted
 
     def _take_word(self, counted: Committed) -> None:
-        """What the log said, as all members were told."""
+        """What the log said, as all members were told; who spoke to it and was not the last to, needs not
+        again."""
+        self.connection.shards.answered(COMMIT)
         self.connection.members.told(counted)
         self.contributors = list(counted.workers) or self.contributors
         self._told = max(self._told, counted.grouping)
@@ -218,24 +240,21 @@ class GroupExchange(GroupReducer):
     """ssp and asp: `p.grad` shows the group's mean, and edits act on the group's contribution; all members
     make the same ones.
 
-    With `pipeline`, a step's exchange is in flight while the next iteration computes, and its parameters are
+    With a pipeline, a step's exchange is in flight while the next iteration computes, and its parameters are
     published at the end of that one's step.
     """
-
-    pipeline = 0
-    _in_flight: Outgoing | None = None
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         self._calls.leaving()
         outgoing = self._outgoing(accepted, hyperparameters)
-        if not self.pipeline:
+        if not self._pipeline:
             self._finish(outgoing)
             return
         outgoing.behind = int(self._in_flight is not None)
         self.settle()
         self._in_flight = outgoing
-        self._begin(outgoing, self.uplink.role(outgoing.iteration))
+        self._begin(outgoing, self._role(outgoing))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -249,17 +268,82 @@ class GroupExchange(GroupReducer):
             self.settle()
         super().after_step()
 
+    @torch.no_grad()
     def refresh(self) -> None:
         self.settle()
-        self.parameters.pull(self.steps, newest=True)
-        self.parameters.publish()
+        what = "the newest parameters"
 
+        def act() -> dict[int, Tensor]:
+            role = self.uplink.role(self.steps)
+            runs = None
+            if role.talks:
+                self.parameters.pull(self.steps, newest=True, share=role.share)
+                runs = self.parameters.collect()
+            return self.uplink.spread(role, runs, what)
+
+        self.parameters.adopt(self._ring.round(what, act))
+
+    @torch.no_grad()
     def close(self) -> None:
-        """What this member has sent is waited for; the others are not, who may have gone."""
+        """Publish what comes of the exchange in flight, each member for itself: others may be gone."""
         outgoing, self._in_flight = self._in_flight, None
-        if outgoing is not None and self.parameters.on_their_way and sys.exc_info()[0] is None:
-            self.parameters.collect()
+        if outgoing is not None and sys.exc_info()[0] is None:
+            if self.parameters.on_their_way:
+                self.parameters.collect()
+            self.parameters.pull(self.steps)
+            self.parameters.publish()
         super().close()
+
+    # -- meetings -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_members(self) -> None:
+        """Return when all members of the group have come to a meeting; until then, take part in iterations
+        that the others still make, with nothing.
+
+        Members that made iterations alone have made unequally many, and come to the same line of their script
+        at different ones of the group's. Within an iteration, between backward and step, all have come.
+        """
+        while self._ring.world > 1 and not self._reduced:
+            if not self._help():
+                return
+
+    def _help(self) -> bool:
+        """One iteration of the others; False where nobody makes one, since all have come."""
+        shown = [(parameter.grad, view) for c in self._gradients.values() for parameter, view in c.slots()]
+        gradients = [None if gradient is view else gradient for gradient, view in shown]  # to be written over
+        self._set_gradients([None] * len(gradients))
+        self._waits, self._own_used = True, []
+        self._own, self._generation = Contribution(0.0, 0.0), self._ring.generation
+        try:
+            what = f"iteration {self.steps}"
+            agreed, order = self._ring.round(what, lambda: self._reduce(Contribution(0.0, 0.0)), self.steps)
+            if self._able:
+                self._publish(agreed)
+                self._leave_in(order)
+                self._of_group = Contribution(agreed.weight, agreed.samples)
+                self._used += self._everyones
+        finally:
+            self._waits = False
+        self.begin()
+        if self._able:
+            outgoing = self._outgoing(accepted=True, hyperparameters=self._hyperparameters())
+            self.settle()
+            if self._pipeline:
+                self._in_flight = outgoing
+            else:
+                self._finish(outgoing)
+        self._set_gradients(gradients)
+        if self._able:
+            self.after_step()
+        return bool(self._able)
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        parameters = (parameter for c in self._gradients.values() for parameter, _ in c.slots())
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    # -- the exchange -------------------------------------------------------------------------------------
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
         own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
@@ -270,9 +354,12 @@ class GroupExchange(GroupReducer):
             if own.weight == 0:
                 flats[bound.chunk.id] = torch.zeros_like(flat)
             else:  # the next backward writes over it
-                flats[bound.chunk.id] = flat.clone() if self.pipeline else flat
+                flats[bound.chunk.id] = flat.clone() if self._pipeline else flat
         used, self._used = self._used, []
-        return Outgoing(self.steps, flats, present, own, used, hyperparameters)
+        return Outgoing(self.steps, flats, present, own, used, list(self._able), hyperparameters)
+
+    def _role(self, outgoing: Outgoing) -> Role:
+        return self.uplink.role(outgoing.iteration, outgoing.able)
 
     def _begin(self, outgoing: Outgoing, role: Role) -> None:
         """Send this member's part, unless it has done so in this ring, and ask for what comes of it."""
@@ -299,7 +386,7 @@ class GroupExchange(GroupReducer):
         self._take_word(answer.counted)
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
-        role = self.uplink.role(outgoing.iteration)
+        role = self._role(outgoing)
         self._begin(outgoing, role)
         runs = self.parameters.collect() if role.talks else None
         word = None
@@ -324,7 +411,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         self._committed = self.steps
         flats = {chunk_id: chunk.published.flat for chunk_id, chunk in self._gradients.items()}
         used, self._used = self._used, []
-        outgoing = Outgoing(self.steps, flats, self._present, self._of_group, used)
+        outgoing = Outgoing(self.steps, flats, self._present, self._of_group, used, self._able)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self._ring.round(what, lambda: self._exchange(outgoing, what), self.steps)
@@ -374,12 +461,17 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         edited = self._edited() if accepted else []  # what is left out needs no gradients
-        self._make_step(accepted, hyperparameters, edited)
+        self.parameters.adopt(self._make_step(accepted, hyperparameters, edited))
 
     def _step_left_out(self) -> None:
+        """The parameters are what they were: within backward, nothing may be written to them."""
         self._make_step(accepted=False, hyperparameters=[], edited=[])
+        self.parameters.discarded()
 
-    def _make_step(self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int]) -> None:
+    def _make_step(
+        self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int]
+    ) -> dict[int, Tensor]:
+        """Let the shards make the step; the parameters that come of it, by chunk."""
         what = f"the parameters after iteration {self.steps}"
 
         def act() -> dict[int, Tensor]:
@@ -397,7 +489,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         with self._timed():
             values = self._ring.round(what, act, self.steps)
         self._scale_at_step = 1.0
-        self.parameters.adopt(values)
+        return values
 
     def _what(self) -> str:
         missing = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)

@@ -81,6 +81,7 @@ class LeasedSampler(Sampler[int]):
         self._held: deque[Run] = deque()  # given and not named by `used`, in the order given
         self._seen: list[Run] = []  # from iterations before: to be named by the next `used`
         self._pending: list[int] = []  # epochs of which something may come back
+        self._latest = 0  # the index that was given last
         self._target = 0  # the epoch at which its group is: those before it end at once
         self._done: Ranges = {}  # what was used before the load, by epoch
         self._used: Ranges = {}  # what was used here since, likewise
@@ -306,7 +307,9 @@ class LeasedSampler(Sampler[int]):
             self.given += 1
             if self._on_index is not None:
                 self._on_index(self)
-            yield 0 if epoch < 0 else int(self._order(epoch)[0][place])
+            if epoch >= 0:
+                self._latest = int(self._order(epoch)[0][place])
+            yield self._latest  # again, where a batch is only filled up
 
     def _hold(self, run: Run) -> None:
         if self._held and self._held[-1][0] == run[0] and self._held[-1][2] == run[1]:

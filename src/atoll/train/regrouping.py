@@ -23,7 +23,7 @@ from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.shards import LOG, Shards
-from atoll.wire.messages import Arrive, Grouped, Leased, Reformed, Used
+from atoll.wire.messages import Arrive, Grouped, Leased, Reformed
 
 ARRIVING = "arriving"  # what a group's Arrive is sent again until
 
@@ -163,8 +163,3 @@ class Regrouping:
         parts.hub.in_group(grouped.contributor)
         parts.exchange().join(grouped.contributor, f"the parameters with which {who} begins")
         points.reach("group.joined", parts.state.iteration)
-
-
-def held_as_used(sampler: int, runs: Sequence[tuple[int, int, int]]) -> list[Used]:
-    """Runs (epoch, start, stop) of a sampler, as messages have them."""
-    return [Used(sampler=sampler, epoch=epoch, start=start, stop=stop) for epoch, start, stop in runs]

@@ -349,6 +349,12 @@ class GroupRing(HubRing):
     def is_awaited(self) -> bool:
         return False
 
+    def _place(self, rank: int, names: tuple[int, ...]) -> Place:
+        """One that is left alone needs no store, and has nobody to lose."""
+        if len(names) == 1:
+            return Place(0, 1, _local_rank(), names=names)
+        return super()._place(rank, names)
+
     def close(self) -> None:
         """Let the store go; the worker's goodbye is said elsewhere."""
         if self._store is not None:

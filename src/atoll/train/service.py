@@ -105,6 +105,7 @@ class Service:
             where=self.hub.where_shards_are,
             tell=lambda line: self.warn(line),
         )
+        self.finished = False  # the session came to its end
         self.samplers: list[LeasedSampler] = []
         self.members = 0  # workers that live, as the shards last said; 0: not yet
         self.staleness = 0.0  # of the latest contribution, as the shards measured it; global iterations
@@ -151,7 +152,7 @@ class Service:
         """Leave the run: what this worker had leased and not used is the others'."""
         if self.site:  # else its shard would wait for this worker to come back
             self.shards.send(LOG, Goodbye(incarnation=self.shards.incarnation))
-        self.hub.goodbye()
+        self.hub.goodbye(self.finished)
         self.shards.close()
         if self.ring is not None:
             self.ring.close()

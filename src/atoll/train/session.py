@@ -483,6 +483,11 @@ class Session:
                 "in its place"
             )
         self._settle()
+        if self._regrouping is not None and self._regrouping.grouping:
+            raise UserError(
+                "session.load: the workers are in groups already; call it before the loop, after "
+                "session.prepare"
+            )
         with self._not_computing():
             self._state.load(path)
             self._strategy.loaded()
@@ -507,6 +512,8 @@ class Session:
         self._read_logged()
         self._emit(events.Finished, iteration=self._state.iteration)
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
+            if self._service is not None:
+                self._service.finished = True
             self._leave()
             return
         if isinstance(self._entrance, ServedEntrance):
@@ -517,7 +524,7 @@ class Session:
                 f"the end of the session, which it reached after {self.iteration} iterations "
                 "(every worker must make equally many, and leave its `with` block)"
             )
-            if isinstance(self._member, HubRing):
+            if self._member is not None:
                 self._member.finished = True
         finally:
             self._leave()
@@ -546,6 +553,8 @@ class Session:
 
     def _settle(self) -> None:
         """Wait until what this worker has sent by itself counts: exchanges may go on while it computes."""
+        if isinstance(self._workers, GroupWorkers):
+            self._workers.gather_members()
         for prepared in self._state.prepared:
             prepared.reducer.settle()
 
@@ -556,14 +565,15 @@ class Session:
 
     def _make_served(self, service: Service) -> Served:
         assert isinstance(self._workers, ServedWorkers)
+        fixed = bool(service.site) or self._group_ring is not None  # data is not dealt anew
         entrance = ServedEntrance(
             service.shards,
             self._workers,
             self._state,
             entered=lambda: served.entered(),
             told_members=service.told_members,
-            elastic=self.config.sync.consistency == "bsp" and not service.site,
-            fixed=self.config.sync.consistency == "bsp" and bool(service.site),
+            elastic=self.config.sync.consistency == "bsp" and not fixed,
+            fixed=self.config.sync.consistency == "bsp" and fixed,
         )
         self._entrance = entrance
         self._leases = Leases(service.hub)
@@ -595,6 +605,8 @@ class Session:
         self._regrouping = Regrouping(parts, self._moved)
         ring.state, ring.told = GroupState(self._state, ring, service.samplers), self._group_changed
         service.shards.watch = ring.check
+        assert isinstance(workers, GroupWorkers)
+        workers.gather_members = grouped.gather_members
         return grouped
 
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:
@@ -651,6 +663,8 @@ class Session:
         self._pace.leave_out()
         assert self._group_ring is not None
         assert self._regrouping is not None
+        assert isinstance(self._workers, GroupWorkers)
+        self._workers.lose([*ring.lost, *ring.left])
         if ring.what != MOVING and self._group_ring.rank == 0:
             self._tell_of_ring(ring, f"group {self._regrouping.contributor}")
 

@@ -89,8 +89,9 @@ class Shards:
         member. Nothing that was sent is waited for any more."""
         addresses = self.addresses
         self._links.close()
-        self.incarnation, self.late = incarnation, False
+        self.incarnation, self._heard = incarnation, [_Heard() for _ in addresses]
         self._connect(addresses, contributor, self.worker)
+        self.late = False  # a group's members take part already
 
     def _connect(self, addresses: Sequence[str], contributor: int, member: int = 0) -> None:
         hello = Hello(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
-from atoll.core.errors import PrepareError, UserError
+from atoll.core.errors import PrepareError
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
@@ -217,7 +217,7 @@ class Grouped(Served):
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         sync = training.config.sync
         kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
-        exchange = kind(
+        return kind(
             training.chunks,
             self._ring,
             connection,
@@ -226,18 +226,15 @@ class Grouped(Served):
             message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
+            hyperparameters=lambda: plain_hyperparameters(training.optimizer.param_groups),
+            pipeline=sync.pipeline,
         )
-        if isinstance(exchange, GroupExchange):
-            exchange.pipeline = sync.pipeline
-        return exchange
 
-    def loaded(self) -> None:
-        if self._regrouping().grouping:
-            raise UserError(
-                "session.load: the workers are in groups already; call it before the loop, after "
-                "session.prepare"
-            )
-        super().loaded()
+    def gather_members(self) -> None:
+        """Return when all members of this worker's group have come to a meeting."""
+        exchanges = [model.exchange for model in self._models]
+        if exchanges and isinstance(exchanges[0], GroupExchange):  # under bsp all come at the same iteration
+            exchanges[0].gather_members()
 
 
 SET_UP, STATE = "set-up", "state"  # what messages are sent again until

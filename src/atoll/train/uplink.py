@@ -30,16 +30,19 @@ Wanted = Literal["auto", "leader", "members"]
 @dataclass(frozen=True)
 class Role:
     """A member's part in one exchange: `leader` is who speaks to the log, by rank in the ring; `talks` says
-    whether this member sends and asks, and `share` for which run of each chunk, of how many."""
+    whether this member sends and asks, and `share` for which run of each chunk, of how many. `able` are the
+    ranks of those who could."""
 
     leader: int
     leads: bool
     talks: bool
     share: tuple[int, int]
+    able: tuple[int, ...]
 
 
 class Uplink:
-    """One model's. `wanted` is sync.uplink; `kind` is what it comes to in this group."""
+    """One model's. `wanted` is sync.uplink; `kind` is what it comes to in this group; `bytes_sent` counts
+    what this member has sent to shards."""
 
     def __init__(
         self, wanted: Wanted, ring: Ring, connection: Connection, chunks: Sequence[BoundChunk]
@@ -69,13 +72,16 @@ class Uplink:
         self.kind = "members" if apart else "leader"
         self.reason = "each member has a link of its own" if apart else "members share a machine's link"
 
-    def role(self, iteration: int) -> Role:
-        """This member's in the exchange of `iteration`, in the ring as it stands."""
-        rank, world = self._ring.rank, self._ring.world
-        leader = random.Random(f"{self.contributor}/{iteration}").randrange(world)
-        if self.kind == "members":
-            return Role(leader, rank == leader, True, (rank, world))
-        return Role(leader, rank == leader, rank == leader, (0, 1))
+    def role(self, iteration: int, able: Sequence[int] = ()) -> Role:
+        """This member's in the exchange of `iteration`, in the ring as it stands. `able` are the members, by
+        name, who have what is to be sent (empty, or none of them left: all have)."""
+        place = self._ring.place
+        names = [place.name_of(rank) for rank in range(place.world)]
+        ranks = [rank for rank, name in enumerate(names) if name in able] or list(range(place.world))
+        leader = random.Random(f"{self.contributor}/{iteration}").choice(ranks)
+        talks = place.rank in ranks if self.kind == "members" else place.rank == leader
+        share = (ranks.index(place.rank), len(ranks)) if self.kind == "members" and talks else (0, 1)
+        return Role(leader, place.rank == leader, talks, share, tuple(ranks))
 
     def push(
         self, role: Role, iteration: int, flats: Mapping[int, Tensor], present: Mapping[int, Sequence[bool]]
@@ -154,16 +160,17 @@ class Uplink:
         what: str,
     ) -> dict[int, Tensor]:
         """Each member's runs, padded to one length: the last ones of a chunk may be shorter."""
-        shares = role.share[1]
+        shares = len(role.able)
         longest = [run_of(bound.chunk.extent, 0, shares)[1] for bound in chunks]
         own = torch.zeros(sum(longest), dtype=dtype)
         for bound, place in zip(chunks, _cut(own, longest), strict=True):
-            run = runs[bound.chunk.id]
-            place[: run.numel()].copy_(run)
+            if role.talks:
+                run = runs[bound.chunk.id]
+                place[: run.numel()].copy_(run)
         channel = self._ring.agreement
         parts, work = channel.all_gather(own.view(torch.uint8))
         channel.wait(work, what)
-        by_member = [_cut(part.view(dtype), longest) for part in parts]
+        by_member = [_cut(parts[rank].view(dtype), longest) for rank in role.able]
         return {
             bound.chunk.id: torch.cat([member[place] for member in by_member])[: bound.chunk.extent]
             for place, bound in enumerate(chunks)
