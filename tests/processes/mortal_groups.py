@@ -50,7 +50,8 @@ DEADLINE = 60.0
 PROBE = 3  # iterations
 AFTER = 2  # iterations in a group before a fault
 ENOUGH = 8  # iterations that each makes when all is over
-SAMPLES, BATCH, TURNS = 241, 3, 3  # 240 and the one that fills up
+MOST = 4  # workers
+SAMPLES, BATCH = 241, 3  # 240 and the one that fills up
 EPOCHS_AHEAD, ITERATIONS_AHEAD = 3, 15  # how long before the end the workers are told of it
 PAUSE = 0.01  # seconds of each iteration
 GOES_ON = 5.0  # seconds, from the hub's word that a worker died
@@ -159,14 +160,15 @@ class Plan:
 
 
 class Counting(nn.Module):
-    """Says how often each sample was in a step."""
+    """Says how often each sample was in a step, for each worker: a step may have contributions of several,
+    and of two epochs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(TURNS, SAMPLES))
+        self.counts = nn.Parameter(torch.zeros(MOST, SAMPLES))
 
-    def forward(self, indices: Tensor, epoch: int) -> Tensor:
-        return self.counts[epoch % TURNS, indices]
+    def forward(self, indices: Tensor, who: int) -> Tensor:
+        return self.counts[who, indices]
 
 
 class Notes:
@@ -189,6 +191,12 @@ class Notes:
                 digest.update(parameter.detach().numpy().tobytes())
             line["digest"] = digest.hexdigest()
         os.write(self._file, json.dumps(line | more).encode() + b"\n")
+
+
+def set_pause(folder: Path, who: int, seconds: float) -> None:
+    """From now on each iteration of a worker takes so much longer."""
+    (folder / f"pause-{who}.new").write_text(str(seconds))
+    (folder / f"pause-{who}.new").rename(folder / f"pause-{who}")
 
 
 def pause_of(who: int, folder: Path) -> float:
@@ -218,7 +226,7 @@ def counts(session: Session, who: int, folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             notes.add("tried", iteration, epoch=epoch, indices=indices.tolist())
             time.sleep(pause_of(who, folder))
-            model(indices, epoch).sum().backward()
+            model(indices, who).sum().backward()
             optimizer.step()
             notes.add("done", iteration, epoch=epoch, indices=indices.tolist())
     session.barrier()

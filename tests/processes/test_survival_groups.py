@@ -16,11 +16,13 @@ from typing import TypeAlias
 
 import pytest
 from hub_parts import HubProcess
-from mortal_groups import DEADLINE, MOVING, Case, Fault, Plan, settings, workers_of
+from mortal_groups import DEADLINE, MOVING, Case, Fault, Plan, set_pause, settings, workers_of
 from mortal_shards import Kill, MortalRun
 from run_command import wait_for
 
 from atoll.core import points
+from atoll.groups.drift import Rules
+from atoll.hub.planner import GroupingSettings
 from atoll.server import main as server
 from atoll.testing.served import ServedRun
 
@@ -38,10 +40,19 @@ def without(*dead: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def run_of(folder: Path, consistency: str, uplink: str = "leader", *faults: Fault) -> Iterator[Case]:
-    """Four workers who are to be in two groups, a hub and two shards."""
+def run_of(
+    folder: Path,
+    consistency: str,
+    uplink: str = "leader",
+    *faults: Fault,
+    hub: GroupingSettings | None = None,
+    pauses: Sequence[float] = (),
+) -> Iterator[Case]:
+    """Four workers who are to be in two groups, a hub and two shards; `pauses` are by rank, in seconds."""
     folder.mkdir()
-    hub = settings(GROUPS, consistency)
+    hub = hub or settings(GROUPS, consistency)
+    for who, pause in enumerate(pauses):
+        set_pause(folder, who, pause)
     with ServedRun(WORKERS, 2, heartbeat=HEARTBEAT, folder=folder / "hub", grouping=hub) as served:
         plan = Plan(served.address, consistency, uplink, faults, folder)
         with workers_of(plan, folder / "hub", WORKERS) as made:
@@ -234,13 +245,60 @@ def shards_die(consistency: str, uplink: str, points_of: Sequence[str], folder: 
         assert not run.failures
 
 
-def test_other_parts_are_lost(tmp_path: Path) -> None:
+# -- speeds that change ------------------------------------------------------------------------------------
+
+FAST, SLOW = 0.02, 0.08  # seconds of an iteration
+FLAPS, FLAP_SECONDS = 12, 0.7
+RULES = Rules(hold=1.0, interval=5.0, window=4)
+
+
+def by_speed() -> GroupingSettings:
+    """Groups by what is measured, and again when that has changed for a second."""
+    return GroupingSettings(2, by="joint", consistency="asp", rules=RULES)
+
+
+def one_becomes_slower(folder: Path) -> None:
+    """Four times: it is put beside the slow ones, once, and nobody waits for it who does not have to."""
+    with run_of(folder, "asp", hub=by_speed(), pauses=(FAST, FAST, SLOW, SLOW)) as made:
+        made.wait_until_together(GROUPS)
+        set_pause(folder, 1, SLOW)
+        made.wait_until_together([[0], [1, 2, 3]])
+        before = [len(made.lines(who)) for who in range(WORKERS)]
+
+        def is_ahead() -> bool:
+            since = [len(made.lines(who)) - before[who] for who in range(WORKERS)]
+            return since[0] >= 2 * since[1] >= 20
+
+        made.wait_for(is_ahead, "worker 0 to make twice as many iterations as the slow ones")
+        finish(made, range(WORKERS))
+        first, again = made.decisions("groups")
+        assert "is predicted to give" in again.reason, again
+        assert again.reason.startswith("worker 1 computes "), again
+        assert first.choice == "workers 0 1 | 2 3"
+
+
+def one_flaps(folder: Path) -> None:
+    """A worker that is slow every other moment causes no storm."""
+    with run_of(folder, "asp", hub=by_speed(), pauses=(FAST, FAST, SLOW, SLOW)) as made:
+        made.wait_until_together(GROUPS)
+        began = time.monotonic()
+        for number in range(FLAPS):
+            set_pause(folder, 1, FAST if number % 2 else SLOW)
+            until = time.monotonic() + FLAP_SECONDS
+            made.wait_for(lambda until=until: time.monotonic() > until, "a flap to pass")
+        lasted = time.monotonic() - began
+        finish(made, range(WORKERS))
+        assert len(made.decisions("groups")) <= 2 + lasted / RULES.interval
+
+
+def test_other_parts_are_lost_and_speeds_change(tmp_path: Path) -> None:
     cases: dict[str, Run] = {
         "group": partial(a_group_dies, "asp"),
         "again": partial(one_comes_again, "asp"),
         "still": partial(one_stands_still, "bsp"),
         "hub": partial(the_hub_dies, "move", "asp"),
         "shards": partial(shards_die, "asp", "members", ["shard.staged", "shard.stepped"]),
+        "slower": one_becomes_slower,
     }
     all_survive(tmp_path, cases)
 
@@ -255,6 +313,7 @@ def test_other_parts_are_lost_in_each_mode(tmp_path: Path, consistency: str) -> 
         "still": partial(one_stands_still, consistency),
         "hub": partial(the_hub_dies, "run", consistency),
         "hub in a move": partial(the_hub_dies, "move", consistency),
+        "flaps": one_flaps,
     }
     of_shards = ["shard.staged", "shard.journalled", "shard.logged", "shard.stepped", "shard.answered"]
     for uplink in ("leader", "members"):

@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from atoll.core.errors import GivenUpError
 from atoll.testing.supervisor import Supervisor, leaks
 
-WORKERS, SHARDS = 3, 2
-MODES = ["asp", "bsp", "ring"]  # a parameter server's, and a ring through a hub
+SHARDS = 2
+WORKERS = {"asp": 3, "bsp": 3, "ring": 3, "groups": 4}
+MODES = list(WORKERS)  # a parameter server's, a ring through a hub, and two groups with a server between
 SAMPLES, BATCH = 600, 4
 TURNS = 3  # parameters of a sample: nobody is so many epochs ahead of another
 FAULTS, SECONDS = 100, 600.0
@@ -35,7 +36,7 @@ START_SECONDS, BACK_SECONDS, END_SECONDS = 120.0, 60.0, 180.0
 TOGETHER_SECONDS = 12.0  # before several are killed at once: by then standbys are in sync, and on disk
 # What a promotion adds to a standby's descriptors: a connection to the next standby; one to shard 0, or
 # those of the other shards; the workers'; and pyzmq's keeper of what is sent, with the first 64 KiB.
-PROMOTION = 4 + 4 + WORKERS + 7
+PROMOTION = 4 + 4 + max(WORKERS.values()) + 7
 # Of all journals and snapshots, with a process for each shard: two segments of each, and one has 10 s of
 # contributions of a few kilobytes, and the log's lines.
 DISK_BYTES = 64 * 2**20
@@ -67,7 +68,7 @@ def last_epoch():
 model = Counting()
 optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
 data = torch.arange({SAMPLES})
-strategy, consistency = ("ring", "bsp") if mode == "ring" else ("server", mode)
+strategy, consistency = {{"ring": ("ring", "bsp"), "groups": ("ps-hra", "asp")}}.get(mode, ("server", mode))
 config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"))
 notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -191,9 +192,19 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
     names = shard_names(mode, replicas)
     hub, *shards = (f"tcp://127.0.0.1:{port}" for port in free_ports(1 + len(names)))
     quiet = {"OMP_NUM_THREADS": "1"}
-    serving = ["hub", "--workers", str(WORKERS), "--shards", str(len(set(names.values()))), "--run", "soak"]
+    serving = [
+        "hub",
+        "--workers",
+        str(WORKERS[mode]),
+        "--shards",
+        str(len(set(names.values()))),
+        "--run",
+        "soak",
+    ]
     serving += ["--listen", hub, "--directory", str(folder / "hub"), "--until-done"]
     serving += ["--replicas", str(replicas)]
+    if mode == "groups":
+        serving += ["--groups", "2", "--group-by", "speed"]
     parts.add("hub", [*ATOLL, *serving], quiet)
     for (name, index), address in zip(names.items(), shards, strict=True):
         shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
@@ -201,7 +212,7 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
         parts.add(name, [*ATOLL, *shard], quiet)
     path = folder / "train.py"
     path.write_text(script)
-    for rank in range(WORKERS):
+    for rank in range(WORKERS[mode]):
         worker = [sys.executable, str(path), str(folder), mode, str(rank)]
         parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub})
 
@@ -209,8 +220,8 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
 class Progress:
     """Whether training goes on: by the bytes of the workers' notes, which only grow."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder, self.workers = folder, workers
 
     def of(self, worker: int) -> int:
         path = self._folder / f"notes-{worker}"
@@ -218,13 +229,13 @@ class Progress:
 
     def everyone_goes_on(self) -> Callable[[], bool]:
         """Whether every worker has written something since this was called."""
-        before = [self.of(worker) for worker in range(WORKERS)]
+        before = [self.of(worker) for worker in range(self.workers)]
         return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
 
 
 def strike(parts: Supervisor, progress: Progress, shards: Sequence[str], drawn: random.Random) -> float:
     """One fault, and the wait until every worker goes on; gives the seconds that this took."""
-    name = drawn.choice([*(f"worker {rank}" for rank in range(WORKERS)), *shards, "hub"])
+    name = drawn.choice([*(f"worker {rank}" for rank in range(progress.workers)), *shards, "hub"])
     began = time.monotonic()
     if drawn.random() < 0.5:
         parts.kill(name)
@@ -266,7 +277,7 @@ def run(
 ) -> Supervisor:
     """The whole run, and all that is checked; gives the supervisor, for what it has seen. Those of `together`
     are killed at once, one group after the other, before the `faults` that are drawn."""
-    drawn, progress = random.Random(f"{mode} {faults}"), Progress(folder)
+    drawn, progress = random.Random(f"{mode} {faults}"), Progress(folder, WORKERS[mode])
     shards = list(shard_names(mode, replicas))
     with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
         start(parts, folder, mode, script, replicas)
@@ -284,7 +295,9 @@ def run(
         (folder / "last-epoch.partial").write_text(str(last))
         (folder / "last-epoch.partial").rename(folder / "last-epoch")
         parts.wait_for(
-            lambda: len(parts.finished) == 1 + len(shards) + WORKERS, "the end of all parts", END_SECONDS
+            lambda: len(parts.finished) == 1 + len(shards) + WORKERS[mode],
+            "the end of all parts",
+            END_SECONDS,
         )
         assert not parts.failures, parts.failures
         assert not parts.left()
@@ -298,8 +311,13 @@ def run(
     (values,) = load_file(folder / "end" / "model.safetensors").values()
     # In step, workers make equally many batches: each deal of an epoch that does not go round is filled up.
     lives = len(notes.pids)  # a worker that is killed leaves, and enters again
-    fills = 0 if mode == "asp" else (WORKERS - 1) * (1 + 2 * lives) * BATCH
-    wrong = account(values.sum(0).tolist(), notes, last, every=mode == "asp", fills=fills)
+    loose = mode in ("asp", "groups")
+    fills = 0 if loose else (WORKERS[mode] - 1) * (1 + 2 * lives) * BATCH
+    counts = values.sum(0).tolist()
+    if mode == "groups":  # sample 0 also fills up batches, where it weighs nothing
+        counts[0] = -last
+        notes.done[0], notes.tried[0] = 0, last
+    wrong = account(counts, notes, last, every=loose, fills=fills)
     assert not wrong, "\n".join(wrong[:20])
     held = sum(path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
     assert held < DISK_BYTES * replicas, f"{held} bytes in {folder}"

@@ -14,7 +14,9 @@ KEY, MEMBERS = (7, 20), (0, 2, 5)
 
 
 def ask(blocks: Blocks, worker: int, block: int, members: tuple[int, ...] = MEMBERS, **more: int) -> Leased:
-    request = Lease(incarnation=1, sampler=0, epoch=0, length=100, count=4, contributor=7, block=block)
+    request = Lease(
+        incarnation=1, sampler=0, epoch=0, length=100, count=4, contributor=7, block=block, patient=True
+    )
     return blocks.handle_lease(KEY, worker, members, msgspec.structs.replace(request, **more))
 
 
@@ -62,6 +64,33 @@ def test_nothing_now_is_not_remembered() -> None:
     assert (ask(blocks, 0, 1).over, ask(blocks, 0, 1).stop) == (False, 0)
     leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=0, stop=90)])
     assert parts(blocks, 1) == [(90, 94), (94, 97), (97, 100)]
+
+
+def test_nothing_for_one_that_does_not_wait_is_nothing_for_all() -> None:
+    """Else one would make a batch that the others do not, who asked when nothing was free."""
+    leases = Leases()
+    other = Lease(incarnation=9, sampler=0, epoch=0, length=100, count=100)
+    leases.handle_lease(1, 9, other)
+    blocks = Blocks(leases)
+    assert ask(blocks, 0, 1).block == 0  # ask again
+    assert ask(blocks, 2, 1, patient=False).block == 1
+    leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=0, stop=90)])
+    for worker in MEMBERS:
+        found = ask(blocks, worker, 1)
+        assert (found.block, found.stop, found.over, found.length) == (1, 0, False, 0)
+    assert parts(blocks, 2) == [(90, 94), (94, 97), (97, 100)]
+
+
+def test_an_epoch_that_was_over_may_have_more_for_the_next_block() -> None:
+    leases = Leases()
+    blocks = Blocks(leases)
+    parts(blocks, 1, count=20)  # 60 of 100
+    other = Lease(incarnation=9, sampler=0, epoch=0, length=100, count=40)
+    leases.handle_lease(1, 9, other)
+    leases.handle_lease(1, 9, other)  # it waits, and so does the group: both are told that it is over
+    assert all((found := ask(blocks, worker, 2)).over and found.block == 2 for worker in MEMBERS)
+    leases.handle_fenced(1, 9, [Used(sampler=0, epoch=0, start=60, stop=90)])
+    assert parts(blocks, 3) == [(90, 94), (94, 97), (97, 100)]
 
 
 def test_what_all_have_left_behind_is_forgotten_and_bounded() -> None:

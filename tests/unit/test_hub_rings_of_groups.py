@@ -92,3 +92,18 @@ def test_a_ring_of_which_all_have_moved_on_leaves_nothing_behind(hub: Hub) -> No
     assert other.rings.state() != hub.rings.state()
     hub.rings.handle(b"3", reform(3, 2))
     assert hub.taken()[-1] == (b"3", "incarnation 3 is in no group, and so in no ring")
+
+
+def test_where_the_one_that_was_to_give_its_state_is_gone_the_next_one_keeps_its_own(hub: Hub) -> None:
+    """They trained before they were a group."""
+    ring = hub.rings.form_group({1: 0, 2: 1, 3: 2})
+    hub.rings.left(1)
+    for rank, incarnation in enumerate((2, 3), start=1):
+        wish = Reform(
+            incarnation=incarnation, number=1, group=ring, rank=rank, round=0, holds=False, fresh=True
+        )
+        hub.rings.handle(b"%d" % incarnation, wish)
+    answers = [message for _, message in hub.taken() if isinstance(message, Reformed)]
+    assert [(each.workers, each.newcomers, each.round, each.lost) for each in answers] == [
+        ([1, 2], 1, 0, [0])
+    ] * 2

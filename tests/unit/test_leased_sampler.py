@@ -489,3 +489,22 @@ def test_one_that_enters_leases_of_the_same_order() -> None:
     assert sorted(had) == sorted(epoch_order(40, 3, 2, True).tolist()[10:])
     with pytest.raises(CheckpointError, match="loaded -1 times"):
         newcomer.check_deal_state({**state, "loads": -1})
+
+
+def test_members_of_a_new_group_go_to_where_the_furthest_is() -> None:
+    """Who is behind ends its epochs at once; what is left of them, or comes back, is dealt with the next."""
+    office = Office()
+    ahead, behind = office.sampler(0, 20, seed=1), office.sampler(1, 20, seed=1)
+    indices = iter(behind)
+    assert len(list(itertools.islice(indices, 4))) == 4
+    behind.consumed += 4
+    office.commit(1, behind)
+    behind.leave_leased()
+    office.die(1)  # its old contributor, of which 16 samples are free again
+    ahead.set_epoch(1)
+    for sampler in (ahead, behind):
+        sampler.go_to([ahead.where(), behind.where()])
+    assert list(indices) == []
+    assert behind.where() == (1, [0])
+    train(office, 0, ahead, 4)
+    assert office.used == {0: Counter(range(20)), 1: Counter(range(20))}

@@ -144,7 +144,7 @@ class Rings:
         in, whose other members go on without them. Gives its number."""
         for member in members:
             self._leave(member, said_goodbye=True)
-        regroup = Regroup(self._rendezvous.form)
+        regroup = Regroup(self._rendezvous.form, of_group=True)
         number = self._rendezvous.form(list(members))
         regroup.handle_formed(number, members)
         self._of_groups.append(regroup)
@@ -236,7 +236,7 @@ class Rings:
         found = msgspec.msgpack.decode(state, type=_State)
         self._rendezvous.restore(found.meeting, _NOBODY)
         self._regroup.restore(found.regroup, _NOBODY)
-        self._of_groups = [Regroup(self._rendezvous.form) for _ in found.of_groups]
+        self._of_groups = [Regroup(self._rendezvous.form, of_group=True) for _ in found.of_groups]
         for regroup, state_of_it in zip(self._of_groups, found.of_groups, strict=True):
             regroup.restore(state_of_it, _NOBODY)
         self._members.open = self._regroup.under_way

@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import msgspec
+
 from atoll.core.errors import UserError
 from atoll.wire.messages import Enter, Reform, Reformed
 
@@ -56,15 +58,18 @@ class Regroup:
 
     `form(incarnations, after)` makes a ring of these members, in order of rank, and gives its number, which
     is above `after`. A ring of fewer than `at_least` members does not go on. Members are named by
-    incarnation, and told of by their ranks in the run.
+    incarnation, and told of by their ranks in the run. `of_group`: they trained before it was formed, so that
+    each has a state of its own where those are gone whose state it was to take.
     """
 
-    def __init__(self, form: Callable[[Sequence[int], int], int], at_least: int = 1) -> None:
+    def __init__(
+        self, form: Callable[[Sequence[int], int], int], at_least: int = 1, *, of_group: bool = False
+    ) -> None:
         self.group = 0  # the current ring's number; 0: there was none
         self.members: list[int] = []  # incarnations, in order of rank; the dead too, until the next ring
         self.broken = False
         self.over = False  # a member has come to the end of its session: nobody enters any more
-        self._form, self._at_least = form, at_least
+        self._form, self._at_least, self._of_group = form, at_least, of_group
         self._workers: dict[int, int] = {}  # incarnation -> its rank in the run
         self._reports: dict[int, _Asked[Reform]] = {}  # by incarnation
         self._entering: dict[int, _Asked[Enter]] = {}  # in the order in which they came
@@ -182,9 +187,13 @@ class Regroup:
         """Form the next ring where every living member wants it."""
         if not self.members or self.awaited:
             return []
+        if all(asked.message.fresh for asked in self._reports.values()):
+            if not self._of_group:
+                return self._end(_NO_STATE)
+            first = min(self._reports.values(), key=_rank)
+            own = msgspec.structs.replace(first.message, fresh=False)
+            self._reports[own.incarnation] = _Asked(first.peer, own)
         reports = [asked.message for asked in self._reports.values()]
-        if all(report.fresh for report in reports):
-            return self._end(_NO_STATE)
         if len(reports) < self._at_least and not self.over:  # all have made what a member has ended after
             return self._end(f"{len(reports)} of its workers are left, and at least {self._at_least} must be")
         admitted = list(self._entering) if all(report.admits for report in reports) else []
