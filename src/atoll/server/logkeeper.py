@@ -240,11 +240,13 @@ class LogKeeper:
         return refused
 
     def _met_before(self, worker: int, meet: messages.Meet) -> bool:
-        """Whether it was at this meeting, which is over: the answer has not reached it."""
+        """Whether it was at this meeting, which is over: the answer has not reached it. A group that is new
+        was there as its members were, by themselves or in other groups."""
         last = self._last
-        if last is None or last.met.number != meet.number:
+        if last is None or last.met.number != meet.number or self._meetings.refusal(worker, meet.incarnation):
             return False
-        return (worker, meet.incarnation) in zip(last.met.workers, last.incarnations, strict=True)
+        there = (worker, meet.incarnation) in zip(last.met.workers, last.incarnations, strict=True)
+        return there or worker not in last.met.workers
 
     def _set_idle(self, worker: int, incarnation: int, idle: bool) -> None:
         if self._log is not None:

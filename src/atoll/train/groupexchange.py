@@ -108,6 +108,11 @@ class GroupReducer(RingReducer, Exchange):
         self._of_group = Contribution(0.0, 0.0)
         self.exchange_seconds = 0.0  # in all
 
+    @property
+    def is_within(self) -> bool:
+        """Whether an iteration's gradients are reduced, and its step is not made."""
+        return self._reduced
+
     def before_use(self, *_: object) -> None:
         """What is on its way is published by all members together, in `step`."""
 
@@ -175,6 +180,7 @@ class GroupReducer(RingReducer, Exchange):
         answer, values = self._ring.round(what, act)
         self.parameters.adopt(values)
         self.steps, self._counted = answer.clock, None
+        self._told = 0  # of the group before
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0

@@ -11,10 +11,18 @@ from atoll.core.errors import UserError
 from atoll.train.place import Place
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
-from atoll.train.served_workers import ServedWorkers
+from atoll.train.served_workers import CalledAwayError, ServedWorkers
 from atoll.train.shards import Shards
 
 _Parts = dict[int, bytes]  # by rank in the run
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    """What a member brings to its group: the number of its call, and in words what that is."""
+
+    number: int
+    what: str
+    payload: bytes
 
 
 class GroupWorkers(ServedWorkers):
@@ -23,7 +31,19 @@ class GroupWorkers(ServedWorkers):
     def __init__(self, place: Place, shards: Shards, ring: Ring) -> None:
         super().__init__(place, shards)
         self._group = ring
+        self._meets_in = -1  # the call that this worker is in
+        self._last: _Parts = {}  # what all brought to the latest one that it was in
         self.gather_members: Callable[[], None] = lambda: None  # returns when the whole group has come
+        self.is_called: Callable[[], bool] = lambda: False  # to another group, where it could leave this one
+        self.move: Callable[[], None] = lambda: None  # goes there
+
+    @property
+    def coming_meeting(self) -> int:
+        return self._number if self._meets_in < 0 else self._meets_in
+
+    def _leaves(self) -> bool:
+        """A worker alone also moves while it waits for others: they may wait for it in its next group."""
+        return self._group.world == 1 and self.is_called()
 
     def saw(self, ranks: list[int]) -> None:
         """An iteration's word names groups, and not workers: those of the latest call stand."""
@@ -39,30 +59,50 @@ class GroupWorkers(ServedWorkers):
         if self.late:
             return [payload]
         number, self._number = self._number, self._number + 1
-        self.gather_members()
-        parts = self._group.round(what, lambda: self._gather_all(payload, number, what))
+        self._meets_in = number
+        parts: _Parts | None = None
+        while parts is None:
+            self.gather_members()
+            try:
+                met, result = self._group.round(what, lambda: self._gather_all(payload, number, what))
+                parts = result if met == number else None  # else it was a call that others were behind in
+            except CalledAwayError:
+                self.move()
+        self._meets_in, self._last = -1, parts
         self._ranks = sorted(parts)
         return [parts[rank] for rank in self._ranks]
 
-    def _gather_all(self, payload: bytes, number: int, what: str) -> _Parts:
-        """What the members bring, the group's first member brings to the meeting, and tells them of it."""
-        channel = self._group.session
+    def _gather_all(self, payload: bytes, number: int, what: str) -> tuple[int, _Parts]:
+        """The number of a call that is over with this, and what all brought to it. The group's first member
+        takes the members' parts to the log's meeting, and tells them of the others'."""
+        channel, place = self._group.session, self._group.place
         assert channel is not None
-        place, own = self._group.place, msgspec.msgpack.encode((what, payload))
-        said = [
-            msgspec.msgpack.decode(part, type=tuple[str, bytes]) for part in gather_bytes(channel, own, what)
-        ]
-        for rank, (theirs, _) in enumerate(said):
-            if theirs != what:
+        own = msgspec.msgpack.encode(_Part(number, what, payload))
+        said = [msgspec.msgpack.decode(part, type=_Part) for part in gather_bytes(channel, own, what)]
+        first = min(part.number for part in said)
+        ahead = [rank for rank, part in enumerate(said) if part.number > first]
+        if ahead:  # who is behind was called away when it had brought its part, and others were answered
+            word = msgspec.msgpack.encode(self._last) if place.rank == ahead[0] else None
+        else:
+            self._check_same(said)
+            word = msgspec.msgpack.encode(self._meet_as_group(said, number, what)) if not place.rank else None
+        root = ahead[0] if ahead else 0
+        return first, msgspec.msgpack.decode(broadcast_bytes(channel, word, what, root), type=_Parts)
+
+    def _check_same(self, said: Sequence[_Part]) -> None:
+        place = self._group.place
+        what = said[place.rank].what
+        for rank, part in enumerate(said):
+            if part.what != what:
                 raise UserError(
                     f"worker {place.name} is in {what}, and worker {place.name_of(rank)}, of its group, in "
-                    f"{theirs}: all workers make the same calls in the same order"
+                    f"{part.what}: all workers make the same calls in the same order"
                 )
-        word = None
-        if place.rank == 0:
-            brought = {place.name_of(rank): part for rank, (_, part) in enumerate(said)}
-            met: _Parts = {}
-            for group in self._meet(msgspec.msgpack.encode(brought), number, what):
-                met |= msgspec.msgpack.decode(group, type=_Parts)
-            word = msgspec.msgpack.encode(met)
-        return msgspec.msgpack.decode(broadcast_bytes(channel, word, what), type=_Parts)
+
+    def _meet_as_group(self, said: Sequence[_Part], number: int, what: str) -> _Parts:
+        """What all workers bring, where this group brings what its members have `said`."""
+        brought = {self._group.place.name_of(rank): part.payload for rank, part in enumerate(said)}
+        met: _Parts = {}
+        for group in self._meet(msgspec.msgpack.encode(brought), number, what):
+            met |= msgspec.msgpack.decode(group, type=_Parts)
+        return met

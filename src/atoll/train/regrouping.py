@@ -127,6 +127,15 @@ class Regrouping:
         """The hub's latest grouping that this worker knows of."""
         return self._parts.hub.grouping
 
+    def is_called(self) -> bool:
+        """Whether the hub wants this worker elsewhere, between two of its iterations."""
+        return self.known() > self.grouping and not self._parts.exchange().is_within
+
+    def answer(self) -> None:
+        """Go where the hub wants this worker, which is a group of one."""
+        self._parts.exchange().settle()  # what is in flight is this group's
+        self.move(self.known())
+
     def move(self, grouping: int) -> None:
         """An iteration is over, and its answer says to move to this grouping."""
         if grouping <= self.grouping:
@@ -152,7 +161,7 @@ class Regrouping:
         points.reach("group.ring", parts.state.iteration)
         shards = parts.shards
         shards.move(grouped.contributor, grouped.life)
-        meeting = parts.workers.next_meeting
+        meeting = parts.workers.coming_meeting
         shards.send(LOG, Arrive(incarnation=grouped.life, meeting=meeting), until=ARRIVING)
         who = f"group {grouped.contributor}"
         parts.arrive(f"the shards' word that they know {who}")

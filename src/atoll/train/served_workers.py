@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from atoll.core.errors import AtollError
 from atoll.train.place import Place
 from atoll.train.shards import LOG, Shards
 from atoll.train.workers import Reduction, Workers
 from atoll.wire.messages import AnyMessage, Meet, Met
 
 MEETING = "meeting"  # what a Meet is sent again until
+
+
+class CalledAwayError(AtollError):
+    """A meeting was left before its end; what was brought to it is brought again."""
 
 
 class ServedWorkers(Workers):
@@ -48,6 +53,11 @@ class ServedWorkers(Workers):
         """The number of this worker's next call."""
         return self._number
 
+    @property
+    def coming_meeting(self) -> int:
+        """The number of the call that this worker is in, or else of its next."""
+        return self._number
+
     def enter(self, meeting: int, ranks: list[int]) -> None:
         """This worker takes part from the others' call of that number on."""
         self.late, self._number, self._ranks = False, meeting, list(ranks)
@@ -72,9 +82,17 @@ class ServedWorkers(Workers):
         shards = self._shards
         meet = Meet(incarnation=shards.incarnation, number=number, what=what[:256])
         shards.send(LOG, meet, memoryview(payload), until=MEETING)
-        shards.wait(lambda: number in self._met, lambda: [LOG], f"every worker's part in {what}")
+        shards.wait(
+            lambda: number in self._met or self._leaves(), lambda: [LOG], f"every worker's part in {what}"
+        )
         shards.answered(MEETING)
+        if number not in self._met:
+            raise CalledAwayError(f"this worker is called away from {what}")
         return self._met.pop(number)
+
+    def _leaves(self) -> bool:
+        """Whether this worker is not to wait on in a meeting, but to come to it again."""
+        return False
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""

@@ -607,6 +607,8 @@ class Session:
         service.shards.watch = ring.check
         assert isinstance(workers, GroupWorkers)
         workers.gather_members = grouped.gather_members
+        if self.config.sync.consistency != "bsp":  # else all leave their groups at one iteration
+            workers.is_called, workers.move = self._regrouping.is_called, self._regrouping.answer
         return grouped
 
     def _moved(self, grouped: GroupedAnswer, seconds: float) -> None:

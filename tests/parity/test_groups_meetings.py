@@ -1,0 +1,69 @@
+"""Meetings of workers in groups, which come to them at different iterations: nobody waits in vain, and all
+have the same parameters then."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Config, Groups, Run, Sync
+from atoll.hub.planner import GroupingSettings
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.place import Place
+
+WORKERS, STEPS, EVERY = 4, 40, 10
+SECONDS = 0.002  # that a step of the fastest takes; worker r's takes r times as long more
+
+
+def train(place: Place, address: str, sync: dict[str, Any]) -> dict[str, Any]:
+    """Counts its own steps, and so meets the others at other iterations of its group than they do."""
+    config = Config(run=Run(strategy="ps-hra"), sync=Sync(timeout="60s", **sync), groups=Groups(probe=2))
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        generator = torch.Generator().manual_seed(place.rank)
+        sums = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            batch = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+            model(batch).square().mean().backward()
+            time.sleep(SECONDS * (1 + place.rank))
+            optimizer.step()
+            if step % EVERY == EVERY - 1:
+                sums.append(session.reduce(float(place.rank + 1), "sum"))
+        session.barrier()
+        parameters = [parameter.tolist() for parameter in model.parameters()]
+        return {"sums": sums, "parameters": parameters, "size": session.group.size}
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"consistency": "asp", "uplink": "leader"},
+        {"consistency": "asp", "uplink": "members", "pipeline": 1},
+        pytest.param({"consistency": "asp", "uplink": "leader", "pipeline": 1}, marks=pytest.mark.soak),
+        pytest.param({"consistency": "ssp", "uplink": "members"}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_workers_that_made_unequally_many_iterations_meet(
+    pool: WorkerPool, sync: dict[str, Any], groups: int
+) -> None:
+    settings = GroupingSettings(count=groups, consistency=sync["consistency"], regroup=False)
+    with ServedRun(WORKERS, grouping=settings) as served:
+        results = pool.run(train, served.address, sync, world=WORKERS)
+    assert not served.failures
+    everyone = float(sum(range(1, WORKERS + 1)))
+    for result in results:
+        assert result["sums"] == [everyone] * (STEPS // EVERY)
+        assert result["parameters"] == results[0]["parameters"]
+        assert result["size"] == WORKERS // groups
