@@ -160,15 +160,15 @@ class Plan:
 
 
 class Counting(nn.Module):
-    """Says how often each sample was in a step, for each worker: a step may have contributions of several,
-    and of two epochs."""
+    """Says how often each sample was in a step, for each worker and every other epoch: a step may have
+    contributions of several, and two of one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(MOST, SAMPLES))
+        self.counts = nn.Parameter(torch.zeros(2 * MOST, SAMPLES))
 
-    def forward(self, indices: Tensor, who: int, own: Tensor) -> Tensor:
-        return self.counts[who, indices] * own
+    def forward(self, indices: Tensor, row: int, own: Tensor) -> Tensor:
+        return self.counts[row, indices] * own
 
 
 def own_among(sampler: LeasedSampler, count: int) -> Tensor:
@@ -234,7 +234,7 @@ def counts(session: Session, who: int, folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             notes.add("tried", iteration, epoch=epoch, indices=given)
             time.sleep(pause_of(who, folder))
-            model(indices, who, own).sum().backward()
+            model(indices, 2 * who + epoch % 2, own).sum().backward()
             optimizer.step()
             notes.add("done", iteration, epoch=epoch, indices=given)
     session.barrier()
