@@ -2,10 +2,9 @@
 accounts.
 
 Under asp the model counts: it has a parameter for each sample, whose gradient in a batch is 1, and Adam
-without memory takes exactly 1 off in each step in which a gradient is there (`test_survival_soak.py`). Sample
-0 is left out: batches are filled up with it where a member of a group has fewer than the others. Under bsp
-worker r weighs 2 ** r, so that an iteration's sum of weights says who counted, and plain PyTorch computes the
-same from that.
+without memory takes exactly 1 off in each step in which a gradient is there (`test_survival_soak.py`). What
+only fills a batch up has none. Under bsp worker r weighs 2 ** r, so that an iteration's sum of weights says
+who counted, and plain PyTorch computes the same from that.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, ScoreFor
 from atoll.testing.served import RUN, served_worker
 from atoll.train.groupexchange import GroupMeanExchange, GroupReducer
+from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.session import Session
 
 DEADLINE = 60.0
@@ -51,7 +51,7 @@ PROBE = 3  # iterations
 AFTER = 2  # iterations in a group before a fault
 ENOUGH = 8  # iterations that each makes when all is over
 MOST = 4  # workers
-SAMPLES, BATCH = 241, 3  # 240 and the one that fills up
+SAMPLES, BATCH = 240, 3
 EPOCHS_AHEAD, ITERATIONS_AHEAD = 3, 15  # how long before the end the workers are told of it
 PAUSE = 0.01  # seconds of each iteration
 GOES_ON = 5.0  # seconds, from the hub's word that a worker died
@@ -160,15 +160,21 @@ class Plan:
 
 
 class Counting(nn.Module):
-    """Says how often each sample was in a step, for each worker: a step may have contributions of several,
-    and of two epochs."""
+    """Says how often each sample was in a step, for each worker and every other epoch: a step may have
+    contributions of several, and two of one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(MOST, SAMPLES))
+        self.counts = nn.Parameter(torch.zeros(2 * MOST, SAMPLES))
 
-    def forward(self, indices: Tensor, who: int) -> Tensor:
-        return self.counts[who, indices]
+    def forward(self, indices: Tensor, row: int, own: Tensor) -> Tensor:
+        return self.counts[row, indices] * own
+
+
+def own_among(sampler: LeasedSampler, count: int) -> Tensor:
+    """Which of the `count` samples that were given last are, 1, and which only fill a batch up, 0."""
+    held = [epoch >= 0 for epoch, start, stop in sampler._held for _ in range(start, stop)]
+    return torch.tensor(held[:count], dtype=torch.float32)
 
 
 class Notes:
@@ -216,19 +222,21 @@ def counts(session: Session, who: int, folder: Path) -> dict[str, Any]:
     session.prepare(model, optimizer)
     data = torch.arange(SAMPLES)
     sampler = session.sampler(data, seed=7)
+    assert isinstance(sampler, LeasedSampler)
     session.resume()
     notes = Notes(who, session, model, folder)
     for epoch in itertools.count(sampler.epoch):
         if epoch >= told_end(folder):
             break
         for indices in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):  # type: ignore
-            iteration = session.iteration
+            iteration, own = session.iteration, own_among(sampler, len(indices))
+            given = indices[own > 0].tolist()
             optimizer.zero_grad()
-            notes.add("tried", iteration, epoch=epoch, indices=indices.tolist())
+            notes.add("tried", iteration, epoch=epoch, indices=given)
             time.sleep(pause_of(who, folder))
-            model(indices, who).sum().backward()
+            model(indices, 2 * who + epoch % 2, own).sum().backward()
             optimizer.step()
-            notes.add("done", iteration, epoch=epoch, indices=indices.tolist())
+            notes.add("done", iteration, epoch=epoch, indices=given)
     session.barrier()
     return {"counts": [[float(each) for each in row] for row in model.counts.detach()]}
 
@@ -438,7 +446,7 @@ class Case:
                 for line in self.lines(who, what):
                     counter.update(index for index in line["indices"])
         wrong = []
-        for sample in range(1, SAMPLES):
+        for sample in range(SAMPLES):
             counted = -sum(row[sample] for row in found)
             if counted != end:  # one that came back may have been in the next epoch
                 wrong.append(f"sample {sample}: counted {counted} times in {end} epochs")

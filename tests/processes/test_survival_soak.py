@@ -37,6 +37,7 @@ TOGETHER_SECONDS = 12.0  # before several are killed at once: by then standbys a
 # What a promotion adds to a standby's descriptors: a connection to the next standby; one to shard 0, or
 # those of the other shards; the workers'; and pyzmq's keeper of what is sent, with the first 64 KiB.
 PROMOTION = 4 + 4 + max(WORKERS.values()) + 7
+OF_GROUP = 16  # descriptors of a worker in a larger group than before: two more members' connections
 # Of all journals and snapshots, with a process for each shard: two segments of each, and one has 10 s of
 # contributions of a few kilobytes, and the log's lines.
 DISK_BYTES = 64 * 2**20
@@ -58,8 +59,15 @@ class Counting(nn.Module):
         super().__init__()
         self.counts = nn.Parameter(torch.zeros({TURNS}, {SAMPLES}))
 
-    def forward(self, indices, epoch):
-        return self.counts[epoch % {TURNS}, indices]
+    def forward(self, indices, epoch, own):
+        return self.counts[epoch % {TURNS}, indices] * own
+
+def own_among(indices):
+    # Which of these are samples: members of a group with fewer than others fill their batches up.
+    if mode != "groups":
+        return torch.ones(len(indices))
+    held = [epoch >= 0 for epoch, start, stop in sampler._held for _ in range(start, stop)]
+    return torch.tensor(held[:len(indices)], dtype=torch.float32)
 
 def last_epoch():
     told = folder / "last-epoch"
@@ -85,12 +93,12 @@ with atoll.join(config) as session:
         if epoch >= last_epoch():
             break
         for indices in loader:
-            iteration = session.iteration
+            iteration, own = session.iteration, own_among(indices)
             optimizer.zero_grad()
-            note("tried", iteration, epoch, indices)
-            model(indices, epoch).sum().backward()
+            note("tried", iteration, epoch, indices[own > 0])
+            model(indices, epoch, own).sum().backward()
             optimizer.step()
-            note("done", iteration, epoch, indices)
+            note("done", iteration, epoch, indices[own > 0])
             time.sleep(0.01)
     session.save(folder / "end")
 """
@@ -305,6 +313,7 @@ def run(
     assert parts.restarts == sum(not strike.seconds for strike in parts.strikes)
     if faults or not together:  # else there is too little of each life to judge by
         spared = {name.split(" ")[0]: PROMOTION for name in shards if replicas > 1}
+        spared |= {"worker": OF_GROUP} if mode == "groups" else {}
         found = leaks(parts.usage, spared=spared)
         assert not found, found
     notes = read_notes(folder)
@@ -313,11 +322,7 @@ def run(
     lives = len(notes.pids)  # a worker that is killed leaves, and enters again
     loose = mode in ("asp", "groups")
     fills = 0 if loose else (WORKERS[mode] - 1) * (1 + 2 * lives) * BATCH
-    counts = values.sum(0).tolist()
-    if mode == "groups":  # sample 0 also fills up batches, where it weighs nothing
-        counts[0] = -last
-        notes.done[0], notes.tried[0] = 0, last
-    wrong = account(counts, notes, last, every=loose, fills=fills)
+    wrong = account(values.sum(0).tolist(), notes, last, every=loose, fills=fills)
     assert not wrong, "\n".join(wrong[:20])
     held = sum(path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
     assert held < DISK_BYTES * replicas, f"{held} bytes in {folder}"

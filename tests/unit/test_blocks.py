@@ -119,3 +119,15 @@ def test_a_fence_ends_it_and_all_of_it_is_plain_data() -> None:
     assert ask(again, 2, 1).start == 4
     blocks.handle_fenced(KEY)
     assert not blocks.state()
+
+
+def test_an_earlier_epochs_block_is_kept_until_all_have_it() -> None:
+    """What comes back of an epoch is asked for when all are in the next one."""
+    blocks = Blocks(Leases())
+    parts(blocks, 1)
+    parts(blocks, 1, epoch=1)
+    first = ask(blocks, 0, 2)  # of the epoch before
+    parts(blocks, 2, epoch=1)
+    assert parts(blocks, 2)[0] == (first.start, first.stop)
+    parts(blocks, 3, epoch=1)
+    assert list(blocks.state()[KEY]) == [(0, 1)]

@@ -109,10 +109,10 @@ def _forget(epochs: dict[tuple[int, int], EpochBlocks], lease: Lease, members: S
     least = min(epoch.asked.get(member, 0) for member in members)
     for number in [number for number in epoch.blocks if number < least]:
         del epoch.blocks[number]
-    if least:  # all are in this epoch
-        for sampler, earlier in list(epochs):
-            if sampler == lease.sampler and earlier < lease.epoch:
-                del epochs[sampler, earlier]
+    for (sampler, earlier), old in list(epochs.items()):
+        behind = sampler == lease.sampler and earlier < lease.epoch and least  # all are in this epoch
+        if behind and all(old.asked.get(member, 0) >= max(old.blocks) for member in members):
+            del epochs[sampler, earlier]
 
 
 def _part(lease: Lease, block: BlockState, worker: int) -> Leased:

@@ -169,10 +169,11 @@ class LeasedSampler(Sampler[int]):
 
     def go_to(self, members: Sequence[Where]) -> None:
         """Be where the furthest of a new group's `members` is: all must lease alike. Who is in an epoch
-        before that ends it; what is left of such epochs, or comes back of the one before, is given with the
-        next."""
+        before that ends it; what is left of such epochs, or comes back of those before (a dead member's, when
+        its old group is fenced), is given with the next."""
         self._target = max(epoch for epoch, _ in members)
-        earlier = {epoch for _, epochs in members for epoch in epochs} | {self._target - 1}
+        earlier = {epoch for _, epochs in members for epoch in epochs}
+        earlier |= set(range(self._target - EPOCHS_KEPT, self._target))
         self._pending = sorted(epoch for epoch in earlier if 0 <= epoch < self._target)
 
     def committed(self) -> None:
