@@ -28,11 +28,13 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import atoll
 from atoll.core.config import Config, Run, Sync
+from atoll.hub.planner import GroupingSettings
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
 from common import MIB, options, output_folder, write_results
-from workloads import digits_network, fetch_newest, gpt, gpt_adamw
+from stragglers_worker import Emulated
+from workloads import digits_network, gpt, gpt_adamw
 
 WITHIN = 0.02  # of bsp's held-out loss, on average over the seeds
 WORKERS = 4
@@ -87,7 +89,7 @@ def digits(seed: int, quick: bool) -> Task:
 
 def small_gpt(seed: int, quick: bool) -> Task:
     """`examples/gpt.py` with a smaller model, for a few hundred steps of each worker."""
-    context, batch, steps = 64, 4, 10 if quick else 400
+    context, batch, steps = 64, 4, 40 if quick else 400
     text, rest = gpt.read_text(4 * MIB)
     windows, others = gpt.Windows(text, context), gpt.Windows(rest, context)
     tested = torch.stack([others[i] for i in range(0, len(others), max(1, len(others) // 512))])
@@ -122,12 +124,11 @@ TASKS = {"digits": digits, "GPT, 0.1M parameters": small_gpt}
 class Outcome:
     """What one training came to, as one worker saw it."""
 
-    fetched: float  # when it asked for the newest parameters, with its own last contribution in them
-    held_out: float  # of these: whoever asked last has the contributions of all in them
+    held_out: float  # of the parameters with the contributions of all
     samples: float
     steps: int
-    staleness: float  # the mean over this worker's contributions
-    stalest: float  # the most of them
+    staleness: list[float]  # of each of its contributions; a group's are with the first of its members
+    contributors: list[int]  # by step: the number of its group there, or its own
 
 
 def train(
@@ -137,12 +138,17 @@ def train(
     config: Config,
     seed: int,
     quick: bool,
-    speeds: Sequence[float] = (1.0,) * WORKERS,
+    computing: Sequence[float],
 ) -> Outcome:
-    """One worker's part. At a speed below 1 its iterations are stretched by sleeping, before they contribute.
-    Its learning rate goes by its place in the share of the samples that its speed gives it."""
+    """One worker's part. `computing`: for how long each worker computes a batch, emulated, in seconds; empty
+    where all compute as fast as they can. A worker's learning rate goes by its place in the share of the
+    samples that its speed gives it."""
     it = TASKS[task](seed, quick)
-    staleness: list[float] = []
+    staleness, contributors = [], []
+    pace = 1.0  # the steps of an even share to its own
+    if computing:
+        it.model = Emulated(it.model, computing[place.rank])
+        pace = computing[place.rank] * sum(1 / seconds for seconds in computing) / WORKERS
     with (
         served_worker(address, place.rank),
         atoll.join(config) as session,
@@ -151,34 +157,41 @@ def train(
         assert session._service is not None
         loader = DataLoader(it.training, it.batch, sampler=session.sampler(it.training, seed=seed))
         steps = it.epochs * len(loader)
-        speed = speeds[place.rank]
-        pace = sum(speeds) / (speed * WORKERS)  # of its steps to those of an even share
         scheduler = LambdaLR(it.optimizer, lambda step: it.rate(int(step * pace), step * pace / steps))
-        samples, begun = 0.0, time.monotonic()
+        samples = 0.0
         for _ in range(it.epochs):
             for batch in loader:
-                it.loss(it.model, batch).backward()  # type: ignore[no-untyped-call]
+                loss = it.loss(it.model, batch)
+                if isinstance(it.model, Emulated):
+                    it.model.backward(loss)
+                else:
+                    loss.backward()  # type: ignore[no-untyped-call]
                 if it.clip is not None:
                     session.clip_grad_norm_(it.clip)
                 samples += session._state.prepared[0].own_samples
-                spent = time.monotonic() - begun
-                time.sleep((1 / speed - 1) * spent)
-                begun = time.monotonic()
+                contributors.append(contributor_of(session))
+                speaks = session._group_ring is None or session.group.rank == 0
                 it.optimizer.step()
-                staleness.append(session._service.staleness)
+                if speaks:
+                    staleness.append(session._service.staleness)
                 it.optimizer.zero_grad()
                 scheduler.step()
-        fetched = time.monotonic()
-        if config.sync.consistency != BSP:
-            fetch_newest(session)
+        session.barrier()
+        if isinstance(it.model, Emulated):
+            it.model = it.model.module
         return Outcome(
-            fetched=fetched,
             held_out=it.held_out(it.model),
             samples=samples,
-            steps=session.iteration,
-            staleness=sum(staleness) / max(1, session.iteration),
-            stalest=max(staleness, default=0.0),
+            steps=len(contributors),
+            staleness=staleness,
+            contributors=contributors,
         )
+
+
+def contributor_of(session: atoll.Session) -> int:
+    """Whose contribution this worker's gradients are part of: its group's, or its own."""
+    regrouping = session._regrouping
+    return session.rank if regrouping is None else regrouping.contributor
 
 
 # -- the cases ---------------------------------------------------------------------------------------------
@@ -226,12 +239,13 @@ def run_once(
     config: Config,
     seed: int,
     quick: bool,
-    speeds: Sequence[float] = (1.0,) * WORKERS,
+    computing: Sequence[float] = (),
+    grouping: GroupingSettings | None = None,
 ) -> list[Outcome]:
-    """One training; what each worker saw of it."""
+    """One training; what each worker saw of it. `computing` as `train` has it, `grouping` as the hub."""
     # The hub prints each of its decisions.
-    with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS) as served:
-        arguments = (served.address, task, config, seed, quick, speeds)
+    with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS, grouping=grouping) as served:
+        arguments = (served.address, task, config, seed, quick, computing)
         outcomes: list[Outcome] = pool.run(train, *arguments, world=WORKERS, deadline=DEADLINE)
     if served.failures:
         raise SystemExit(f"{task}, {config.sync.consistency}: {served.failures}")
@@ -248,8 +262,10 @@ def run_task(pool: WorkerPool, task: str, seeds: Sequence[int], quick: bool) -> 
 
 
 def final(run: Sequence[Outcome]) -> float:
-    """The held-out loss with the contributions of all."""
-    return max(run, key=lambda outcome: outcome.fetched).held_out
+    """The held-out loss with the contributions of all, which all workers have at the end."""
+    if len({outcome.held_out for outcome in run}) > 1:
+        raise SystemExit(f"workers ended with unlike parameters: {[outcome.held_out for outcome in run]}")
+    return run[0].held_out
 
 
 def _case(task: str, consistency: str, found: dict[str, list[list[Outcome]]]) -> ConsistencyCase:
@@ -259,6 +275,7 @@ def _case(task: str, consistency: str, found: dict[str, list[list[Outcome]]]) ->
     if samples != [sum(outcome.samples for outcome in run) for run in found[BSP]]:
         raise SystemExit(f"{task}, {consistency}: {samples} samples, another number than under bsp")
     steps = [outcome.steps for run in runs for outcome in run]
+    stale = [each for run in runs for outcome in run for each in outcome.staleness]
     return ConsistencyCase(
         task=task,
         consistency=consistency,
@@ -266,7 +283,7 @@ def _case(task: str, consistency: str, found: dict[str, list[list[Outcome]]]) ->
         held_out=losses,
         samples=samples,
         steps=[min(steps), max(steps)],
-        staleness=sum(o.staleness * o.steps for run in runs for o in run) / sum(steps),
+        staleness=sum(stale) / len(stale),
         off=sum(losses) / sum(reference) - 1,
         offs=[round(own / other - 1, 4) for own, other in zip(losses, reference, strict=True)],
         target=None if consistency == BSP else WITHIN,

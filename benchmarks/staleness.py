@@ -1,11 +1,14 @@
-"""What a model learns from stale contributions: asynchronously, with one worker far slower than the others.
+"""What a model learns from stale contributions: asynchronously, with some workers far slower than others.
 
     python benchmarks/staleness.py [--quick] [--strategy server|ps-hra] [--seeds 3] [--cases bsp,plain,...]
 
-Four workers train the small GPT of `benchmarks/consistency.py`, one of them slowed down so that its
-contributions come about four global iterations late: synchronously, as `sync.staleness` scales them or does
-not, with delay compensation, and with exchanges in flight while the next step computes. All see equally many
-samples. With `--strategy ps-hra` the workers form two groups, and a contribution is a group's.
+Four workers train the small GPT of `benchmarks/consistency.py`; what each computes is emulated, by sleeping.
+Under `server` one is five times as slow as the others, so that its contributions come about four global
+iterations late. Under `ps-hra` two are: the run's hub puts them into one group, and the fast ones into
+another; a contribution is a group's, and the slow group's come up to about four late.
+Beside the synchronous run: contributions as `sync.staleness` scales them or does not ("plain"), with delay
+compensation, and with exchanges in flight while the next step computes; under `ps-hra` also the plain
+asynchronous run of the same workers without groups. All see equally many samples.
 """
 
 from __future__ import annotations
@@ -17,21 +20,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from atoll.core.config import Config, Groups, Run, Sync
+from atoll.hub.planner import GroupingSettings
 from atoll.testing.pool import WorkerPool
 from common import options, output_folder, write_results
-from consistency import BSP, DEADLINE, SEEDS, WITHIN, WORKERS, Outcome, final, run_once
+from consistency import BSP, DEADLINE, SEEDS, WITHIN, Outcome, final, run_once
 
 TASK = "GPT, 0.1M parameters"
-SPEEDS = {"server": (1.0, 1.0, 1.0, 0.2), "ps-hra": (1.0, 1.0, 0.2, 0.2)}  # of the workers
+SERVER, GROUPED = "server", "ps-hra"
+# For how long each worker computes a batch, in seconds. Who is slow is to be found.
+COMPUTING = {SERVER: (0.04, 0.04, 0.04, 0.2), GROUPED: (0.04, 0.22, 0.04, 0.22)}
 GROUPS = 2
+LEAST_GROUPED = 0.9  # of the steps, that are made in groups; before are the probe and the move
 COMPENSATION = 1000.0  # some times the predictions in a batch, which are 4 windows of 64 bytes
 
 # What each case sets of `sync`. "plain" does nothing about staleness; in a pipeline all is one step late.
 CASES: dict[str, dict[str, Any]] = {
     "bsp": {"consistency": BSP},
+    "plain without groups": {"consistency": "asp", "staleness": "none"},
     "plain": {"consistency": "asp", "staleness": "none"},
     "weight": {"consistency": "asp", "staleness": "weight"},
     "rate": {"consistency": "asp", "staleness": "rate"},
@@ -39,7 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline": {"consistency": "asp", "pipeline": 1},
     "pipeline and compensated": {"consistency": "asp", "pipeline": 1, "compensation": COMPENSATION},
 }
-WITHOUT_TARGET = ("bsp", "plain", "pipeline", "pipeline and compensated")  # shown, whatever they come to
+UNGROUPED = ("bsp", "plain without groups")
+# Shown, whatever they come to.
+WITHOUT_TARGET = (*UNGROUPED, "plain", "pipeline", "pipeline and compensated")
 
 
 @dataclass(frozen=True)
@@ -48,14 +59,18 @@ class StaleCase:
 
     name: str
     strategy: str
-    speeds: list[float]
+    computing: list[float]  # seconds for a batch, by worker; empty: as fast as they can
     sync: dict[str, Any]
     held_out: list[float]  # by seed, nats
     samples: list[float]
     steps: list[int]  # of the workers with the fewest and the most
-    staleness: float  # the mean over contributions
-    stalest: float  # the most, over all of them
-    slowest: float  # the mean over those of the worker that is the stalest
+    groups: list[list[list[int]]]  # by seed: at the end, the workers of each contributor
+    grouped: float  # the part of the steps that was made in groups of several
+    staleness: float  # the mean over all contributions
+    stalest: float  # the most of them
+    slowest: float  # the mean over those of the group, or worker, with the stalest; then more of the same
+    slowest_p95: float
+    slowest_most: float
     seconds: float
     off: float  # how far the mean held-out loss is above bsp's, as a part of it
     offs: list[float]  # by seed
@@ -72,11 +87,12 @@ class StaleCase:
     def line(self) -> str:
         verdict = f"target {self.target:.0%}: {'met' if self.met else 'MISSED'}" if self.target else "-"
         losses = ", ".join(f"{loss:.4f}" for loss in self.held_out)
+        shown = " | ".join(" ".join(map(str, group)) for group in self.groups[-1])
         return (
             f"{self.strategy}, {self.name}: held-out loss {self.mean:.4f} ({losses}), {self.off:+.2%} of "
-            f"bsp's; {self.steps[0]} to {self.steps[1]} steps a worker, staleness {self.staleness:.2f}, the "
-            f"slowest worker's {self.slowest:.2f}, at most {self.stalest:.2f}; {self.seconds:.0f} s; "
-            f"{verdict}"
+            f"bsp's; {self.steps[0]} to {self.steps[1]} steps a worker, {self.grouped:.0%} of them in groups "
+            f"({shown} at the end); staleness {self.staleness:.2f}, the slowest's {self.slowest:.2f} (95 % "
+            f"at most {self.slowest_p95:.2f}, most {self.slowest_most:.2f}); {self.seconds:.0f} s; {verdict}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -84,37 +100,86 @@ class StaleCase:
 
 
 def run_case(
-    pool: WorkerPool, name: str, strategy: Any, seeds: Sequence[int], quick: bool
+    pool: WorkerPool, name: str, strategy: Any, computing: Sequence[float], seeds: Sequence[int], quick: bool
 ) -> tuple[list[list[Outcome]], float]:
     """The outcomes by seed and worker, and the seconds that it took."""
-    groups = Groups(count=GROUPS) if strategy == "ps-hra" else Groups()
+    groups, grouping = Groups(), None
+    if strategy == GROUPED:
+        groups, grouping = Groups(count=GROUPS), GroupingSettings(count=GROUPS)
     config = Config(run=Run(strategy=strategy), sync=Sync(timeout="60s", **CASES[name]), groups=groups)
-    speeds = SPEEDS[strategy] if name != "bsp" else (1.0,) * WORKERS  # they would wait, and learn the same
     start = time.monotonic()
-    runs = [run_once(pool, TASK, config, seed, quick, speeds) for seed in seeds]
+    runs = [run_once(pool, TASK, config, seed, quick, computing, grouping) for seed in seeds]
     return runs, time.monotonic() - start
 
 
+def groups_of(run: Sequence[Outcome]) -> list[list[int]]:
+    """The workers of each contributor, as they were at the end."""
+    members: dict[int, list[int]] = {}
+    for rank, outcome in enumerate(run):
+        members.setdefault(outcome.contributors[-1], []).append(rank)
+    return sorted(members.values())
+
+
+def part_in_groups(run: Sequence[Outcome]) -> float:
+    """The part of all steps that was made in groups. They are numbered from the number of workers on."""
+    steps = [contributor >= len(run) for outcome in run for contributor in outcome.contributors]
+    return sum(steps) / len(steps)
+
+
+def stalest_of(run: Sequence[Outcome], groups: Sequence[Sequence[int]]) -> list[float]:
+    """The contributions of the group, or the worker, whose are the stalest on average."""
+    each = [[stale for rank in group for stale in run[rank].staleness] for group in groups]
+    return max(each, key=lambda contributions: float(np.mean(contributions)))
+
+
+def check_groups(
+    name: str, computing: Sequence[float], runs: Sequence[Sequence[Outcome]], quick: bool
+) -> None:
+    """Raise SystemExit unless the workers trained in groups of like speed."""
+    expected = sorted(
+        [rank for rank, seconds in enumerate(computing) if seconds == speed] for speed in set(computing)
+    )
+    for run in runs:
+        groups, part = groups_of(run), part_in_groups(run)
+        if groups != expected:
+            raise SystemExit(f"{name}: the groups are {groups} at the end, in place of {expected}")
+        if part < LEAST_GROUPED and not quick:
+            raise SystemExit(
+                f"{name}: {part:.0%} of the steps were made in groups; {LEAST_GROUPED:.0%} wanted"
+            )
+
+
 def case_of(
-    name: str, strategy: str, runs: list[list[Outcome]], seconds: float, reference: list[list[Outcome]]
+    name: str,
+    strategy: str,
+    computing: Sequence[float],
+    runs: list[list[Outcome]],
+    seconds: float,
+    reference: list[list[Outcome]],
 ) -> StaleCase:
     losses, of_bsp = [final(run) for run in runs], [final(run) for run in reference]
     samples = [sum(outcome.samples for outcome in run) for run in runs]
     if samples != [sum(outcome.samples for outcome in run) for run in reference]:
         raise SystemExit(f"{name}: {samples} samples, another number than under bsp")
     outcomes = [outcome for run in runs for outcome in run]
-    steps = [outcome.steps for outcome in outcomes]
+    steps, groups = [outcome.steps for outcome in outcomes], [groups_of(run) for run in runs]
+    stale = [each for outcome in outcomes for each in outcome.staleness]
+    slowest = [each for run, own in zip(runs, groups, strict=True) for each in stalest_of(run, own)]
     return StaleCase(
         name=name,
         strategy=strategy,
-        speeds=list(SPEEDS[strategy]),
+        computing=list(computing),
         sync=CASES[name],
         held_out=losses,
         samples=samples,
         steps=[min(steps), max(steps)],
-        staleness=sum(o.staleness * o.steps for o in outcomes) / sum(steps),
-        stalest=max(o.stalest for o in outcomes),
-        slowest=sum(max(o.staleness for o in run) for run in runs) / len(runs),
+        groups=groups,
+        grouped=sum(part_in_groups(run) for run in runs) / len(runs),
+        staleness=float(np.mean(stale)),
+        stalest=max(stale),
+        slowest=float(np.mean(slowest)),
+        slowest_p95=float(np.percentile(slowest, 95)),
+        slowest_most=max(slowest),
         seconds=seconds,
         off=sum(losses) / sum(of_bsp) - 1,
         offs=[round(own / other - 1, 4) for own, other in zip(losses, of_bsp, strict=True)],
@@ -122,7 +187,7 @@ def case_of(
     )
 
 
-def draw(cases: Sequence[StaleCase], path: Path) -> None:
+def draw(cases: Sequence[StaleCase], strategy: str, path: Path) -> None:
     """A picture of each case's loss, as a part of bsp's: a dot for each seed, a bar for the mean."""
     import matplotlib
 
@@ -136,39 +201,52 @@ def draw(cases: Sequence[StaleCase], path: Path) -> None:
         axes.vlines(100 * case.off, row - 0.25, row + 0.25, color="#2b6ca3", linewidth=3, zorder=3)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(100 * WITHIN, color="#c23b22", linewidth=1.5)
-    labels = [f"{c.name}\nthe slow worker's staleness {c.slowest:.1f}" for c in reversed(shown)]
+    slow = "the slow group's" if strategy == GROUPED else "the slow worker's"
+    labels = [f"{c.name}\n{slow} staleness {c.slowest:.1f}" for c in reversed(shown)]
     axes.set_yticks(range(len(shown)), labels)
     axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlabel("held-out loss against bsp's, % (dots: seeds, blue: their mean, red: target)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.suptitle(f"Stale contributions, strategy {shown[0].strategy}" if shown else "", fontsize=12)
+    figure.suptitle(f"Stale contributions, strategy {strategy}", fontsize=12)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
+def _is_double(name: str, strategy: str) -> bool:
+    """Whether the case is another one's without groups, where there are none."""
+    return name == "plain without groups" and strategy == SERVER
+
+
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--strategy", choices=list(SPEEDS), default="server")
+    parser.add_argument("--strategy", choices=list(COMPUTING), default=SERVER)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many, from 0")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of: {', '.join(CASES)}; bsp always runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = [name for name in CASES if name == "bsp" or name in args.cases.split(",")]
+    asked = args.cases.split(",")
+    wanted = [
+        name for name in CASES if name == BSP or (name in asked and not _is_double(name, args.strategy))
+    ]
     seeds = range(1 if args.quick else args.seeds)
     cases: list[StaleCase] = []
     reference: list[list[Outcome]] = []
     with WorkerPool(DEADLINE) as pool:
         for name in wanted:
-            strategy = "server" if name == "bsp" else args.strategy
-            runs, seconds = run_case(pool, name, strategy, seeds, args.quick)
+            strategy = SERVER if name in UNGROUPED else args.strategy
+            # Synchronous workers would wait for the slow ones, and learn the same.
+            computing = COMPUTING[args.strategy] if name != BSP else ()
+            runs, seconds = run_case(pool, name, strategy, computing, seeds, args.quick)
+            if strategy == GROUPED:
+                check_groups(name, computing, runs, args.quick)
             reference = reference or runs
-            cases.append(case_of(name, strategy, runs, seconds, reference))
+            cases.append(case_of(name, strategy, computing, runs, seconds, reference))
             print(cases[-1].line(), flush=True)
     folder = output_folder(args)
-    results = "staleness" if args.strategy == "server" else f"staleness-{args.strategy}"
+    results = "staleness" if args.strategy == SERVER else f"staleness-{args.strategy}"
     write_results(results, folder, [case.to_json() for case in cases], quick=args.quick)
-    draw(cases, folder / f"{results}.png")
+    draw(cases, args.strategy, folder / f"{results}.png")
     return 0
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import atoll
-from atoll.core.config import Chunks, Config, Run, Sync
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.hub.planner import GroupingSettings
+from atoll.testing.parity import ALONE, await_groups
 from atoll.testing.pool import JobFailedError, WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
@@ -185,3 +187,41 @@ def test_epochs_end_whole_and_meetings_bring_all_the_same(
     first = seen[0][0]
     for values in (*seen[0], *seen[1]):
         assert all(map(torch.equal, first, values))
+
+
+def in_a_group(place: Place, address: str, uplink: Any) -> list[float]:
+    """The staleness that steps in the group showed, but for the first ones; after the third is a meeting."""
+    config = Config(
+        run=Run(strategy="ps-hra"),
+        chunks=Chunks(size="1KiB"),
+        sync=Sync(consistency="asp", timeout="60s", pipeline=1, uplink=uplink),
+        groups=Groups(probe=ALONE - 1),
+    )
+    staleness: list[float] = []
+    step = grouped = 0
+    with served_worker(address, place.rank), atoll.join(config) as session:
+        model, optimizer = session.prepare(*make("sgd"))
+        assert session._service is not None
+        while len(staleness) < STEPS:
+            await_groups(session, step)
+            # The log has fenced who was alone; the first word in a group settles once more.
+            grouped += (session.group.size, session.group.count) == (2, 1)
+            loss_of(model, 2 * step + place.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if grouped > 3:
+                staleness.append(session._service.staleness)
+            if len(staleness) == 3:
+                session.barrier()
+    return staleness
+
+
+@pytest.mark.parametrize("uplink", ["leader", "members"])
+def test_a_groups_contributions_are_late_by_the_one_in_flight(pool: WorkerPool, uplink: str) -> None:
+    settings = GroupingSettings(1, regroup=False)
+    with ServedRun(2, shards=2, grouping=settings) as served:
+        for seen in pool.run(in_a_group, served.address, uplink, world=2):
+            # Of the contribution that was answered last; after the meeting none was in flight.
+            assert seen == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert not served.failures

@@ -156,6 +156,22 @@ def test_check_prints_the_whole_configuration(
     assert capfd.readouterr().err == "atoll: good.toml: no key 'run.worker'; did you mean 'run.workers'?\n"
 
 
+def test_check_knows_that_groups_at_a_server_are_asynchronous(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = '[run]\nstrategy = "ps-hra"\n[sync]\npipeline = 1\n'
+    (here / "grouped.toml").write_text(given)
+    assert atoll(monkeypatch, "check", "grouped.toml") == 0
+    out, err = capfd.readouterr()
+    assert 'consistency = "asp"' in out
+    assert err == "grouped.toml: right\n"
+    (here / "grouped.toml").write_text(given + 'consistency = "bsp"\n')
+    assert atoll(monkeypatch, "check", "grouped.toml") == 2
+    _, err = capfd.readouterr()
+    assert err.startswith("atoll: sync.pipeline = 1 has a step begin before the one before it is made, which")
+    assert err.count("\n") == 1
+
+
 def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert atoll(monkeypatch, "--version") == 0
     assert capfd.readouterr().out.startswith("atoll 0.")

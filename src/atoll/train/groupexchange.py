@@ -100,6 +100,7 @@ class GroupReducer(RingReducer, Exchange):
         self._pipeline = pipeline
         self._in_flight: Outgoing | None = None
         self._told = 0  # the grouping to move to
+        self._heard = 0  # the latest that this group was told of: every word repeats it
         self.contributors: list[int] = []  # that live, as the log last said: groups, and workers alone
         self._used: list[Used] = []  # by all members, in this iteration
         self._own_used: list[Used] = []
@@ -180,7 +181,8 @@ class GroupReducer(RingReducer, Exchange):
         answer, values = self._ring.round(what, act)
         self.parameters.adopt(values)
         self.steps, self._counted = answer.clock, None
-        self._told = 0  # of the group before
+        # Members may have moved by unlike decisions, and must all do the same after the same words.
+        self._told = self._heard = 0
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
@@ -232,7 +234,8 @@ class GroupReducer(RingReducer, Exchange):
         self.connection.shards.answered(COMMIT)
         self.connection.members.told(counted)
         self.contributors = list(counted.workers) or self.contributors
-        self._told = max(self._told, counted.grouping)
+        if counted.grouping > self._heard:
+            self._told = self._heard = counted.grouping
 
     @property
     def _present(self) -> dict[int, list[bool]]:
