@@ -31,6 +31,7 @@ from atoll.hub.rings import Rings
 from atoll.wire.messages import (
     Fenced,
     Grouped,
+    Heartbeat,
     InGroup,
     JoinGroup,
     Lease,
@@ -128,7 +129,8 @@ class Hub:
         elif kind in ("fenced", "news"):
             self.told(kind == "news", who, what)
         elif kind == "pace" and incarnation:
-            self.groups.beat(who, incarnation, what % 100, 0.1 + what % 7)
+            beat = Heartbeat(incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
+            self.groups.beat(who, beat)
         elif kind == "time":
             self.now += what % 8
             self.groups.pass_time(self.now)
@@ -208,7 +210,8 @@ def begun(consistency: Any) -> Hub:
     hub = Hub(consistency)
     for rank in range(4):
         hub.comes(rank)
-        hub.groups.beat(rank, hub.book.members.live()[rank], 4, 0.1)
+        incarnation = hub.book.members.live()[rank]
+        hub.groups.beat(rank, Heartbeat(incarnation=incarnation, iteration=4, pace=0.1))
     return hub
 
 

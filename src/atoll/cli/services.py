@@ -74,6 +74,10 @@ def hub(
     group_patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long the groups wait for a worker's probe.")
     ] = "1min",
+    group_links: Annotated[
+        str,
+        typer.Option(metavar="SPAN", help="How long the measuring of links may take at the start; 0: none."),
+    ] = "5s",
     regroup: Annotated[
         bool, typer.Option("--regroup/--no-regroup", help="Group anew as speeds and workers change.")
     ] = True,
@@ -98,7 +102,7 @@ def hub(
     if seconds <= 0:
         raise UserError(f"--patience {patience}: must be more than 0")
     sites = _sites(site or [])
-    grouping = _grouping(groups, group_by, group_patience, regroup, consistency)
+    grouping = _grouping(groups, group_by, group_patience, group_links, regroup, consistency)
     serve(
         listen,
         key_file,
@@ -117,9 +121,10 @@ def hub(
 
 
 def _grouping(
-    groups: str, by: str, patience: str, regroup: bool, consistency: str
+    groups: str, by: str, patience: str, links: str, regroup: bool, consistency: str
 ) -> GroupingSettings | None:
     """The options on groups; None where workers are not grouped."""
+    from atoll.cli.scores import score_for
     from atoll.hub.planner import GroupingSettings
 
     if not groups:
@@ -134,12 +139,17 @@ def _grouping(
     seconds = parse_seconds(patience)
     if seconds <= 0:
         raise UserError(f"--group-patience {patience}: must be more than 0")
+    measured = parse_seconds(links)
+    if measured < 0:
+        raise UserError(f"--group-links {links}: must be 0 or more")
     return GroupingSettings(
         0 if groups == "auto" else int(groups),
         cast("GroupBy", by),
         seconds,
         regroup,
         cast("Consistency", consistency),
+        measured,
+        score_for,
     )
 
 

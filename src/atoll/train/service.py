@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atoll.core.config import (
@@ -85,7 +85,9 @@ class Service:
         self.keeps_memory, self.site = keeps_memory, os.environ.get(SITE_VARIABLE, "")
         self.ring: GroupRing | None = None  # where workers are in groups
         if config.run.strategy == "ps-hra":
-            _check_grouped(config, self.site)
+            _check_grouped(config, hub.welcome.sites)
+            self.site = ""  # the hub alone is told of it: no shard stands before the site's workers
+            hub.wait_for_links()
             self.ring = GroupRing(hub, address, keys, config.timeout_seconds)
         self.hub, self.welcome = hub, hub.welcome
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
@@ -156,12 +158,12 @@ class Service:
         self.hub.close()
 
 
-def _check_grouped(config: Config, site: str) -> None:
-    """Raise ConfigError for what workers in groups cannot do yet."""
-    if site:
+def _check_grouped(config: Config, sites: Sequence[str]) -> None:
+    """Raise ConfigError for what workers in groups cannot do yet. `sites` are those with shards."""
+    if sites:
         raise ConfigError(
-            f"strategy 'ps-hra' makes groups of its own, and {SITE_VARIABLE} is {site!r}; unset it, or use "
-            "strategy 'server' with sites"
+            f"strategy 'ps-hra' makes groups of its own, and the run has sites ({', '.join(sites)}); use "
+            "strategy 'server', or start the hub without --site"
         )
     if config.sync.lazy:
         raise ConfigError(
