@@ -138,7 +138,7 @@ def test_workers_speeds_and_hub() -> None:
 
 def test_the_examples() -> None:
     found = {path.stem: load_topology(path) for path in EXAMPLES.glob("*.toml")}
-    assert set(found) == {"two-sites", "three-continents", "bad-link"}
+    assert set(found) == {"two-sites", "three-continents", "bad-link", "two-by-three"}
     clean = found["two-sites"].links[0].phases
     assert [(phase.rate, phase.loss) for phase in clean] == [(1.25e8, 0.0)]
     assert len(found["three-continents"].sites) == 3
