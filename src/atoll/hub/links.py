@@ -63,7 +63,7 @@ class LinkDesk:
         self._asked: dict[Pair, Way] = {}  # what the probe measures
         self._since: float | None = None  # when there was something to measure first
         self._live: tuple[int, ...] = ()
-        self._told: frozenset[Way] = frozenset()  # what was known when that was last told
+        self._told: frozenset[Way] | None = None  # what was known when that was last told
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class LinkDesk:
             asks = [self._ask(*each) for each in self._begun(now)]
             if self._probe.over:
                 self._end()
-        if not self.over or self._told == frozenset(self.known):
+        if not self.over or self._told == frozenset(self.known) or len(self._live) < 2:
             return asks, None
         self._told = frozenset(self.known)
         return asks, self._found(now)
