@@ -116,8 +116,9 @@ def outcome(contestant: Contestant, folder: Path) -> Outcome:
     groups = re.findall(r"^\S+ groups: (.*)$", log, flags=re.MULTILINE)
     if not groups:
         raise SystemExit(f"{contestant.name}: no groups were made\n{log}")
-    begin = max([record.steps[WARM] for record in records] + moved)
     end = min(record.steps[-1] for record in records)
+    # Who is left when others have no more data may be grouped anew: that is no start.
+    begin = max([record.steps[WARM] for record in records] + [when for when in moved if when < end])
     each = [_rate(record, begin, end) for record in records]
     lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
     return Outcome(

@@ -7,6 +7,7 @@ Nobody trains before that is over; who comes later is measured while the others 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -63,6 +64,10 @@ class LinkDesk:
         self._asked: dict[Pair, Way] = {}  # what the probe measures
         self._since: float | None = None  # when there was something to measure first
         self._live: tuple[int, ...] = ()
+        self._looked: tuple[tuple[object, ...], frozenset[Way]] = (
+            (),
+            frozenset(),
+        )  # for what, and what came out
         self._told: frozenset[Way] | None = None  # what was known when that was last told
 
     # -- what happens -------------------------------------------------------------------------------------
@@ -117,8 +122,8 @@ class LinkDesk:
         """Whether links of this worker are still to be measured, or are being."""
         if len(self._live) < 2 or worker in self._silent:
             return False
-        host = self.hosts.get(worker)
-        return host is None or any(host in way for way in self._open())
+        host, ways = self.hosts.get(worker), self._open()
+        return host is None or (bool(ways) and any(host in way for way in ways))
 
     @property
     def over(self) -> bool:
@@ -148,15 +153,15 @@ class LinkDesk:
         """Of whom nobody knows where they are."""
         return [each for each in self._live if each not in self.hosts and each not in self._silent]
 
-    def _open(self) -> set[Way]:
+    def _open(self) -> frozenset[Way]:
         """The links that are to be measured, or are being: of workers whose places are known."""
-        counts: dict[str, int] = {}
-        for worker in self._live:
-            if (host := self.hosts.get(worker)) is not None:
-                counts[host] = counts.get(host, 0) + 1
-        ways = {_way(*pair) for pair in combinations(counts, 2)}
-        ways |= {(host, host) for host, count in counts.items() if count > 1}
-        return ways - self.known.keys() - self._failures.keys()
+        asked = (tuple(map(self.hosts.get, self._live)), len(self.known), len(self._failures))
+        if self._looked[0] != asked:  # each heartbeat asks, and there may be many machines
+            counts = Counter(host for host in asked[0] if host is not None)
+            ways = {_way(*pair) for pair in combinations(counts, 2)}
+            ways |= {(host, host) for host, count in counts.items() if count > 1}
+            self._looked = (asked, frozenset(ways - self.known.keys() - self._failures.keys()))
+        return self._looked[1]
 
     def _begin(self, now: float) -> None:
         """Measure, once all have said where; who takes too long is left out."""
@@ -166,7 +171,7 @@ class LinkDesk:
             if now < self._since + PLACE_SECONDS:
                 return
             self._silent |= set(self._lost())
-        ways = self._open()
+        ways = set(self._open())
         self._asked = {}
         for pair in combinations([each for each in self._live if each in self._places], 2):
             way = _way(self.hosts[pair[0]], self.hosts[pair[1]])
