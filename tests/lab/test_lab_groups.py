@@ -1,4 +1,4 @@
-"""Strategy ps-hra in a lab of two sites: grouped by speed, by site, and jointly, by links that are measured."""
+"""Strategy ps-hra in a lab of two sites: grouped by speed, by site, and jointly, by measured links."""
 
 from __future__ import annotations
 

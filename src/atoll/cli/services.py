@@ -139,16 +139,13 @@ def _grouping(
     seconds = parse_seconds(patience)
     if seconds <= 0:
         raise UserError(f"--group-patience {patience}: must be more than 0")
-    measured = parse_seconds(links)
-    if measured < 0:
-        raise UserError(f"--group-links {links}: must be 0 or more")
     return GroupingSettings(
         0 if groups == "auto" else int(groups),
         cast("GroupBy", by),
         seconds,
         regroup,
         cast("Consistency", consistency),
-        measured,
+        parse_seconds(links),
         score_for,
     )
 

@@ -273,18 +273,14 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         ("server.snapshot", lambda: config.snapshot_seconds),
         ("hub.patience", lambda: config.patience_seconds),
         ("groups.patience", lambda: config.probe_seconds),
+        ("groups.links", lambda: config.links_seconds),
     ):
         try:
             value = parse()
         except ConfigError as error:
             raise ConfigError(f"{where}: {name}: {error}") from None
-        if value is not None and value <= 0:
+        if value is not None and value <= 0 and name != "groups.links":  # which may be 0: not at all
             raise ConfigError(f"{where}: {name}: must be more than 0")
-    try:
-        if config.links_seconds < 0:
-            raise ConfigError("must be 0 or more")
-    except ConfigError as error:
-        raise ConfigError(f"{where}: groups.links: {error}") from None
     return config
 
 
