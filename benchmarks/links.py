@@ -38,7 +38,7 @@ WORKERS = 6
 WIDTH, BATCH, PASSES = 700, 8, 1
 WARM = 3  # steps of the slowest worker
 ROUNDS = 3
-PROBING, STEADY = 6.0, 20.0  # seconds, about
+PROBING, STEADY = 8.0, 20.0  # seconds, about
 DEADLINE = 300.0  # seconds for one run
 
 
@@ -55,7 +55,7 @@ class Contestant:
 ALONE = 250.0  # samples per second, about, while speeds are measured
 JOINT = Contestant("speed and links (joint)", '"auto"', "joint", 240.0)
 RIVALS = (
-    Contestant("speed, 3 groups", "3", "speed", 30.0),
+    Contestant("speed, 3 groups", "3", "speed", 90.0),
     Contestant("speed, as many as compute most", '"auto"', "speed", 100.0),
     Contestant("site", '"auto"', "site", 140.0),
 )
