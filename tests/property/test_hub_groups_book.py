@@ -23,6 +23,7 @@ from atoll.hub.records import (
     InRing,
     Knows,
     Left,
+    Linked,
     Told,
     decode_record,
     encode_record,
@@ -36,6 +37,7 @@ from atoll.wire.messages import (
     JoinGroup,
     Lease,
     Leased,
+    LinkPlace,
     Reform,
     Used,
 )
@@ -45,7 +47,7 @@ KINDS = (
     *("arrives",) * 4,
     *("decide",) * 3,
     *("lease",) * 4,
-    *("comes", "left", "died", "time", "fenced", "news", "pace", "reform"),
+    *("comes", "left", "died", "time", "fenced", "news", "pace", "reform", "place", "linked"),
 )
 EVENTS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 2**16)), min_size=10, max_size=60
@@ -76,7 +78,7 @@ class Hub:
         )
         self.book.rings = self.rings
         self.groups = Groups(
-            GroupingSettings(consistency=consistency, patience=20.0),
+            GroupingSettings(consistency=consistency, patience=20.0, links=5.0),
             self.book,
             self.rings,
             Decisions(),
@@ -131,6 +133,12 @@ class Hub:
         elif kind == "pace" and incarnation:
             beat = Heartbeat(incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
             self.groups.beat(who, beat)
+        elif kind == "place" and incarnation:
+            self.groups.handle_links(
+                LinkPlace(incarnation=incarnation, host=f"host {what % 3}", port=1, token=b"")
+            )
+        elif kind == "linked" and incarnation:
+            self.link(what)
         elif kind == "time":
             self.now += what % 8
             self.groups.pass_time(self.now)
@@ -139,6 +147,14 @@ class Hub:
                 incarnation=incarnation, number=self.number, group=1 + what % 3, rank=who, round=3, holds=True
             )
             self.rings.handle(b"x", wish)
+
+    def link(self, what: int) -> None:
+        """A link was measured. Which one is under way is not written down."""
+        assert self.groups._desk is not None
+        hosts = ("host 0", f"host {what % 3}")
+        linked = Linked(at=self.now, hosts=hosts, bandwidth=1.0 + what, latency=0.5)
+        self.records.append(linked)
+        self.groups._desk.take(linked)
 
     def comes(self, who: int) -> None:
         self.number += 1

@@ -23,6 +23,7 @@ class Desk:
         self.desk = LinkDesk(seconds, self.records.append)
         self.asked: list[tuple[str, str]] = []
         self.broken: set[tuple[str, str]] = set()  # ways over which nobody comes
+        self.quiet: set[int] = set()  # who does not say where its links are measured
         self.founds: list[LinksFound] = []
 
     def says(self, *workers: int) -> None:
@@ -53,6 +54,9 @@ class Desk:
 
     def finish(self) -> LinksFound:
         for _ in range(20):
+            self.desk.handle_live(self.hosts)
+            if wanted := {worker for worker in self.hosts if self.desk.wants(worker)} - self.quiet:
+                self.says(*wanted)  # as each of its heartbeats does
             self.poll()
         assert self.desk.over
         return self.founds[-1]
@@ -77,6 +81,7 @@ def test_one_pair_measures_for_all_of_two_machines() -> None:
 
 def test_who_does_not_say_where_is_left_out_after_a_while() -> None:
     lab = Desk({0: "a", 1: "b", 2: "c"})
+    lab.quiet = {2}
     lab.says(0, 1)
     lab.poll()
     assert not lab.asked
@@ -125,14 +130,29 @@ def test_who_comes_late_is_measured_only_where_nothing_is_known() -> None:
     lab.desk.handle_live(lab.hosts)
     assert lab.desk.wants(2)
     lab.asked.clear()
-    lab.says()
     assert lab.finish().links.workers == (0, 1, 2)
     assert sorted(lab.asked) == [("a", "c"), ("b", "c")]
     lab.hosts[3] = "c"
     lab.asked.clear()
-    lab.says()
     lab.finish()
     assert lab.asked == [("c", "c")]
+
+
+def test_a_place_from_before_counts_no_more() -> None:
+    """Workers close it when the measuring is over; for who comes late they have another one."""
+    lab = Desk({0: "a", 1: "b"})
+    lab.says()
+    lab.finish()
+    lab.says()  # went out before they heard that it is over
+    lab.hosts[2] = "c"
+    lab.desk.handle_live(lab.hosts)
+    lab.asked.clear()
+    lab.says(2)
+    lab.poll()
+    assert not lab.asked
+    lab.says(0, 1)
+    lab.finish()
+    assert sorted(lab.asked) == [("a", "c"), ("b", "c")]
 
 
 def test_a_rank_that_comes_again_may_be_elsewhere() -> None:
@@ -144,7 +164,6 @@ def test_a_rank_that_comes_again_may_be_elsewhere() -> None:
     lab.desk.handle_live(lab.hosts)
     assert lab.desk.wants(1)
     lab.asked.clear()
-    lab.says()
     lab.finish()
     assert lab.asked == [("a", "c")]
 

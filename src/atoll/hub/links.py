@@ -77,8 +77,11 @@ class LinkDesk:
         self._live = tuple(sorted(live))
 
     def handle_place(self, now: float, worker: int, place: LinkPlace) -> None:
-        """A worker says where its links are measured."""
+        """A worker says where its links are measured; when that is over it is there no longer."""
+        if self.hosts.get(worker) == place.host and not self.wants(worker):
+            return
         self._places[worker] = place
+        self._silent.discard(worker)
         if self.hosts.get(worker) != place.host:
             linked = Linked(at=now, worker=worker, hosts=(place.host, place.host))
             self._keep(linked)
@@ -207,6 +210,7 @@ class LinkDesk:
             if way not in self.known:
                 self._failures.setdefault(way, "there was no time for it, or no word came")
         self._probe, self._asked, self._since = None, {}, None
+        self._places.clear()
 
     def _found(self, now: float) -> LinksFound:
         """All that is known, by worker, as the chooser takes it."""
