@@ -124,11 +124,11 @@ def _grouping(
     groups: str, by: str, patience: str, links: str, regroup: bool, consistency: str
 ) -> GroupingSettings | None:
     """The options on groups; None where workers are not grouped."""
+    if not groups:
+        return None
     from atoll.cli.scores import score_for
     from atoll.hub.planner import GroupingSettings
 
-    if not groups:
-        return None
     if groups != "auto" and not (groups.isdecimal() and int(groups) >= 1):
         raise UserError(f"--groups {groups}: write a number of groups, from 1; or auto")
     for option, value, kind in (("--group-by", by, GroupBy), ("--consistency", consistency, Consistency)):
