@@ -26,7 +26,8 @@ soak: $(READY)
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
 			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
-			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py; do \
+			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
+			benchmarks/links.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 

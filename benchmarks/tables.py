@@ -266,6 +266,22 @@ def _group_rows(case: Record) -> list[list[str]]:
     return rows
 
 
+def links(record: Record) -> str:
+    """Samples/s of each way to group, and what the joint chooser said in the last round."""
+    heads = ["grouped by", "samples/s", "joint's ratio to it", "least to most", "groups of the last round"]
+    said = record["cases"][-1]["each"][-1]
+    told = [f"> links: {line}" for line in said["links"][:1]] + [f"> groups: {said['groups'][0]}"]
+    return "\n\n".join([table([*heads, "target"], map(_way_row, record["cases"])), "\n>\n".join(told)])
+
+
+def _way_row(case: Record) -> list[str]:
+    it = case["joint_ratio"]
+    groups = "; ".join(line.partition(" (")[0] for line in case["each"][-1]["groups"] if "stay" not in line)
+    ratio = [f"{it['median']:.2f}", f"{it['least']:.2f} to {it['most']:.2f}"]
+    shown = groups.replace("workers ", "").replace(" | ", ", ")
+    return [case["name"], f"{case['samples_per_second']:.1f}", *ratio, shown, VERDICTS[case["met"]]]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -281,6 +297,7 @@ def tables(folder: Path) -> dict[str, str]:
         "readiness": readiness,
         "journal": ratios,
         "stragglers": stragglers,
+        "links": links,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -27,8 +27,9 @@ from hub_parts import (
 
 from atoll.core.errors import UserError
 from atoll.groups import formation
+from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.drift import Rules
-from atoll.hub.planner import GroupingSettings
+from atoll.hub.planner import GroupingSettings, Known
 from atoll.net.endpoint import Client
 from atoll.net.requests import RefusedError
 from atoll.testing import faults
@@ -245,6 +246,36 @@ def test_workers_say_at_which_site_they_are_and_sites_are_groups(folder: Path) -
         for each in clients:
             each.goodbye()
             each.close()
+
+
+def test_links_are_measured_before_anybody_trains_and_are_known_after_a_restart(folder: Path) -> None:
+    settings = GroupingSettings(by="joint", regroup=False, links=5.0, score_for=scored_by_links)
+    with run_of(folder, 3, settings) as run:
+        assert all(each.links for each in run.welcomes)
+        for each in run.clients:
+            each.wait_for_links()
+            each.size, each.batch = 1000, 4.0
+        (decision,) = run.hub.decisions("links")
+        assert decision.choice == "1 of 1 links measured (3 workers on 1 machine)"
+        assert "bit/s and" in decision.reason
+        wait_for(lambda: all(each._links._server is None for each in run.clients), "the servers' end")  # type: ignore[union-attr]
+        run.hub.close()
+        run.hub = Service(folder, workers=3, grouping=settings, listen=run.hub.address)
+        run.paces(0.1, 0.1, 0.1)
+        run.told(1, 0, 1, 2)
+        reason = run.hub.decisions("groups")[0].reason
+        assert reason.startswith("1 of 1 links measured (3 workers on 1 machine); ")
+        assert "limited by links of workers 0 1 2, 1000 bytes, 4 samples" in reason
+        assert all(each.reason == decision.reason for each in run.hub.decisions("links"))  # not once more
+        run.hub.close()
+
+
+def scored_by_links(known: Known) -> ScoreFunction:
+    """Says what it was given."""
+    assert known.links is not None
+    workers = " ".join(map(str, known.links.workers))
+    said = f"links of workers {workers}, {known.size} bytes, {known.batch} samples"
+    return lambda grouping: Score(6.0 - len(grouping), said)
 
 
 def test_in_lock_step_all_move_and_the_old_go_together(folder: Path) -> None:

@@ -23,6 +23,7 @@ from atoll.hub.records import (
     InRing,
     Knows,
     Left,
+    Linked,
     Told,
     decode_record,
     encode_record,
@@ -31,10 +32,12 @@ from atoll.hub.rings import Rings
 from atoll.wire.messages import (
     Fenced,
     Grouped,
+    Heartbeat,
     InGroup,
     JoinGroup,
     Lease,
     Leased,
+    LinkPlace,
     Reform,
     Used,
 )
@@ -44,7 +47,7 @@ KINDS = (
     *("arrives",) * 4,
     *("decide",) * 3,
     *("lease",) * 4,
-    *("comes", "left", "died", "time", "fenced", "news", "pace", "reform"),
+    *("comes", "left", "died", "time", "fenced", "news", "pace", "reform", "place", "linked"),
 )
 EVENTS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 2**16)), min_size=10, max_size=60
@@ -75,7 +78,7 @@ class Hub:
         )
         self.book.rings = self.rings
         self.groups = Groups(
-            GroupingSettings(consistency=consistency, patience=20.0),
+            GroupingSettings(consistency=consistency, patience=20.0, links=5.0),
             self.book,
             self.rings,
             Decisions(),
@@ -128,7 +131,14 @@ class Hub:
         elif kind in ("fenced", "news"):
             self.told(kind == "news", who, what)
         elif kind == "pace" and incarnation:
-            self.groups.beat(who, incarnation, what % 100, 0.1 + what % 7)
+            beat = Heartbeat(incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
+            self.groups.beat(who, beat)
+        elif kind == "place" and incarnation:
+            self.groups.handle_links(
+                LinkPlace(incarnation=incarnation, host=f"host {what % 3}", port=1, token=b"")
+            )
+        elif kind == "linked" and incarnation:
+            self.link(what)
         elif kind == "time":
             self.now += what % 8
             self.groups.pass_time(self.now)
@@ -137,6 +147,14 @@ class Hub:
                 incarnation=incarnation, number=self.number, group=1 + what % 3, rank=who, round=3, holds=True
             )
             self.rings.handle(b"x", wish)
+
+    def link(self, what: int) -> None:
+        """A link was measured. Which one is under way is not written down."""
+        assert self.groups._desk is not None
+        hosts = ("host 0", f"host {what % 3}")
+        linked = Linked(at=self.now, hosts=hosts, bandwidth=1.0 + what, latency=0.5)
+        self.records.append(linked)
+        self.groups._desk.take(linked)
 
     def comes(self, who: int) -> None:
         self.number += 1
@@ -208,7 +226,8 @@ def begun(consistency: Any) -> Hub:
     hub = Hub(consistency)
     for rank in range(4):
         hub.comes(rank)
-        hub.groups.beat(rank, hub.book.members.live()[rank], 4, 0.1)
+        incarnation = hub.book.members.live()[rank]
+        hub.groups.beat(rank, Heartbeat(incarnation=incarnation, iteration=4, pace=0.1))
     return hub
 
 

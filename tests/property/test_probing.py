@@ -53,6 +53,8 @@ class World:
     def run(self) -> None:
         while not self.probe.over:
             for ask in self.probe.poll(self.now):
+                if {ask.first, ask.second} & self.gone:  # by one that was to begin with it
+                    continue
                 number = len(self.asked)
                 self.asked.append(ask)
                 busy = {w for _, m, _ in self.going for w in (m.first, m.second)}

@@ -58,6 +58,11 @@ def test_a_span_may_be_a_plain_number(setting: str, seconds: float) -> None:
     assert load_config(settings=[setting], environment={}).timeout_seconds == seconds
 
 
+def test_how_long_links_are_measured() -> None:
+    assert load_config(environment={}).links_seconds == 5.0
+    assert load_config(settings=["groups.links=0"], environment={}).links_seconds == 0.0
+
+
 def test_the_hubs_patience() -> None:
     assert load_config(environment={}).patience_seconds == 10.0
     assert load_config(settings=["hub.patience=1.5min"], environment={}).patience_seconds == 90.0
@@ -87,6 +92,8 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("run.workers=2.5", "--set run.workers=2.5: run.workers: expected int, got 2.5"),
         ("run.directory=true", "--set run.directory=true: run.directory: expected str, got True"),
         ("sync.timeout=0", "--set sync.timeout=0: sync.timeout: must be more than 0"),
+        ("groups.links=-1", "--set groups.links=-1: groups.links: '-1' is not a span of time"),
+        ("groups.links=soon", "--set groups.links=soon: groups.links: 'soon' is not a span of time"),
         ("hub.patience=0s", "--set hub.patience=0s: hub.patience: must be more than 0"),
         ("hub.patience=soon", "--set hub.patience=soon: hub.patience: 'soon' is not a span of time"),
         ("sync.compensation=-1", "--set sync.compensation=-1: sync.compensation: expected float"),

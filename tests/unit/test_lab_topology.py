@@ -134,11 +134,13 @@ def test_workers_speeds_and_hub() -> None:
     assert topology.hub == HubPlace(site=2, shards=0)
     assert topology.seed == 2**63 - 1
     assert parse_topology(SITES + '[hub]\nsite = "berlin"\n').hub == HubPlace(site=1, shards=1)
+    text = '[hub]\nsite = "paris"\ngroups = 2\ngroup_by = "site"\ngroup_links = "2s"\n'
+    assert parse_topology(SITES + text).hub == HubPlace(0, 1, "2", "site", 2.0)
 
 
 def test_the_examples() -> None:
     found = {path.stem: load_topology(path) for path in EXAMPLES.glob("*.toml")}
-    assert set(found) == {"two-sites", "three-continents", "bad-link"}
+    assert set(found) == {"two-sites", "three-continents", "bad-link", "two-by-three"}
     clean = found["two-sites"].links[0].phases
     assert [(phase.rate, phase.loss) for phase in clean] == [(1.25e8, 0.0)]
     assert len(found["three-continents"].sites) == 3
@@ -179,6 +181,21 @@ WRONG = [
     (SITES + "[hub]\nsites = 'paris'\n", "hub: no key 'sites'; did you mean 'site'?"),
     (SITES + "[hub]\nsite = 'brelin'\n", "hub: site: no site is named 'brelin'; did you mean 'berlin'?"),
     (SITES + "[hub]\nsite = 'paris'\nshards = -1\n", "hub: shards: -1 is not a whole number from 0 to 64"),
+    (
+        SITES + "[hub]\nsite = 'paris'\ngroups = 3\n",
+        "hub: groups: 3 is not a number of groups; write one from 1 to 2",
+    ),
+    (SITES + "[hub]\nsite = 'paris'\ngroups = 'all'\n", "hub: groups: 'all' is not a number of groups"),
+    (SITES + "[hub]\nsite = 'paris'\nshards = 0\ngroups = 2\n", "hub: groups: groups meet at shards"),
+    (SITES + "[hub]\nsite = 'paris'\ngroup_by = 'site'\n", "hub: group_by: says how workers are grouped"),
+    (
+        SITES + "[hub]\nsite = 'paris'\ngroups = 2\ngroup_by = 'sites'\n",
+        "hub: group_by: no such choice 'sites'; did you mean 'site'?",
+    ),
+    (
+        SITES + "[hub]\nsite = 'paris'\ngroups = 2\ngroup_links = '2min'\n",
+        "hub: group_links: 2min is too long",
+    ),
     # Sites
     ("[[site]]\n", 'site 1: has no name; write name = "paris"'),
     (SITES + "[[site]]\nname = 'paris'\n", "site 3: name: 'paris' is taken by site 1; each site needs"),

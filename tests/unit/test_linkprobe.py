@@ -74,11 +74,11 @@ def test_a_slow_link_is_measured_as_it_is(server: LinkServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "left", "size"),
-    [(0.01, 1.0, 50 * 2**16), (1.0, 1.0, 2**15), (0.0, 10.0, 2**28), (1.0, -1.0, 0)],
+    ("rate", "left", "size"),
+    [(1e6, 1.0, 500_000), (2**16, 1.0, 2**15), (1e12, 10.0, 2**28), (1e6, -1.0, 0)],
 )
-def test_the_long_transfer_takes_its_share_of_the_time(taken: float, left: float, size: int) -> None:
-    assert linkprobe._next_size(taken, left) == size
+def test_a_transfer_takes_its_share_of_the_time_that_is_left(rate: float, left: float, size: int) -> None:
+    assert linkprobe._next_size(rate, left) == size
 
 
 def is_ended(link: socket.socket) -> bool:

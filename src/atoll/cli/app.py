@@ -93,7 +93,7 @@ def _run(
         "--sites": ("run.sites", sites),
     }
     chosen = _load(config, settings, options)
-    raise typer.Exit(run(script, arguments or [], chosen, summary))
+    raise typer.Exit(run(script, arguments or [], chosen, summary, hub_module="atoll.cli.hub"))
 
 
 @app.command("check")

@@ -74,6 +74,10 @@ def hub(
     group_patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long the groups wait for a worker's probe.")
     ] = "1min",
+    group_links: Annotated[
+        str,
+        typer.Option(metavar="SPAN", help="How long the measuring of links may take at the start; 0: none."),
+    ] = "5s",
     regroup: Annotated[
         bool, typer.Option("--regroup/--no-regroup", help="Group anew as speeds and workers change.")
     ] = True,
@@ -98,7 +102,7 @@ def hub(
     if seconds <= 0:
         raise UserError(f"--patience {patience}: must be more than 0")
     sites = _sites(site or [])
-    grouping = _grouping(groups, group_by, group_patience, regroup, consistency)
+    grouping = _grouping(groups, group_by, group_patience, group_links, regroup, consistency)
     serve(
         listen,
         key_file,
@@ -117,13 +121,14 @@ def hub(
 
 
 def _grouping(
-    groups: str, by: str, patience: str, regroup: bool, consistency: str
+    groups: str, by: str, patience: str, links: str, regroup: bool, consistency: str
 ) -> GroupingSettings | None:
     """The options on groups; None where workers are not grouped."""
-    from atoll.hub.planner import GroupingSettings
-
     if not groups:
         return None
+    from atoll.cli.scores import score_for
+    from atoll.hub.planner import GroupingSettings
+
     if groups != "auto" and not (groups.isdecimal() and int(groups) >= 1):
         raise UserError(f"--groups {groups}: write a number of groups, from 1; or auto")
     for option, value, kind in (("--group-by", by, GroupBy), ("--consistency", consistency, Consistency)):
@@ -140,6 +145,8 @@ def _grouping(
         seconds,
         regroup,
         cast("Consistency", consistency),
+        parse_seconds(links),
+        score_for,
     )
 
 

@@ -98,6 +98,7 @@ class Groups(msgspec.Struct, forbid_unknown_fields=True):
     by: GroupBy = "auto"  # auto: speed where count is given, else joint
     probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
     patience: str = "1min"  # for a worker's probe
+    links: str = "5s"  # for measuring the links between workers at the start; 0: they are not measured
     regroup: bool = True  # while the run goes, as speeds and members change
 
 
@@ -131,6 +132,10 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def probe_seconds(self) -> float:
         return parse_seconds(self.groups.patience)
+
+    @property
+    def links_seconds(self) -> float:
+        return parse_seconds(self.groups.links)
 
 
 def check_groups(count: int, workers: int) -> None:
@@ -268,12 +273,13 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         ("server.snapshot", lambda: config.snapshot_seconds),
         ("hub.patience", lambda: config.patience_seconds),
         ("groups.patience", lambda: config.probe_seconds),
+        ("groups.links", lambda: config.links_seconds),
     ):
         try:
             value = parse()
         except ConfigError as error:
             raise ConfigError(f"{where}: {name}: {error}") from None
-        if value is not None and value <= 0:
+        if value is not None and value <= 0 and name != "groups.links":  # which may be 0: not at all
             raise ConfigError(f"{where}: {name}: must be more than 0")
     return config
 

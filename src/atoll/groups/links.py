@@ -43,6 +43,14 @@ class Links:
             _checked(workers, latency, "latency", name),
         )
 
+    def of_these(self, workers: Sequence[int]) -> Links | None:
+        """Those of these workers alone; None where one of them has none here."""
+        place = {worker: index for index, worker in enumerate(self.workers)}
+        if not place.keys() >= set(workers):
+            return None
+        chosen = np.ix_([place[worker] for worker in workers], [place[worker] for worker in workers])
+        return Links(tuple(workers), self.bandwidth[chosen], self.latency[chosen])
+
     def clusterings(self) -> list[Grouping]:
         """Groupings of workers that are near one another, the most pronounced first; at most a dozen.
 

@@ -10,7 +10,7 @@ not measured follows from what was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,10 +52,12 @@ class Found:
 
 
 class LinkProbe:
-    """Measures each pair of `workers`, within `seconds` from `now` on, `together` pairs at a time.
+    """Measures each pair of `workers` that is not `known`, or `only` these, within `seconds` from `now` on,
+    `together` pairs at a time.
 
     One at a time (the default) nothing shares a link with what is measured. Each pair is given an equal part
-    of the time that is left, at most `most` seconds: what is faster leaves more to those behind it. A pair
+    of the time that is left, at least `least` and at most `most` seconds: what is faster leaves more to those
+    behind it, and of many pairs, rather than all of them badly, some are not measured. A pair
     whose word does not come in twice the time that it was given is given up, and nothing begins that could
     end after the deadline. Times are in the caller's seconds.
 
@@ -68,21 +70,27 @@ class LinkProbe:
         workers: Iterable[int],
         seconds: float,
         *,
+        least: float = 0.0,
         most: float = 1.0,
         together: int = 1,
+        known: Mapping[tuple[int, int], Measured] | None = None,
+        only: Collection[tuple[int, int]] | None = None,
         name: Callable[[int], str] = str,
     ) -> None:
         if not (0 < seconds < math.inf and 0 < most < math.inf):
             raise UserError(f"probing links for {seconds:g} s, {most:g} s a pair: both must be above 0")
         if together < 1:
             raise UserError(f"{together} pairs at a time: there must be at least 1")
-        self._most, self._together, self._name = most, together, name
+        self._least, self._most, self._together, self._name = min(least, most), most, together, name
         self._workers = tuple(sorted(set(workers)))
-        self._waiting = pairs_in_rounds(self._workers)
-        self._all = len(self._waiting)
+        pairs = pairs_in_rounds(self._workers)
+        self._all = len(pairs)
+        there = {*self._workers}
+        self._measured = {pair: link for pair, link in (known or {}).items() if there.issuperset(pair)}
+        wanted = set(pairs if only is None else only)
+        self._waiting = [pair for pair in pairs if pair in wanted and pair not in self._measured]
         self._until = now + seconds
         self._under_way: dict[tuple[int, int], float] = {}  # pair -> until when its word is waited for
-        self._measured: dict[tuple[int, int], Measured] = {}
 
     @property
     def over(self) -> bool:
@@ -152,10 +160,11 @@ class LinkProbe:
 
     def _given(self, now: float) -> float:
         """What the next pair may take, so that all that wait have a turn, and each ends in time, also one
-        whose word does not come."""
+        whose word does not come; 0: there is too little time for one more."""
         turns = -(-len(self._waiting) // self._together)
         left = self._until - now
-        return min(self._most, left / turns, left / LATE)
+        given = min(self._most, max(self._least, left / turns), left / LATE)
+        return given if given >= self._least else 0.0
 
     def _pair(self, first: int, second: int) -> tuple[int, int]:
         pair = (min(first, second), max(first, second))

@@ -23,6 +23,7 @@ from atoll.hub.records import (
     InRing,
     Knows,
     Left,
+    Linked,
     Over,
     Paced,
     Paired,
@@ -46,7 +47,7 @@ class GroupsOf(Protocol):
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more; who is to be fenced for it is added to the book's fences."""
 
-    def replay(self, record: Paced | Decided | InGroups | TimePassed) -> None:
+    def replay(self, record: Paced | Linked | Decided | InGroups | TimePassed) -> None:
         """Take again what was written before."""
 
     def lease(self, rank: int, lease: Lease) -> Leased:
@@ -136,7 +137,7 @@ class Book:
         elif isinstance(record, InRing):
             assert self.rings is not None
             self.rings.replay(record.at, record.message)
-        elif isinstance(record, (Paced, Decided, InGroups, TimePassed)):
+        elif isinstance(record, (Paced, Linked, Decided, InGroups, TimePassed)):
             assert self.groups is not None
             self.groups.replay(record)
         elif isinstance(record, Paired):

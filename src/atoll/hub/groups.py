@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -18,14 +18,27 @@ from atoll.groups import formation
 from atoll.groups.formation import Formation, FormationState
 from atoll.groups.grouping import Grouping, show
 from atoll.groups.probe import Formed, Late, ProbeQueue
+from atoll.groups.probing import Measured
 from atoll.hub.book import GLOBAL, Book
 from atoll.hub.decisions import Decisions
+from atoll.hub.links import LinkDesk
 from atoll.hub.planner import GroupingSettings, Planner
-from atoll.hub.records import Decided, InGroups, Paced, TimePassed
+from atoll.hub.records import Decided, InGroups, Linked, Paced, TimePassed
 from atoll.hub.rings import Rings
+from atoll.net.endpoint import host_and_port
 from atoll.store.blocks import Blocks, EpochBlocks
 from atoll.store.leases import Key
-from atoll.wire.messages import AnyMessage, Grouped, InGroup, JoinGroup, Lease, Leased
+from atoll.wire.messages import (
+    AnyMessage,
+    Grouped,
+    Heartbeat,
+    InGroup,
+    JoinGroup,
+    Lease,
+    Leased,
+    LinkMeasured,
+    LinkPlace,
+)
 
 _LEAST_PATIENCE = 2.0  # seconds that a group may take to come together, however fast its members are
 _ITERATIONS = 4.0  # of its slowest member, for which the others wait
@@ -51,6 +64,8 @@ class _State:
     wanted: list[list[int]]
     placed: bool
     sites: dict[int, str]
+    links: dict[tuple[str, str], Measured] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +90,7 @@ class Groups:
         now: Callable[[], float],
         send: Callable[[bytes, AnyMessage], None],
         refuse: Callable[[bytes, str, str, int], None],
-        keep: Callable[[Paced | Decided | InGroups | TimePassed], None],
+        keep: Callable[[Paced | Linked | Decided | InGroups | TimePassed], None],
     ) -> None:
         self._settings, self._book, self._rings, self._decisions = settings, book, rings, decisions
         self._members, self._leases = book.members, book.leases
@@ -86,6 +101,7 @@ class Groups:
         )
         self._blocks = Blocks(self._leases)
         self._planner = Planner(settings)
+        self._desk = LinkDesk(settings.links, keep) if settings.by_links else None
         self._asked: dict[int, JoinGroup] = {}  # by rank: who waits for its group
         self._askers: dict[int, _Asker] = {}
         self._groups: dict[int, Grouped] = {}  # by contributor: what its members are told
@@ -104,6 +120,7 @@ class Groups:
         self._members.grouped = True
         book.groups = self
         rings.grouping_of = self._grouping_of
+        rings.wants_links = self._wants_links
 
     def _use(self, known: Formation) -> None:
         self._members.not_ranks = known.numbers
@@ -112,18 +129,36 @@ class Groups:
         rank = self._members.rank_of(incarnation)
         return self._formation.grouping_of(rank) if rank is not None else 0
 
+    @property
+    def measures_links(self) -> bool:
+        """Whether a worker that comes is to wait for its links to be measured."""
+        return self._desk is not None
+
+    def _wants_links(self, incarnation: int) -> bool:
+        """Whether a worker's links are to be measured: at first, once all are there."""
+        rank = self._members.rank_of(incarnation)
+        if self._desk is None or rank is None:
+            return False
+        return not self._book.begun or self._desk.wants(rank)
+
     # -- who is there -------------------------------------------------------------------------------------
 
     def joined(self, rank: int, incarnation: int, site: str = "") -> None:
         """A worker has come, which is at `site`, if it says so."""
         self._planner.sites[rank] = site
+        if self._desk is not None:
+            self._desk.handle_live(self._members.live())
         if (rank, incarnation) not in self._formation.contributors_of(rank):
             self._apply(self._formation.handle_joined(rank, incarnation))
 
     def left(self, now: float, rank: int, *, finished: bool = False) -> None:
         """A worker is no more."""
-        for known in (self._asked, self._askers, self._paces, self._progress, self._planner.sites):
+        planner = self._planner
+        of_ranks = (self._asked, self._askers, self._paces, self._progress, planner.sites)
+        for known in (*of_ranks, planner.sizes, planner.batches):
             known.pop(rank, None)
+        if self._desk is not None:
+            self._desk.handle_left(now, rank)
         self._wanted = [rest for group in self._wanted if (rest := [w for w in group if w != rank])]
         self._told.discard(rank)
         if self._queue is not None:
@@ -200,9 +235,21 @@ class Groups:
         )
         return min(max(_LEAST_PATIENCE, _ITERATIONS * slowest), self._settings.patience)
 
-    def beat(self, rank: int, incarnation: int, iteration: int, pace: float) -> None:
+    def handle_links(self, word: LinkPlace | LinkMeasured) -> None:
+        """A worker says where its links are measured, or what it has measured."""
+        rank = self._members.rank_of(word.incarnation)
+        if self._desk is None or rank is None:
+            return
+        if isinstance(word, LinkPlace):
+            self._desk.handle_place(self._now(), rank, word)
+        else:
+            self._desk.handle_measured(self._now(), rank, word)
+
+    def beat(self, rank: int, beat: Heartbeat) -> None:
         """A worker's heartbeat says how many iterations it has made, and how long it computes a sample."""
+        incarnation, iteration, pace = beat.incarnation, beat.iteration, beat.pace
         now, known = self._now(), self._progress.get(rank)
+        self._planner.sizes[rank], self._planner.batches[rank] = beat.size, beat.batch
         if known is None:
             known = self._progress[rank] = _Progress(iteration, now)
         moved = iteration > known.iteration
@@ -262,6 +309,7 @@ class Groups:
         self.pass_time(now)
         if not self._book.begun:
             return
+        self._poll_links(now)
         if not self._placed:
             self._poll_start(now)
         elif not self._follows:
@@ -285,15 +333,34 @@ class Groups:
 
     def soon(self, seconds: float) -> float:
         """How long the hub may wait for messages, of up to `seconds`, before `poll` has something to do."""
-        deadline = self._formation.next_deadline()
-        return seconds if deadline is None else max(0.0, min(seconds, deadline - self._now()))
+        deadlines = [self._formation.next_deadline(), self._desk.next_deadline() if self._desk else None]
+        now = self._now()
+        return max(0.0, min([seconds, *(each - now for each in deadlines if each is not None)]))
+
+    def _poll_links(self, now: float) -> None:
+        """Have links measured, and tell what was found."""
+        if self._desk is None:
+            return
+        live = self._members.live()
+        asks, found = self._desk.poll(now, live)
+        for ask in asks:
+            self._rings.say(live[ask.worker], ask.message)
+        if found is None:
+            return
+        self._decisions.add("links", found.summary, found.reason)
+        shards = self._members.shard_addresses() or [""]
+        self._planner.server = (host_and_port(shards[0]) or ("",))[0]
+        self._planner.links, self._planner.hosts = found.links, dict(self._desk.hosts)
+        self._planner.measured = found.summary
+        for incarnation in live.values():
+            self._rings.tell(incarnation)
 
     def _poll_start(self, now: float) -> None:
         if self._began is None:
             self._began = now
         if self._settings.queued:
             self._poll_queue(now)
-        elif not self._planner.busy and now >= self._not_before:
+        elif not self._planner.busy and now >= self._not_before and (self._desk is None or self._desk.over):
             live = self._members.live()
             over = now >= self._began + self._settings.patience
             reported = {rank: 1 / pace for rank, pace in self._paces.items() if rank in live}
@@ -345,7 +412,8 @@ class Groups:
     def _place_newcomers(self, now: float) -> None:
         placed = {rank for group in self._wanted for rank in group} | self._told
         for rank in self._members.live():
-            if rank not in placed and rank in self._paces:
+            measured = self._desk is None or not self._desk.wants(rank)
+            if rank not in placed and rank in self._paces and measured:
                 self._told.add(rank)
                 self._planner.handle_joined(now, rank, self._paces[rank])
 
@@ -440,10 +508,13 @@ class Groups:
 
     # -- after a restart ----------------------------------------------------------------------------------
 
-    def replay(self, record: Paced | Decided | InGroups | TimePassed) -> None:
+    def replay(self, record: Paced | Linked | Decided | InGroups | TimePassed) -> None:
         """Take again what was written before: nobody is there yet who could be answered."""
         if isinstance(record, Paced):
             self._take_pace(record)
+        elif isinstance(record, Linked):
+            if self._desk is not None:
+                self._desk.take(record)
         elif isinstance(record, Decided):
             self._take_decision(record)
         elif isinstance(record, InGroups):
@@ -453,6 +524,7 @@ class Groups:
 
     def state(self) -> bytes:
         """All that is known of groups, as MessagePack."""
+        desk = self._desk
         return msgspec.msgpack.encode(
             _State(
                 self._formation.state(),
@@ -463,6 +535,8 @@ class Groups:
                 self._wanted,
                 self._placed,
                 self._planner.sites,
+                desk.known if desk else {},
+                desk.hosts if desk else {},
             )
         )
 
@@ -476,3 +550,6 @@ class Groups:
         self._asked, self._groups, self._paces = found.asked, found.groups, found.paces
         self._wanted, self._placed = found.wanted, found.placed
         self._planner.sites = found.sites
+        if self._desk is not None:
+            self._desk.known, self._desk.hosts = found.links, found.hosts
+            self._desk.handle_live(self._members.live())

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeAlias
 
 from atoll.core.config import Consistency, GroupBy
@@ -20,29 +21,43 @@ from atoll.groups.drift import Proposal, Regrouper, Rules
 from atoll.groups.grouping import Grouping
 from atoll.groups.links import Links
 
-ScoreFor: TypeAlias = Callable[[Mapping[int, float], Links | None], ScoreFunction]
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of some workers, by rank. What is not known yet: links None, `size` and `batch` 0."""
+
+    speeds: Mapping[int, float]  # samples per second
+    links: Links | None = None  # of exactly these workers
+    sites: Mapping[int, str] = field(default_factory=dict)  # where they say that they are; empty: nobody does
+    size: int = 0  # bytes of a model's gradients
+    batch: int = 0  # samples of a worker's iteration
+    beside_server: int | None = None  # one on the machine of the shards
+
+
+ScoreFor: TypeAlias = Callable[[Known], ScoreFunction]
 
 _TOLERANCE = 0.05  # the share of samples/s that fewer groups may cost while a run goes
 _LOOK_SECONDS = 1.0  # between two jobs that only look at what was measured
 
 
-def _by_computing(speeds: Mapping[int, float], links: Links | None) -> ScoreFunction:
-    del links
-    return computing(speeds)
+def by_computing(known: Known) -> ScoreFunction:
+    """Scores what groups compute, if sending takes no time."""
+    return computing(known.speeds)
 
 
 @dataclass(frozen=True)
 class GroupingSettings:
     """How a run's workers are put into groups. `count` 0: as many as are best. `patience` is for a worker's
-    probe, in seconds. `score_for(speeds, links)` gives what groupings of workers with these speeds are scored
-    by; links are None while they are not known."""
+    probe, in seconds, and `links` how many the measuring of all links may take; 0: they are not measured.
+    `score_for(known)` gives what groupings of these workers are scored by."""
 
     count: int = 0
     by: GroupBy = "auto"
     patience: float = 60.0
     regroup: bool = True
     consistency: Consistency = "asp"
-    score_for: ScoreFor = _by_computing
+    links: float = 0.0
+    score_for: ScoreFor = by_computing
     rules: Rules = field(default_factory=Rules)
 
     @property
@@ -55,6 +70,11 @@ class GroupingSettings:
     def way(self) -> GroupBy:
         """`by`, without "auto": the paper's way where a number of groups is asked for, else the chooser's."""
         return self.by if self.by != "auto" else "speed" if self.count else "joint"
+
+    @property
+    def by_links(self) -> bool:
+        """Whether links between workers matter, and are to be measured."""
+        return self.links > 0 and self.way in ("joint", "site")
 
     def __str__(self) -> str:
         return f"{self.count or 'auto'} by {self.by}, {self.consistency}"
@@ -69,12 +89,17 @@ class Plan:
 
 
 class Planner:
-    """Chooses groups. `links` are those between workers: nobody measures them yet, and whoever does puts them
-    here."""
+    """Chooses groups. What is known beside speeds is put into its attributes, whenever it is: `links` and
+    `hosts` are never changed, but replaced."""
 
     def __init__(self, settings: GroupingSettings) -> None:
         self.links: Links | None = None
+        self.measured = ""  # how many links were measured, in a few words
         self.sites: dict[int, str] = {}  # by worker: where it says that it is
+        self.hosts: dict[int, str] = {}  # by worker: its address, where links are measured
+        self.sizes: dict[int, int] = {}  # by worker: bytes of its gradients
+        self.batches: dict[int, float] = {}  # by worker: samples of its latest iteration
+        self.server = ""  # the address of the shards' machine
         self._settings = settings
         self._regrouper: Regrouper | None = None
         self._events: list[Callable[[Regrouper], Proposal | None]] = []  # for the next job
@@ -173,20 +198,22 @@ class Planner:
             grouping,
             speeds,
             self._choose,
-            lambda each, at: self._settings.score_for(at, self._links(at))(each),
+            lambda each, at: self._settings.score_for(self._known(at))(each),
             rules=self._settings.rules,
         )
 
     def _choose(self, speeds: Mapping[int, float]) -> Choice:
         """As the settings say, of those who are left."""
-        settings, links = self._settings, self._links(speeds)
+        settings, known = self._settings, self._known(speeds)
         count = min(settings.count, len(speeds)) or None
         choice = choose(
-            Measured(speeds, self._sites(speeds), links),
-            settings.score_for(speeds, links),
+            Measured(speeds, known.sites, known.links),
+            settings.score_for(known),
             groups=None if settings.way == "site" else count,
             tolerance=_TOLERANCE,
         )
+        if known.links is not None and self.measured:
+            choice = dataclasses.replace(choice, reason=f"{self.measured}; {choice.reason}")
         chosen = {"speed": choice.by_speed, "site": choice.by_site}.get(settings.way)
         if chosen is None or chosen.grouping == choice.grouping:
             return choice
@@ -194,12 +221,24 @@ class Planner:
         reason = f"by {settings.way}, as asked for: {rate}. By speeds and links: {choice.reason}"
         return dataclasses.replace(choice, grouping=chosen.grouping, score=chosen.score, reason=reason)
 
-    def _sites(self, speeds: Mapping[int, float]) -> dict[int, str]:
-        """Where these workers are, if any of them says so."""
-        sites = {worker: self.sites.get(worker, "") for worker in speeds}
-        return sites if any(sites.values()) else {}
+    def _known(self, speeds: Mapping[int, float]) -> Known:
+        """All that is known of these workers."""
+        hosts, links = self.hosts, self.links
+        beside = [worker for worker in sorted(speeds) if hosts.get(worker) and hosts[worker] == self.server]
+        batches = [batch for worker, batch in list(self.batches.items()) if worker in speeds and batch > 0]
+        return Known(
+            dict(speeds),
+            links.of_these(sorted(speeds)) if links is not None else None,
+            self._sites(speeds, hosts),
+            max(list(self.sizes.values()), default=0),
+            max(1, round(median(batches))) if batches else 0,
+            beside[0] if beside else None,
+        )
 
-    def _links(self, speeds: Mapping[int, float]) -> Links | None:
-        """The links, where they are known of all these workers."""
-        links = self.links
-        return links if links is not None and set(links.workers) == set(speeds) else None
+    def _sites(self, speeds: Mapping[int, float], hosts: Mapping[int, str]) -> dict[int, str]:
+        """Where these workers are, if any of them says so, or if all are on one machine: of that no links
+        need tell."""
+        sites = {worker: self.sites.get(worker, "") for worker in speeds}
+        if not any(sites.values()) and len({hosts.get(worker, "") for worker in speeds}) == 1:
+            sites = {worker: hosts.get(worker, "") for worker in speeds}
+        return sites if any(sites.values()) else {}

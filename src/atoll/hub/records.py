@@ -108,6 +108,16 @@ class Paced(Record, frozen=True):
     pace: float
 
 
+class Linked(Record, frozen=True):
+    """The link between two machines, or inside one, was measured: bytes per second, and seconds one way. Or,
+    with a `worker`'s rank: that is at the first of `hosts`."""
+
+    hosts: tuple[str, str]
+    worker: int = -1
+    bandwidth: float = 0.0
+    latency: float = 0.0
+
+
 class Decided(Record, frozen=True):
     """Who is to be in which group. `placed`: the start is over with it, and who comes later is placed beside
     the others."""
@@ -154,8 +164,8 @@ class Knows(Record, frozen=True):
 
 
 AnyRecord = Union[
-    Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Paced, Decided, InGroups, TimePassed,
-    Over, Knows,
+    Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Paced, Linked, Decided, InGroups,
+    TimePassed, Over, Knows,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

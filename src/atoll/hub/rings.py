@@ -76,6 +76,7 @@ class Rings:
         self._regroup = Regroup(self._rendezvous.form, at_least)  # the run's ring
         self._of_groups: list[Regroup] = []
         self.grouping_of: Callable[[int], int] | None = None
+        self.wants_links: Callable[[int], bool] = lambda _incarnation: False
         self._beats: dict[int, bytes] = {}  # incarnation -> whose connection its heartbeats come over
 
     def _now(self) -> float:
@@ -179,16 +180,25 @@ class Rings:
     def tell(self, incarnation: int) -> None:
         """Tell a worker how its ring stands, and which grouping is meant for it, over the connection of its
         heartbeats."""
+        self.say(incarnation, self._news(incarnation))
+
+    def say(self, incarnation: int, message: AnyMessage) -> None:
+        """Tell a worker something over the connection of its heartbeats."""
         if incarnation in self._beats:
-            self._send(self._beats[incarnation], self._news(incarnation))
+            self._send(self._beats[incarnation], message)
 
     def _news(self, incarnation: int) -> RingNews:
         regroup = self._regroup_of(incarnation)
         grouping = self.grouping_of(incarnation) if self.grouping_of is not None else 0
+        links = self.wants_links(incarnation)
         if incarnation not in regroup.members:
-            return RingNews(group=0, grouping=grouping)
+            return RingNews(group=0, grouping=grouping, links=links)
         return RingNews(
-            group=regroup.group, broken=regroup.broken, waiting=regroup.waiting, grouping=grouping
+            group=regroup.group,
+            broken=regroup.broken,
+            waiting=regroup.waiting,
+            grouping=grouping,
+            links=links,
         )
 
     def beat(self, peer: bytes, incarnation: int) -> None:

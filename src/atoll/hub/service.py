@@ -53,6 +53,8 @@ from atoll.wire.messages import (
     InSync,
     JoinGroup,
     Lease,
+    LinkMeasured,
+    LinkPlace,
     Looked,
     LostTouch,
     Reform,
@@ -367,6 +369,9 @@ class Hub:
             self._rings.handle(peer, message)
         elif isinstance(message, (JoinGroup, InGroup)) and self._groups is not None:
             self._groups.handle(peer, message)
+        elif isinstance(message, (LinkPlace, LinkMeasured)):
+            if self._groups is not None:
+                self._groups.handle_links(message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
@@ -464,6 +469,7 @@ class Hub:
             patience=self._members.patience,
             sites=list(sites),
             replicas=self._members.replicas,
+            links=self._groups is not None and self._groups.measures_links,
         )
         self._send(peer, welcome)
 
@@ -493,7 +499,7 @@ class Hub:
             self._broken.beat(peer, beat.incarnation)
             rank = self._members.rank_of(beat.incarnation)
             if self._groups is not None and rank is not None:
-                self._groups.beat(rank, beat.incarnation, beat.iteration, beat.pace)
+                self._groups.beat(rank, beat)
             elif beat.pace and not self._ungrouped_said:
                 self._ungrouped_said = True
                 reason = "workers are of strategy ps-hra, and this hub was started without --groups"

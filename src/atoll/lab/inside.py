@@ -28,6 +28,7 @@ from atoll.core.config import (
     LAB_WORKER_VARIABLE,
     RANK_VARIABLE,
     RUN_VARIABLE,
+    SITE_VARIABLE,
     SPEED_VARIABLE,
 )
 from atoll.core.errors import AtollError, RunError, UserError
@@ -36,6 +37,7 @@ from atoll.lab.emulation import START_SECONDS, Emulation
 from atoll.lab.output import Output, write_all
 from atoll.lab.services import Services
 from atoll.lab.spec import Result, Spec, Worker, command_of, workers_of
+from atoll.lab.topology import HubPlace
 
 STOP_SECONDS = 5.0  # from the signal to the end of every worker, by force if need be
 _SERVICE_SECONDS = 5.0  # for hub, shards and emulator to end in good order
@@ -101,7 +103,7 @@ class Inside:
         with namespaces.returning():
             self._sites = [namespaces.make_site(site.name, site.address) for site in topology.sites]
         if topology.hub is not None:
-            self._serve(topology.hub.site, topology.hub.shards)
+            self._serve(topology.hub)
         tuns = [site.tun for site in self._sites]
         emulation = self._emulation = Emulation(self._folder / "spec.json", self._folder, tuns)
         if not self._wait(emulation.carries, START_SECONDS, _LOOK_SECONDS):
@@ -116,13 +118,13 @@ class Inside:
             own.write_text(f"127.0.0.1 localhost\n::1 localhost\n{sites}" + hosts.read_text(errors="replace"))
             namespaces.cover_file(own, str(hosts))
 
-    def _serve(self, site: int, shards: int) -> None:
+    def _serve(self, place: HubPlace) -> None:
         """Start hub and shards, and wait until they serve."""
-        with namespaces.within(self._sites[site]):
+        with namespaces.within(self._sites[place.site]):
             self._services = Services(
-                self._spec.topology.sites[site].address,
+                self._spec.topology.sites[place.site].address,
+                place,
                 workers=len(workers_of(self._spec.topology)),
-                shards=shards,
                 run=self._spec.run,
                 folder=self._folder,
                 logs=self._records / "logs",
@@ -160,7 +162,7 @@ class Inside:
 
     def _environment(self) -> dict[str, str]:
         """What all workers have."""
-        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SPEED_VARIABLE)
+        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE, SPEED_VARIABLE)
         environment = {name: value for name, value in os.environ.items() if name not in foreign}
         # c10d would take the address that the host's name leads to, or the loopback's.
         for library in ("GLOO", "NCCL", "TP"):
@@ -180,7 +182,9 @@ class Inside:
         }
         if worker.speed != 1.0:
             environment[SPEED_VARIABLE] = f"{worker.speed:g}"
-        return environment | (self._services.environment(worker.number) if self._services else {})
+        return environment | (
+            self._services.environment(worker.number, worker.site.name) if self._services else {}
+        )
 
     # Watching it
 

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE
 from atoll.core.errors import RunError
+from atoll.lab.topology import HubPlace
 
 START_SECONDS = 120.0  # for all of them to serve; a shard imports torch
 _PORT = 47700  # of the hub; shards follow
@@ -22,23 +23,29 @@ class Services:
     """Started within the site's namespaces, which the caller has entered; all of them end with `stop`."""
 
     def __init__(
-        self, address: str, *, workers: int, shards: int, run: str, folder: Path, logs: Path
+        self, address: str, place: HubPlace, *, workers: int, run: str, folder: Path, logs: Path
     ) -> None:
         self._folder, self._logs, self._run = folder, logs, run
         self._hub = f"tcp://{address}:{_PORT}"
         self._keys = folder / "run.key"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._grouped = bool(place.groups)
         self._make_keys()
+        shards = place.shards
         hub = ["hub", "--workers", str(workers), "--shards", str(shards), "--listen", self._hub]
+        if place.groups:
+            hub += ["--groups", place.groups, "--group-by", place.group_by]
+            hub += ["--group-links", f"{place.group_links:g}"]
         self._start("hub", [*hub, "--key-file", str(self._keys), "--run", run])
         for shard in range(shards):
             listen = f"tcp://{address}:{_PORT + 1 + shard}"
             options = ["--hub", self._hub, "--key-file", str(self._keys), "--listen", listen]
             self._start(f"shard {shard}", ["server", "--shard", str(shard), *options])
 
-    def environment(self, worker: int) -> dict[str, str]:
-        """What a worker must know to take part."""
+    def environment(self, worker: int, site: str) -> dict[str, str]:
+        """What a worker must know to take part. Where workers are grouped, its site is told to the hub."""
         return {
+            **({SITE_VARIABLE: site} if self._grouped else {}),
             HUB_VARIABLE: self._hub,
             KEYS_VARIABLE: str(self._keys),
             RUN_VARIABLE: self._run,

@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
-from atoll.core.config import nearest
+from atoll.core.config import GroupBy, nearest
 from atoll.core.errors import ConfigError
 from atoll.core.tables import Table, shown
 from atoll.core.toml import parse_toml, read_toml
@@ -41,7 +41,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _TOP = ("seed", "site", "link", "hub")
 _SITE = ("name", "workers", "speed")
-_HUB = ("site", "shards")
+_HUB = ("site", "shards", "groups", "group_by", "group_links")
 _QUALITIES = (
     "rate", "delay", "jitter", "distribution", "queue", "loss", "burst", "reorder", "reorder_by",
     "duplicate", "corrupt",
@@ -92,10 +92,14 @@ class Link:
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Where the lab starts a hub, and how many shards beside it."""
+    """Where the lab starts a hub, and how many shards beside it. `groups`, "auto" or a number, puts workers
+    into groups, by `group_by`; measuring their links takes up to `group_links` seconds."""
 
     site: int  # from 0
     shards: int
+    groups: str = ""  # empty: workers are not grouped
+    group_by: str = "auto"
+    group_links: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _topology(values: dict[str, Any]) -> Topology:
     owners: dict[tuple[int, int], int] = {}
     for number, link in enumerate(table.tables("link"), start=1):
         links += _link(link, number, names, owners)
-    return Topology(seed, sites, tuple(links), _hub(table, names))
+    return Topology(seed, sites, tuple(links), _hub(table, names, sum(site.workers for site in sites)))
 
 
 def _sites(table: Table) -> tuple[Site, ...]:
@@ -189,12 +193,37 @@ def _speeds(table: Table, workers: int) -> tuple[float, ...]:
     return tuple(float(speed) for speed in many)
 
 
-def _hub(table: Table, names: Sequence[str]) -> HubPlace | None:
+def _hub(table: Table, names: Sequence[str], workers: int) -> HubPlace | None:
     if "hub" not in table.values:
         return None
     hub = Table(table.values["hub"], "hub", _HUB)
     name = hub.need("site", f'names no site; write site = "{names[0]}"')
-    return HubPlace(_find(hub, "site", name, names), hub.integer("shards", 1, 0, _MOST_SHARDS))
+    site, shards = _find(hub, "site", name, names), hub.integer("shards", 1, 0, _MOST_SHARDS)
+    group_links = hub.span("group_links", _LONGEST_DELAY, 5.0)
+    return HubPlace(site, shards, _groups(hub, shards, workers), _group_by(hub), group_links)
+
+
+def _groups(hub: Table, shards: int, workers: int) -> str:
+    given = hub.values.get("groups", "")
+    if "groups" not in hub.values:
+        for key in ("group_by", "group_links"):
+            if key in hub.values:
+                raise hub.error(key, 'says how workers are grouped; write groups = "auto" too, or a number')
+        return ""
+    if given != "auto" and not (type(given) is int and 1 <= given <= workers):
+        hint = f'write one from 1 to {workers}, the workers that there are, or "auto"'
+        raise hub.error("groups", f"{shown(given)} is not a number of groups; {hint}")
+    if not shards:
+        raise hub.error("groups", "groups meet at shards; write shards = 1 or more")
+    return str(given)
+
+
+def _group_by(hub: Table) -> str:
+    given, choices = hub.values.get("group_by", "auto"), get_args(GroupBy)
+    if given not in choices:
+        hint = f"{nearest(str(given), choices)} (one of: {', '.join(choices)})"
+        raise hub.error("group_by", f"no such choice {shown(given)}{hint}")
+    return str(given)
 
 
 def _find(table: Table, key: str, name: Any, names: Sequence[str]) -> int:

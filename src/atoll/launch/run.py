@@ -31,7 +31,7 @@ from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import read_ends
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
-from atoll.launch.served import ServedLaunch
+from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
@@ -49,12 +49,20 @@ STOP_SECONDS = 5.0  # from Ctrl-C to the end of every process, by force if need 
 FAILED_SECONDS = 30.0  # from a worker's error to the end of the launcher, by force if need be
 
 
-def run(script: str, arguments: Sequence[str], config: Config, summary: Path | None = None) -> int:
+def run(
+    script: str,
+    arguments: Sequence[str],
+    config: Config,
+    summary: Path | None = None,
+    *,
+    hub_module: str = SERVICE,
+) -> int:
     """Run `script` on `config.run.workers` workers of this machine; returns the exit status of the command.
 
     0: every worker ended well. 2: something that the user gave was wrong. 130: Ctrl-C. A script's own
     `sys.exit(n)` passes as n; anything else is 1. The summary goes to the run directory, and to the file
-    `summary` where one is given.
+    `summary` where one is given. `hub_module` is what a hub's process runs, where there is one: a module that
+    does as `launch.service` does, and may know more (`cli/hub.py` knows the planner).
     Raises UserError for what is wrong before anything starts.
     """
     _check(script, summary)
@@ -64,7 +72,7 @@ def run(script: str, arguments: Sequence[str], config: Config, summary: Path | N
     directory.create()
     directory.config.write_text(to_toml(config), encoding="utf-8")
     with _Stop() as stop:
-        watch = _Watch(directory, config, stop)
+        watch = _Watch(directory, config, stop, hub_module)
         verdict = watch.run(script, arguments)
     if summary is not None:
         write_summary(watch.summary, summary)
@@ -129,8 +137,9 @@ class _Watch:
     summary: Summary
     losses: Sequence[str] = ()  # what is told at the end of who was lost, and came back
 
-    def __init__(self, directory: RunDirectory, config: Config, stop: _Stop) -> None:
+    def __init__(self, directory: RunDirectory, config: Config, stop: _Stop, hub_module: str) -> None:
         self._directory, self._config, self._stop = directory, config, stop
+        self._hub_module = hub_module
         self._shown, self._life = 0, 0  # the worker whose output is passed on, and which life of it
         self._tail = Tail(directory.log(0))
 
@@ -163,7 +172,7 @@ class _Watch:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         if self._config.run.strategy in SERVED or self._config.run.elastic:
             launcher: Launch = ServedLaunch(
-                self._directory, self._config, [script, *arguments], self._environment()
+                self._directory, self._config, [script, *arguments], self._environment(), self._hub_module
             )
         else:
             launcher = self._torchrun(script, arguments)

@@ -31,6 +31,7 @@ from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
+SERVICE = "atoll.launch.service"  # the module that a service's process runs
 SERVICE_RESTARTS = 3  # times that a hub or a shard that is killed is started again, each
 START_SECONDS = 60.0  # for the hub to say where it listens
 _POLL_SECONDS = 0.05
@@ -58,11 +59,18 @@ class ServedLaunch:
     A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that it has
     measured for it; where the hub says nothing, since it may stand still itself, a while after the longest
     patience. A worker that was given up and ends by itself is as one that was killed.
+    `hub_module` is what the hub's process runs, with the same arguments as SERVICE.
     """
 
     def __init__(
-        self, directory: RunDirectory, config: Config, script: Sequence[str], environment: Mapping[str, str]
+        self,
+        directory: RunDirectory,
+        config: Config,
+        script: Sequence[str],
+        environment: Mapping[str, str],
+        hub_module: str = SERVICE,
     ) -> None:
+        self._hub_module = hub_module
         self._directory, self._config = directory, config
         self._environment = {**environment, RUN_VARIABLE: directory.path.name}
         self.returncode: int | None = None
@@ -127,6 +135,7 @@ class ServedLaunch:
         groups = self._config.groups
         options = ["--groups", str(groups.count), "--group-by", groups.by]
         options += ["--group-patience", f"{self._config.probe_seconds:g}"]
+        options += ["--group-links", f"{self._config.links_seconds:g}"]
         options += ["--consistency", self._config.sync.consistency]
         return [*options, "--no-regroup"] if not groups.regroup else options
 
@@ -135,7 +144,7 @@ class ServedLaunch:
         kind, self._arguments[name] = name.partition("-")[0].replace("second", "server"), list(arguments)
         with (self._directory.logs / f"{name}.log").open("ab") as log:
             self._services[name] = subprocess.Popen(
-                [sys.executable, "-m", "atoll.launch.service", kind, *arguments],
+                [sys.executable, "-m", self._hub_module if kind == "hub" else SERVICE, kind, *arguments],
                 env={**self._environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,6 +1,7 @@
 """A hub's or a shard's process, as `atoll run` starts it: bound to its parent, and told to serve.
 
-Run as a module: `hub`, `server` or `site`, then its options.
+Run as a module: `hub`, `server` or `site`, then its options. A hub that scores groupings by a cost model is
+another module's (`cli/hub.py`), which calls `main` with the model.
 """
 
 from __future__ import annotations
@@ -9,26 +10,35 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atoll.core.errors import AtollError
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 
+if TYPE_CHECKING:
+    from atoll.hub.planner import ScoreFor
 
-def main(arguments: list[str]) -> int:
-    """Serve until SIGTERM; returns the process's status."""
+
+def main(arguments: list[str], score_for: ScoreFor | None = None) -> int:
+    """Serve until SIGTERM; returns the process's status. `score_for` is what a hub scores groupings with;
+    None: with what they compute alone."""
     die_with_parent(signal.SIGKILL, int(os.environ[PARENT_VARIABLE]))
     try:
-        {"hub": _hub, "server": _server, "site": _site}[arguments[0]](arguments[1:])
+        kinds: dict[str, Callable[[list[str]], None]] = {"server": _server, "site": _site}
+        kinds["hub"] = partial(_hub, score_for)
+        kinds[arguments[0]](arguments[1:])
     except AtollError as error:
         print(f"atoll: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 
 
-def _hub(arguments: list[str]) -> None:
+def _hub(score_for: ScoreFor | None, arguments: list[str]) -> None:
     from atoll.hub.main import HEARTBEAT, serve
-    from atoll.hub.planner import GroupingSettings
+    from atoll.hub.planner import GroupingSettings, by_computing
 
     parser = _parser()
     parser.add_argument("--workers", type=int, required=True)
@@ -39,6 +49,7 @@ def _hub(arguments: list[str]) -> None:
     parser.add_argument("--groups", type=int)  # 0: as many as are best; not given: workers are not grouped
     parser.add_argument("--group-by", default="auto")
     parser.add_argument("--group-patience", type=float, default=60.0)
+    parser.add_argument("--group-links", type=float, default=0.0)
     parser.add_argument("--no-regroup", action="store_true")
     parser.add_argument("--consistency", default="asp")
     args = parser.parse_args(arguments)
@@ -46,7 +57,13 @@ def _hub(arguments: list[str]) -> None:
     grouping = None
     if args.groups is not None:
         grouping = GroupingSettings(
-            args.groups, args.group_by, args.group_patience, not args.no_regroup, args.consistency
+            args.groups,
+            args.group_by,
+            args.group_patience,
+            not args.no_regroup,
+            args.consistency,
+            args.group_links,
+            score_for or by_computing,
         )
     serve(
         "tcp://127.0.0.1:0",

@@ -28,6 +28,7 @@ _ECHO, _TAKE = b"e", b"t"
 _ASK = struct.Struct("!cQ")  # what, and of how many bytes
 _ECHO_SHARE, _TAKE_SHARE = 0.25, 0.5  # of the time: what echoes may take, and what the long transfer is to
 _FIRST_BYTES = 2**16
+_GROWS = 1.2  # a transfer that is so many times faster than the one before is followed by another
 _PIECE = bytes(2**18)
 
 
@@ -75,9 +76,10 @@ class LinkServer:
 def measure(name: str, address: tuple[str, int], token: bytes, seconds: float) -> tuple[float, float]:
     """The link to the server at `address`, in at most `seconds`: (bytes per second, seconds one way).
 
-    `name` is whose server that is, for errors. The latency is half of the median echo; the bandwidth that of
-    a transfer of about half of the time (MOST_BYTES at most), sized by what a first small one took, or of
-    that one where the link is so slow. Raises DeadlineError where it takes longer, and PeerLostError where
+    `name` is whose server that is, for errors. The latency is half of the median echo. The bandwidth is that
+    of the fastest of some transfers, each of about half of the time that is left (MOST_BYTES at most), as the
+    one before it makes expect: a connection over a long link begins slowly, and so more follow for as long as
+    they are faster. Raises DeadlineError where it takes longer, and PeerLostError where
     the server is not there, ends, or does not take the token.
     """
     begin = time.monotonic()
@@ -102,17 +104,20 @@ def _measure(link: _Link, token: bytes, begin: float, seconds: float) -> tuple[f
     while len(echoes) < MOST_ECHOES and time.monotonic() - begin < _ECHO_SHARE * seconds:
         echoes.append(_timed(link, _ECHO, 0))
     echo = median(echoes)
-    taken = _timed(link, _TAKE, _FIRST_BYTES)
-    size = _next_size(taken - echo, begin + seconds - time.monotonic())
-    if size > _FIRST_BYTES:
-        return size / _without(_timed(link, _TAKE, size), echo), echo / 2
-    return _FIRST_BYTES / _without(taken, echo), echo / 2
+    rates = [_FIRST_BYTES / _without(_timed(link, _TAKE, _FIRST_BYTES), echo)]
+    while (size := _next_size(rates[-1], begin + seconds - time.monotonic())) > _FIRST_BYTES:
+        try:
+            rates.append(size / _without(_timed(link, _TAKE, size), echo))
+        except TimeoutError:  # what went through before counts
+            break
+        if rates[-1] < _GROWS * rates[-2]:
+            break
+    return max(rates[1:] or rates), echo / 2  # the first is so short that on a near link it tells little
 
 
-def _next_size(taken: float, left: float) -> int:
-    """How many bytes take their share of the time that is `left`, if the first ones took `taken` seconds. A
-    link that lets the first ones through faster than what follows has twice as long as that."""
-    rate = _FIRST_BYTES / max(taken, 1e-6)
+def _next_size(rate: float, left: float) -> int:
+    """How many bytes take their share of the time that is `left`, at `rate` bytes per second. A link that
+    lets the first ones through faster than what follows has twice as long as that."""
     return min(MOST_BYTES, int(rate * _TAKE_SHARE * max(0.0, left)))
 
 

@@ -16,6 +16,8 @@ from atoll.core.errors import AtollError, DeadlineError, PeerLostError, RunError
 from atoll.net.endpoint import SOON, Client
 from atoll.net.keys import Keys
 from atoll.net.requests import Answer, RefusedError, ask, late
+from atoll.net.route import own_address
+from atoll.train.links import LinkEnd
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -30,6 +32,7 @@ from atoll.wire.messages import (
     JoinGroup,
     Lease,
     Leased,
+    MeasureLink,
     Reform,
     Reformed,
     Refused,
@@ -77,6 +80,8 @@ class HubClient:
         self._token = secrets.token_hex(8)  # by which the hub knows a Hello that is sent twice
         self._wishes = 0  # to form a ring, the next one, to enter one, or to join a group
         self._pace = 0.0
+        self.size, self.batch = 0, 0.0  # bytes of this worker's gradients, samples of its latest iteration
+        self._links: LinkEnd | None = None  # where the hub has links measured
         self._contributor: int | None = None  # the group that this worker has moved to
         self._at_once = threading.Event()  # the next heartbeat is not to wait
         self.late = False  # the ring was under way when this worker came
@@ -109,11 +114,26 @@ class HubClient:
         )
         welcome = self._ask(hello, Welcome, "a rank in the run")
         self.welcome, self._run = welcome, welcome.run
+        if welcome.links:
+            self._links = LinkEnd(own_address(self._address) or "127.0.0.1")
         self._thread = threading.Thread(
             target=self._beat, args=(welcome,), name="atoll-heartbeat", daemon=True
         )
         self._thread.start()
         return welcome
+
+    def wait_for_links(self) -> None:
+        """Return when the links between the run's workers are measured, if the hub has that done: whoever
+        trains before would be measured too. Raises DeadlineError when the other workers do not come."""
+        if self._links is None:
+            return
+        until = time.monotonic() + self._timeout
+        while (news := self.news) is None or news.links:
+            self.check()
+            if time.monotonic() >= until:
+                what = "the run's other workers, to measure the links to them"
+                raise DeadlineError(late(self._client, self._timeout, what))
+            time.sleep(_LISTEN_SECONDS)
 
     def shards(self) -> list[str]:
         """The addresses of the shards that this worker talks to, by index, once all are there: at a site, its
@@ -387,8 +407,16 @@ class HubClient:
                 self._look(link)
 
     def _send_beat(self, link: Client, incarnation: int) -> None:
-        beat = Heartbeat(incarnation=incarnation, iteration=self.iteration, pace=self._pace)
+        beat = Heartbeat(
+            incarnation=incarnation,
+            iteration=self.iteration,
+            pace=self._pace,
+            size=self.size,
+            batch=self.batch,
+        )
         link.send(encode(beat))
+        if self._links is not None and (place := self._links.place(incarnation)) is not None:
+            link.send(encode(place))
         contributor = self._contributor
         if contributor is not None:
             link.send(encode(InGroup(incarnation=incarnation, contributor=contributor)))
@@ -401,6 +429,9 @@ class HubClient:
             if self._at_once.is_set() and link.connected:
                 self._at_once.clear()
                 return False
+            if self._links is not None and self.welcome is not None and link.connected:
+                for word in self._links.measured(self.welcome.incarnation):
+                    link.send(encode(word))
             left = until - time.monotonic()
             received = link.receive(max(0.0, min(left, _LISTEN_SECONDS)))
             if received is not None:
@@ -433,9 +464,15 @@ class HubClient:
         if isinstance(message, Refused):
             self._given_up = message.reason
         elif isinstance(message, RingNews):
+            if self._links is not None and self._links.want(message.links):
+                self._at_once.set()  # the next heartbeat says where
             self.news = message
+        elif isinstance(message, MeasureLink) and self._links is not None:
+            self._links.measure(message)
 
     def _stop_beating(self) -> None:
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=5.0)
+        if self._links is not None:
+            self._links.close()

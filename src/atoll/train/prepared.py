@@ -102,6 +102,12 @@ class Prepared:
         )
 
     @property
+    def trained_bytes(self) -> int:
+        """What the gradients take."""
+        trained = (self.parameters[name] for name in self.trained)
+        return sum(parameter.numel() * parameter.element_size() for parameter in trained)
+
+    @property
     def steps_elsewhere(self) -> bool:
         """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
         return self._strategy.brings_parameters

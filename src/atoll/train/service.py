@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atoll.core.config import (
@@ -87,7 +87,8 @@ class Service:
         self.site = os.environ.get(SITE_VARIABLE, "") if hub.welcome.sites else ""
         self.ring: GroupRing | None = None  # where workers are in groups
         if config.run.strategy == "ps-hra":
-            _check_grouped(config, self.site)
+            _check_grouped(config, hub.welcome.sites)
+            hub.wait_for_links()
             self.ring = GroupRing(hub, address, keys, config.timeout_seconds)
         self.hub, self.welcome = hub, hub.welcome
         self.warn: Callable[[str], None] = print_warning  # the session's, once there is one
@@ -159,12 +160,12 @@ class Service:
         self.hub.close()
 
 
-def _check_grouped(config: Config, site: str) -> None:
-    """Raise ConfigError for what workers in groups cannot do yet."""
-    if site:
+def _check_grouped(config: Config, sites: Sequence[str]) -> None:
+    """Raise ConfigError for what workers in groups cannot do yet. `sites` are those with shards."""
+    if sites:
         raise ConfigError(
-            f"strategy 'ps-hra' makes groups of its own, and the run has sites, of which this worker is at "
-            f"{site!r}; start the hub without --site, or use strategy 'server'"
+            f"strategy 'ps-hra' makes groups of its own, and the run has sites ({', '.join(sites)}); use "
+            "strategy 'server', or start the hub without --site"
         )
     if config.sync.lazy:
         raise ConfigError(

@@ -242,6 +242,8 @@ class Session:
             skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
         )
         self._state.prepared.append(prepared)
+        if self._service is not None:
+            self._service.hub.size += prepared.trained_bytes
         self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
         return model, optimizer
@@ -764,6 +766,7 @@ class Session:
         if self._member is not None:
             self._member.stepped(self._state.iteration)
         if self._service is not None:
+            self._service.hub.batch = prepared.own_samples
             self._service.hub.pace = self._pace.seconds
         if self._journal is None and self._lab_journal is None:
             self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)

@@ -75,6 +75,8 @@ class Welcome(Message, frozen=True):
     From a shard: `shard` is its index, and `comes_back` says that it keeps a journal, so that it may be
     started again when it dies, or has a standby; it is said again when that changes. A site's shard names its
     site in `sites`.
+    From the hub, `links`: it has the links between workers measured, before which nobody should train, for
+    that would be measured too: until RingNews says that they are.
     From the log, `late`: the run has begun without this worker, which takes part when it says Arrive.
     """
 
@@ -90,6 +92,7 @@ class Welcome(Message, frozen=True):
     comes_back: bool = False
     late: bool = False
     replicas: Count = 1
+    links: bool = False
 
 
 class Refused(Message, frozen=True):

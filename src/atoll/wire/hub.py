@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value
+from atoll.wire.base import Count, Key, Message, Name, Seconds, Text, Used, Value, Weight
+
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
+LinkToken: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 
 class Heartbeat(Message, frozen=True):
     """A worker or a shard is alive. `iteration` is how many iterations the worker has committed. `pace` is
     how long a worker of a run with groups computes a sample, in seconds, over its latest batches; 0: not
-    known yet."""
+    known yet. Of such a run too, `size` is what its gradients take in bytes, and `batch` how many samples its
+    latest iteration had."""
 
     incarnation: Count
     iteration: Count = 0
     pace: Seconds = 0.0
+    size: Count = 0
+    batch: Weight = 0.0
 
 
 class Goodbye(Message, frozen=True):
@@ -187,12 +193,44 @@ class Reformed(Message, frozen=True):
 class RingNews(Message, frozen=True):
     """The hub to a ring's member, at once and in answer to each Heartbeat: ring `group` is `broken` (a member
     is gone, or has said so of another), and how many newcomers are `waiting` to enter. In a run with groups,
-    `grouping` counts the hub's decisions on who is in which: 0 before the first."""
+    `grouping` counts the hub's decisions on who is in which: 0 before the first. `links`: the worker's links
+    to others are to be measured; until they are, each of its heartbeats comes with a LinkPlace."""
 
     group: Count
     broken: bool = False
     waiting: Count = 0
     grouping: Count = 0
+    links: bool = False
+
+
+class LinkPlace(Message, frozen=True):
+    """A worker to the hub: others measure their links to it at this host and port, by this token."""
+
+    incarnation: Count
+    host: Name
+    port: Port
+    token: LinkToken
+
+
+class MeasureLink(Message, frozen=True):
+    """The hub to a worker, over the connection of its heartbeats: measure the link to this other one, in at
+    most `seconds`. Answered by LinkMeasured."""
+
+    worker: Count
+    host: Name
+    port: Port
+    token: LinkToken
+    seconds: Seconds
+
+
+class LinkMeasured(Message, frozen=True):
+    """The link to `worker`: bytes per second, and seconds one way. With `reason` there is none: why."""
+
+    incarnation: Count
+    worker: Count
+    bandwidth: Weight = 0.0
+    latency: Seconds = 0.0
+    reason: Text = ""
 
 
 class JoinGroup(Message, frozen=True):

@@ -1,0 +1,34 @@
+"""What a hub scores groupings with: the planner's prediction, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from atoll.groups.chooser import ScoreFunction, computing
+from atoll.groups.grouping import Grouping
+from atoll.hub.planner import Known
+from atoll.plan.measured import cluster_of
+from atoll.plan.throughput import Throughput
+
+
+def score_for(known: Known) -> ScoreFunction:
+    """By `Throughput`, where links, the model's size and the batch are known; else by computing alone."""
+    if known.links is None or not known.size or not known.batch:
+        return computing(known.speeds)
+    throughput = Throughput(
+        cluster_of(
+            known.speeds,
+            known.links,
+            known.sites,
+            size=known.size,
+            batch=known.batch,
+            beside_server=known.beside_server,
+        )
+    )
+    places = {worker: place for place, worker in enumerate(sorted(known.speeds))}
+    return lambda grouping: throughput.score(_renumbered(grouping, places))
+
+
+def _renumbered(grouping: Grouping, places: Mapping[int, int]) -> Grouping:
+    """By the workers' places in the cluster: ranks may have gaps."""
+    return Grouping([places[worker] for worker in group] for group in grouping)
