@@ -160,12 +160,12 @@ class Plan:
 
 
 class Counting(nn.Module):
-    """Says how often each sample was in a step, for each worker and every other epoch: a step may have
-    contributions of several, and two of one."""
+    """Says how often each sample was in a step. A step may have as many contributions as there are workers,
+    also of one of them, and of two epochs: each worker has rows of its own, in turns by iteration."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = nn.Parameter(torch.zeros(2 * MOST, SAMPLES))
+        self.counts = nn.Parameter(torch.zeros(MOST * MOST, SAMPLES))
 
     def forward(self, indices: Tensor, row: int, own: Tensor) -> Tensor:
         return self.counts[row, indices] * own
@@ -234,7 +234,7 @@ def counts(session: Session, who: int, folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
             notes.add("tried", iteration, epoch=epoch, indices=given)
             time.sleep(pause_of(who, folder))
-            model(indices, 2 * who + epoch % 2, own).sum().backward()
+            model(indices, MOST * who + iteration % MOST, own).sum().backward()
             optimizer.step()
             notes.add("done", iteration, epoch=epoch, indices=given)
     session.barrier()
