@@ -95,18 +95,13 @@ LEADS, DOES_NOT = True, False
 AT_POINTS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS)),
     some_die("asp", "members", Fault(2, "group.pushed", DOES_NOT)),
-    some_die("asp", "leader", Fault(3, "ring.held", nth=2)),
     some_die("bsp", "leader", Fault(0, "group.committed", LEADS)),
     some_die("bsp", "members", Fault(3, "group.stepped", LEADS)),
-    some_die("bsp", "leader", Fault(2, "group.answered", DOES_NOT)),
-    some_die("asp", "members", Fault(0, "ring.sent"), Fault(1, "ring.agreed")),
 ]
 ON_THE_WAY = [
-    some_die("asp", "leader", Fault(0, "group.leaving")),
     some_die("asp", "members", Fault(3, "group.ring")),
     some_die("bsp", "leader", Fault(1, "group.formed")),
     some_die("bsp", "members", Fault(2, "group.arrived")),
-    some_die("asp", "leader", Fault(2, "group.joined")),
 ]
 
 
