@@ -28,6 +28,7 @@ bench: $(READY)
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
+	@echo "== benchmarks/staleness.py --strategy ps-hra"; $(BIN)/python benchmarks/staleness.py --strategy ps-hra
 
 lint: $(READY)
 	$(BIN)/ruff check .
