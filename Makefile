@@ -30,6 +30,7 @@ bench: $(READY)
 			benchmarks/links.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
+	@echo "== benchmarks/staleness.py --strategy ps-hra"; $(BIN)/python benchmarks/staleness.py --strategy ps-hra
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -201,8 +201,8 @@ def draw(cases: Sequence[StaleCase], strategy: str, path: Path) -> None:
         axes.vlines(100 * case.off, row - 0.25, row + 0.25, color="#2b6ca3", linewidth=3, zorder=3)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(100 * WITHIN, color="#c23b22", linewidth=1.5)
-    slow = "the slow group's" if strategy == GROUPED else "the slow worker's"
-    labels = [f"{c.name}\n{slow} staleness {c.slowest:.1f}" for c in reversed(shown)]
+    slow = {SERVER: "the slowest worker's", GROUPED: "the slow group's"}
+    labels = [f"{c.name}\n{slow[c.strategy]} staleness {c.slowest:.1f}" for c in reversed(shown)]
     axes.set_yticks(range(len(shown)), labels)
     axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlabel("held-out loss against bsp's, % (dots: seeds, blue: their mean, red: target)")

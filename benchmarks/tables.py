@@ -131,6 +131,21 @@ def _staleness_row(case: Record) -> list[str]:
     ]
 
 
+def grouped_staleness(record: Record) -> str:
+    heads = ["strategy", "case", "held-out loss", "by seed", "against bsp", "steps", "in groups", "staleness"]
+    heads += ["the slow group's", "95 % at most", "most", "target"]
+    return table(heads, [_grouped_staleness_row(case) for case in record["cases"]])
+
+
+def _grouped_staleness_row(case: Record) -> list[str]:
+    seeds = ", ".join(f"{loss:.4f}" for loss in case["held_out"])
+    steps = "{} to {}".format(*case["steps"])
+    losses = [f"{case['mean']:.4f}", seeds, f"{case['off']:+.1%}", steps]
+    stale = [f"{case[key]:.2f}" for key in ("staleness", "slowest", "slowest_p95", "slowest_most")]
+    grouped = f"{case['grouped']:.0%}" if case["strategy"] == "ps-hra" else ""
+    return [case["strategy"], case["name"], *losses, grouped, *stale, VERDICTS[case["met"]]]
+
+
 def lab(record: Record) -> str:
     heads = ["what", "asked", "measured", "off by", "allowed", "target"]
     return table(heads, [_lab_row(case) for case in record["cases"]])
@@ -292,6 +307,7 @@ def tables(folder: Path) -> dict[str, str]:
         "server": served,
         "consistency": consistency,
         "staleness": staleness,
+        "staleness-ps-hra": grouped_staleness,
         "lab": lab,
         "survival": survival,
         "readiness": readiness,

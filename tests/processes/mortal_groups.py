@@ -37,10 +37,10 @@ import atoll
 from atoll.core import points
 from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
-from atoll.groups.chooser import Score
+from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
-from atoll.hub.planner import GroupingSettings, ScoreFor
+from atoll.hub.planner import GroupingSettings, Known
 from atoll.testing.served import RUN, served_worker
 from atoll.train.groupexchange import GroupMeanExchange, GroupReducer
 from atoll.train.leased_sampler import LeasedSampler
@@ -64,12 +64,12 @@ def settings(groups: Sequence[Sequence[int]], consistency: str, **options: Any) 
     """A hub's that makes these groups, whatever it measures; of those who are left, what is left of them."""
     wanted = Grouping(groups)
 
-    def score_for(speeds: Any, _links: Any) -> Any:
-        left = Grouping(rest for group in wanted if (rest := [rank for rank in group if rank in speeds]))
+    def score_for(known: Known) -> ScoreFunction:
+        there = known.speeds
+        left = Grouping(rest for group in wanted if (rest := [rank for rank in group if rank in there]))
         return lambda grouping: Score(2.0 if grouping == left else 1.0)
 
-    made: ScoreFor = score_for
-    options = {"regroup": False, "score_for": made, **options}
+    options = {"regroup": False, "score_for": score_for, **options}
     return GroupingSettings(len(groups), by="joint", consistency=consistency, **options)  # type: ignore[arg-type]
 
 
