@@ -17,7 +17,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(16, 500), nn.Tanh(), nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-data = torch.utils.data.TensorDataset(torch.randn(1600, 16), torch.randn(1600, 1))
+data = torch.utils.data.TensorDataset(torch.randn(4000, 16), torch.randn(4000, 1))
 with atoll.join() as session:
     session.prepare(model, optimizer)
     for inputs, wanted in torch.utils.data.DataLoader(data, 8, sampler=session.sampler(data)):
