@@ -169,7 +169,7 @@ class Planner:
                 self._found = job()
             except UserError as error:
                 self._found = [Plan(None, str(error))]
-            except Exception as error:  # a fault of ours ends no run: its workers go on in the groups they have
+            except Exception as error:  # a fault of ours ends no run: workers go on as they are
                 self._found = [Plan(None, f"choosing failed: {type(error).__name__}: {error}")]
 
         self._thread = threading.Thread(target=run, name="atoll-planner", daemon=True)
