@@ -12,12 +12,13 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
+from atoll.core.errors import CheckpointError
 from atoll.train.channel import Channel
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.pace import Pace
 from atoll.train.place import Place
-from atoll.train.regrouping import Leases
+from atoll.train.regrouping import GroupState, Leases
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.solo import SoloChannel
 from atoll.train.uplink import Uplink
@@ -207,3 +208,31 @@ def test_numbers_of_groups_are_no_workers() -> None:
     workers.saw([4, 5])
     assert workers.is_first
     assert workers.ranks == [0, 1, 2, 3]
+
+
+# -- what members take from the first --------------------------------------------------------------------
+
+
+class Unsayable:
+    """A session whose state no checkpoint can hold."""
+
+    iteration = 3
+    restored: bytes | None = None
+
+    def capture_shared(self) -> bytes:
+        raise CheckpointError("two schedulers of class StepLR drive the optimizer")
+
+    def restore_shared(self, raw: bytes) -> None:
+        self.restored = raw
+
+
+def test_a_state_that_cannot_be_given_ends_nobody() -> None:
+    state, warnings = Unsayable(), list[str]()
+    ring: Any = SimpleNamespace()
+    group = GroupState(state, ring, [], warnings.append)
+    group.restore(group.capture())
+    assert state.restored is None
+    assert warnings == [
+        "the members of this worker's group go on with schedules of their own: two schedulers of class StepLR "
+        "drive the optimizer"
+    ]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from atoll.core import points
+from atoll.core.errors import CheckpointError
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler, Where
@@ -42,15 +43,23 @@ class GroupState:
     """What the members of a group take from its first one, and agree on (`train/rounds.py`: State). Data is
     leased: where they are in it is all that there is to agree on."""
 
-    def __init__(self, state: Shared, ring: Ring, samplers: list[LeasedSampler]) -> None:
-        """`samplers` may grow."""
-        self._state, self._ring, self._samplers = state, ring, samplers
+    def __init__(
+        self, state: Shared, ring: Ring, samplers: list[LeasedSampler], warn: Callable[[str], None]
+    ) -> None:
+        """`samplers` may grow; `warn` tells people."""
+        self._state, self._ring, self._samplers, self._warn = state, ring, samplers, warn
 
     def capture(self) -> bytes:
-        return self._state.capture_shared()
+        """Nothing, where it cannot be given: nobody asked for a checkpoint, and each goes on with its own."""
+        try:
+            return self._state.capture_shared()
+        except CheckpointError as error:
+            self._warn(f"the members of this worker's group go on with schedules of their own: {error}")
+            return b""
 
     def restore(self, raw: bytes) -> None:
-        self._state.restore_shared(raw)
+        if raw:
+            self._state.restore_shared(raw)
 
     def all_places(self, *, entered: bool = False) -> list[Any]:  # noqa: ARG002
         own = msgspec.msgpack.encode([sampler.where() for sampler in self._samplers])

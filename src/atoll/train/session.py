@@ -605,7 +605,8 @@ class Session:
             arrive=grouped.arrive,
         )
         self._regrouping = Regrouping(parts, self._moved)
-        ring.state, ring.told = GroupState(self._state, ring, service.samplers), self._group_changed
+        ring.state = GroupState(self._state, ring, service.samplers, self._warn)
+        ring.told = self._group_changed
         service.shards.watch = ring.check
         assert isinstance(workers, GroupWorkers)
         workers.gather_members = grouped.gather_members
