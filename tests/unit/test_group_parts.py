@@ -233,6 +233,6 @@ def test_a_state_that_cannot_be_given_ends_nobody() -> None:
     group.restore(group.capture())
     assert state.restored is None
     assert warnings == [
-        "the members of this worker's group go on with schedules of their own: two schedulers of class StepLR "
-        "drive the optimizer"
+        "the members of this worker's group go on with schedules of their own: two schedulers of class "
+        "StepLR drive the optimizer"
     ]
