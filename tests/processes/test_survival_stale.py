@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from mortal import Kill, MortalRun, assert_equal, counted
+from mortal import assert_equal, counted
+from mortal_shards import Kill, MortalRun
 from torch import nn
 
 import atoll
