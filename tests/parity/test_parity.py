@@ -38,7 +38,14 @@ def test_workers_train_as_one_process_in_float64(pool: WorkerPool, case: Case) -
     check(pool, case, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("case", cases(torch.float32, WORKERS[1:], ("sgd",)), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.workers == 2 else pytest.mark.soak)
+        for case in cases(torch.float32, WORKERS[1:], ("sgd",))
+    ],
+    ids=str,
+)
 def test_workers_train_as_one_process_in_float32(pool: WorkerPool, case: Case) -> None:
     check(pool, case, tolerance=1e-5)
 

@@ -33,6 +33,13 @@ def test_bsp_trains_as_one_process_in_float64(pool: WorkerPool, number: int, cas
     check(pool, case, number, tolerance=1e-9)
 
 
-@pytest.mark.parametrize(("number", "case"), list(enumerate(FLOAT32)), ids=str)
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [
+        pytest.param(number, case, marks=[] if case.workers == 2 else pytest.mark.soak)
+        for number, case in enumerate(FLOAT32)
+    ],
+    ids=str,
+)
 def test_bsp_trains_as_one_process_in_float32(pool: WorkerPool, number: int, case: Case) -> None:
     check(pool, case, number, tolerance=1e-5)
