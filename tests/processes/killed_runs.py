@@ -56,7 +56,7 @@ def hub_decisions(command: Command) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-HUB = ("atoll.launch.service", "hub")
+HUB = ("atoll.cli.hub",)
 
 
 def worker_pid(command: Command, rank: int) -> int:
