@@ -232,7 +232,8 @@ class Supervisor:
 
 def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) -> list[str]:
     """What grew, one line each: the middle of the last quarter of looks against that of the first, the first
-    ten seconds of each life left out.
+    ten seconds of each life left out, and those in which it has yet to import what it runs: it holds less
+    than half of the memory that it holds in the middle of its life.
 
     Descriptors and threads are a process's own: each life is judged by itself, since the next one may have
     another task. Memory is judged over all lives of a role ("worker", "hub"), since what a life takes over
@@ -243,8 +244,12 @@ def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) ->
     lives: dict[tuple[str, int], list[Usage]] = defaultdict(list)
     for look in usage:
         if look.age >= WARM_SECONDS:
-            roles[_role(look.part)].append(look)
             lives[look.part, look.pid].append(look)
+    for life, looks in lives.items():
+        imported = median(look.resident for look in looks) / 2
+        lives[life] = [look for look in looks if look.resident >= imported]
+    for look in sorted((look for looks in lives.values() for look in looks), key=lambda look: look.time):
+        roles[_role(look.part)].append(look)
     found = []
     for (part, pid), looks in sorted(lives.items()):
         if len(looks) < _LEAST_LOOKS:
