@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
@@ -231,6 +231,12 @@ def begun(consistency: Any) -> Hub:
     return hub
 
 
+@example(  # the reason of a decision is told when its groups form, after the restart too
+    before=[("asks", 0, 0)] * 9 + [("decide", 0, 3)],
+    after=[("asks", 0, 0)] * 7 + [("asks", 2, 1), ("asks", 3, 1), ("left", 0, 0)],
+    compact=True,
+    consistency="asp",
+)
 @settings(max_examples=250)
 @given(EVENTS, EVENTS, st.booleans(), st.sampled_from(["asp", "bsp"]))
 def test_a_hub_with_groups_that_read_its_records_answers_as_the_one_that_wrote_them(

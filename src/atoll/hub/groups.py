@@ -66,6 +66,7 @@ class _State:
     sites: dict[int, str]
     links: dict[tuple[str, str], Measured] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -537,6 +538,7 @@ class Groups:
                 self._planner.sites,
                 desk.known if desk else {},
                 desk.hosts if desk else {},
+                self._reasons,
             )
         )
 
@@ -549,7 +551,7 @@ class Groups:
         self._blocks.restore(found.blocks)
         self._asked, self._groups, self._paces = found.asked, found.groups, found.paces
         self._wanted, self._placed = found.wanted, found.placed
-        self._planner.sites = found.sites
+        self._planner.sites, self._reasons = found.sites, found.reasons
         if self._desk is not None:
             self._desk.known, self._desk.hosts = found.links, found.hosts
             self._desk.handle_live(self._members.live())
