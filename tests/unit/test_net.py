@@ -17,116 +17,30 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-
-from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
-from atoll.net import endpoint as endpoint_module
-from atoll.net.endpoint import Client, Endpoint, Received, Server, check_listen, poll
-from atoll.net.keys import Keys, make_keys, read_keys, write_keys
-from atoll.net.requests import RefusedError, ask, wait_for
-from atoll.wire.messages import (
-    Heartbeat,
-    Hello,
-    Message,
-    Reform,
-    Reformed,
-    Refused,
-    Welcome,
-    decode_untrusted,
-    encode,
+from net_parts import (
+    ANY,
+    KEYS,
+    LIMIT,
+    OTHERS,
+    SOON,
+    check_until_it_raises,
+    fake,
+    must_receive,
+    pair,
+    reserved,
+    serves,
+    until,
 )
 
-ANY = "tcp://127.0.0.1:0"
-LIMIT = 2**24
-SOON = 60.0  # seconds in which everything here must have happened, on a busy machine too
-
-KEYS = make_keys()
-OTHERS = make_keys()
-HELLO = Hello(version=1, run="r", role="worker")
+from atoll.core.errors import RunError, UserError
+from atoll.net import endpoint as endpoint_module
+from atoll.net.endpoint import Client, Endpoint, Server, check_listen, poll
+from atoll.net.keys import Keys, make_keys, read_keys, write_keys
 
 
 @pytest.fixture(params=["plain", "keys"])
 def keys(request: pytest.FixtureRequest) -> Keys | None:
     return KEYS if request.param == "keys" else None
-
-
-@contextmanager
-def pair(keys: Keys | None = None, limit: int = LIMIT) -> Iterator[tuple[Server, Client]]:
-    with (
-        Server(ANY, keys, limit=limit, name="hub") as server,
-        Client(server.address, keys, limit=limit, name="hub") as client,
-    ):
-        yield server, client
-
-
-def must_receive(server: Server) -> Received:
-    received = server.receive(SOON)
-    assert received is not None
-    return received
-
-
-def serves(server: Server, client: Client, text: bytes = b"are you there?", noise: bool = False) -> None:
-    """The server takes a message of a good client and answers it."""
-    client.send(text, b"payload")
-    received = must_receive(server)
-    while received.header != text and noise:
-        received = must_receive(server)
-    assert (received.header, received.payload) == (text, b"payload")
-    assert server.send(received.peer, b"yes")
-    answer = client.receive(SOON)
-    assert answer == (b"yes", None)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end, "the deadline passed"
-        time.sleep(0.01)
-
-
-def check_until_it_raises(client: Client) -> str:
-    end = time.monotonic() + SOON
-    with pytest.raises(UserError) as caught:  # noqa: PT012
-        while time.monotonic() < end:
-            client.check()
-            time.sleep(0.01)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@contextmanager
-def reserved() -> Iterator[str]:
-    """An address whose port no other process is given while servers here come and go at it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ's listeners do
-        holder.bind(("127.0.0.1", 0))
-        yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-
-
-@contextmanager
-def fake(talk: Callable[[socket.socket], object]) -> Iterator[str]:
-    """A server of something else: `talk` for each connection. Yields its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    open_ones: list[socket.socket] = []
-
-    def serve(link: socket.socket) -> None:
-        with suppress(OSError):
-            talk(link)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                link = listener.accept()[0]
-                open_ones.append(link)
-                threading.Thread(target=serve, args=(link,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        for link in [listener, *open_ones]:
-            link.close()
 
 
 # -- keys ----------------------------------------------------------------------------------------------------
@@ -861,140 +775,6 @@ def test_half_open_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> No
             with suppress(ConnectionResetError):
                 while link.recv(100):
                     assert time.monotonic() < end
-
-
-# -- requests ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def answering(server: Server, *answers: Message) -> Iterator[list[Message]]:
-    """Answer the next message with all of `answers`; yields what came."""
-    came: list[Message] = []
-
-    def run() -> None:
-        received = must_receive(server)
-        came.append(decode_untrusted(received.header))
-        for answer in answers:
-            server.send(received.peer, encode(answer), b"payload")  # type: ignore[arg-type]
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield came
-    finally:
-        thread.join(SOON)
-
-
-def test_ask_returns_the_answer_and_puts_others_aside(keys: Keys | None) -> None:
-    aside: list[Message] = []
-    with (
-        pair(keys) as (server, client),
-        answering(server, Heartbeat(incarnation=1), Welcome(run="r")) as came,
-    ):
-        answer, payload = ask(
-            client, HELLO, Welcome, SOON, "being let in", aside=lambda m, _: aside.append(m)
-        )
-    assert (answer.run, payload, aside, came) == ("r", b"payload", [Heartbeat(incarnation=1)], [HELLO])
-
-
-def test_a_refusal_is_the_reason() -> None:
-    with (
-        pair() as (server, client),
-        answering(server, Refused(reason="this is run b")),
-        pytest.raises(RefusedError, match=rf"hub at {server.address} refused: this is run b"),
-    ):
-        ask(client, HELLO, (Welcome,), SOON, "being let in")
-    assert issubclass(RefusedError, UserError)
-
-
-@pytest.mark.parametrize("older", [("Reform", 6), ("Lease", 7)])
-def test_a_refusal_of_an_older_request_is_not_one_of_this(older: tuple[str, int]) -> None:
-    request, number = older
-    wish = Reform(incarnation=1, number=7, group=1, rank=0, round=3)
-    with (
-        pair() as (server, client),
-        answering(
-            server, Refused(reason="late", request=request, number=number), Reformed(group=2, number=7)
-        ),
-    ):
-        assert ask(client, wish, Reformed, SOON, "the next ring", number=7)[0].group == 2
-    with (
-        pair() as (server, client),
-        answering(server, Refused(reason="no such ring", request="Reform", number=7)),
-        pytest.raises(RefusedError, match="no such ring"),
-    ):
-        ask(client, wish, Reformed, SOON, "the next ring", number=7)
-
-
-def test_a_deadline_names_who_and_on_what() -> None:
-    with pair() as (server, client):
-        until(lambda: client.connected)
-        start = time.monotonic()
-        with pytest.raises(
-            DeadlineError,
-            match=rf"^waited 0.3 s for hub at {server.address} on being let in \(deadline sync.timeout, 0",
-        ):
-            ask(client, HELLO, Welcome, 0.3, "being let in")
-        assert 0.29 < time.monotonic() - start < SOON
-    with Client("tcp://127.0.0.1:1", None, limit=LIMIT, name="hub") as client:
-        until(lambda: client.trouble == "nothing listens there")
-        with pytest.raises(DeadlineError, match=r"\(deadline sync.timeout, 0.3 s; nothing listens there\)"):
-            ask(client, HELLO, Welcome, 0.3, "being let in")
-
-
-def test_ask_with_a_wrong_key_does_not_wait_for_the_deadline() -> None:
-    with (
-        Server(ANY, KEYS, limit=LIMIT, name="hub") as server,
-        Client(server.address, OTHERS, limit=LIMIT, name="hub") as client,
-        pytest.raises(UserError, match="refuses this key"),
-    ):
-        ask(client, HELLO, Welcome, 600, "being let in")
-
-
-def test_ask_of_a_server_that_dies_does_not_wait_for_the_deadline() -> None:
-    with pair() as (server, client):
-
-        def die() -> None:
-            must_receive(server)
-            server.close()
-
-        thread = threading.Thread(target=die)
-        thread.start()
-        start = time.monotonic()
-        with pytest.raises(
-            PeerLostError, match="the connection to hub at .* lost while waiting for being let"
-        ):
-            ask(client, HELLO, Welcome, 600, "being let in")
-        assert time.monotonic() - start < SOON
-        thread.join(SOON)
-
-
-def test_an_answer_sent_before_the_end_is_still_taken() -> None:
-    """The connection is lost while the answer waits to be taken."""
-    for _ in range(20):
-        with pair() as (server, client):
-            until(lambda: client.connected)
-            losses = client.losses
-            client.send(encode(HELLO))
-            received = must_receive(server)
-            server.send(received.peer, encode(Welcome(run="r")))
-            assert poll([client], SOON) == [client]
-            server.close()
-            until(lambda client=client, losses=losses: client.losses > losses)  # type: ignore[misc]
-            assert wait_for(client, Welcome, SOON, "being let in", losses)[0].run == "r"
-
-
-def test_nonsense_for_an_answer() -> None:
-    with pair() as (server, client):
-
-        def babble() -> None:
-            server.send(must_receive(server).peer, b"\xc1nonsense")
-
-        thread = threading.Thread(target=babble)
-        thread.start()
-        with pytest.raises(RunError, match="hub at .* sent no message of this protocol"):
-            ask(client, HELLO, Welcome, SOON, "being let in")
-        thread.join(SOON)
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
