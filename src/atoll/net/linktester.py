@@ -49,6 +49,7 @@ from atoll.wire.messages import (
 TRANSPORTS = "ltp, ltp:reliable, tcp, tcp:ALGORITHM (such as tcp:cubic)"
 _READINGS = 3  # of the clock, before each turn
 _LOOK_SECONDS = 0.05
+_SLOW_SECONDS = 5.0
 
 Values = npt.NDArray[np.float32]
 Answer = TypeVar("Answer", bound=Message)
@@ -242,7 +243,8 @@ class LinkTester:
     # -- the measuring
 
     def measure(self, progress: Callable[[str], None] = lambda _line: None) -> LinkReport:
-        """Let the transports take turns, in an order drawn anew for each round."""
+        """Let the transports take turns, in an order drawn anew for each round. One that is far slower makes
+        the rest of its transfers after the others: on their connections, nothing would be warm any more."""
         test, order = self.test, np.random.default_rng(self.test.seed)
         self.read_clock()
         senders: dict[str, Sender] = {}
@@ -252,12 +254,17 @@ class LinkTester:
             outcomes = {
                 name: Outcome(name, sender.detail, self.values.nbytes) for name, sender in senders.items()
             }
-            turns = {name: _Turns(self, sender, outcomes[name]) for name, sender in senders.items()}
-            for turn in range(test.warm + test.count):
-                for place in order.permutation(len(turns)):
-                    name = test.transports[int(place)]
-                    turns[name].take(turn - test.warm)
-                progress(f"{max(0, turn + 1 - test.warm)} of {test.count} transfers of each")
+            turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
+            while quick := [each for each in turns if each.left and not each.slow]:
+                for place in order.permutation(len(quick)):
+                    quick[place].take()
+                made = min(len(each.outcome.turns) for each in quick)
+                progress(f"{made} of {test.count} transfers of each")
+            for each in turns:
+                while each.left:
+                    each.take()
+                    made = len(each.outcome.turns)
+                    progress(f"{made} of {test.count} transfers of {each.outcome.transport}")
         finally:
             for sender in senders.values():
                 sender.close()
@@ -297,23 +304,21 @@ class _Turns:
     """One transport's turns."""
 
     def __init__(self, tester: LinkTester, sender: Sender, outcome: Outcome) -> None:
-        self._tester, self._sender, self._outcome = tester, sender, outcome
+        self._tester, self._sender, self.outcome = tester, sender, outcome
+        self.slow = False  # the last one took very long
         self._made = 0
         self._spent = 0.0
         self._before = sender.packets()
 
-    def take(self, turn: int) -> None:
-        """Make a transfer; those with a `turn` below 0 are to warm up, and do not count."""
-        outcome, test = self._outcome, self._tester.test
-        if outcome.stopped:
-            return
-        if self._spent > test.budget and outcome.turns:
-            outcome.stopped = (
-                f"{len(outcome.turns)} of {test.count} transfers: they took more than {test.budget:g} s "
-                "(--budget)"
-            )
-            return
-        if turn == 0:
+    @property
+    def left(self) -> bool:
+        """Whether it is to make more transfers."""
+        return not self.outcome.stopped and len(self.outcome.turns) < self._tester.test.count
+
+    def take(self) -> None:
+        """Make a transfer. The first ones are to warm up, and do not count."""
+        outcome, test = self.outcome, self._tester.test
+        if self._made == test.warm:
             self._before = self._sender.packets()
         try:
             made = self._transfer()
@@ -323,9 +328,16 @@ class _Turns:
             )
             return
         self._spent += made.seconds
-        if turn >= 0:
-            outcome.turns.append(made)
-            outcome.packets = self._sender.packets().since(self._before)
+        self.slow = made.seconds > _SLOW_SECONDS
+        if self._made <= test.warm:
+            return
+        outcome.turns.append(made)
+        outcome.packets = self._sender.packets().since(self._before)
+        if self._spent > test.budget and self.left:
+            outcome.stopped = (
+                f"{len(outcome.turns)} of {test.count} transfers: they took more than {test.budget:g} s "
+                "(--budget)"
+            )
 
     def _transfer(self) -> Turn:
         tester, sender = self._tester, self._sender
