@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import PeerLostError, UserError
-from atoll.net import linkserver, tcpflows
+from atoll.net import linkserver, linktester, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkserver import LinkServer
 from atoll.net.linktester import LinkTester, Wish
@@ -273,6 +273,17 @@ def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple
     assert (status, err) == (1, "")
     assert "tcp: a transfer was not usable within 0.001 s (--deadline); no more were made" in out
     assert out.splitlines()[-1] == "nothing was measured"
+
+
+def test_a_slow_transport_makes_its_transfers_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each is slow as soon as it has made one."""
+    monkeypatch.setattr(linktester, "_SLOW_SECONDS", -1.0)
+    asked = Wish(["tcp", "tcp:reno"], 1000, count=3, warm=1, timeout=DEADLINE)
+    said: list[str] = []
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        report = client.measure(said.append)
+    assert [len(each.turns) for each in report.outcomes] == [3, 3]
+    assert said[1:] == [f"{n} of 3 transfers of {name}" for name in ("tcp", "tcp:reno") for n in (1, 2, 3)]
 
 
 def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]) -> None:
