@@ -94,9 +94,9 @@ class UdpPort:
     def __init__(
         self, address: tuple[str, int], buffer_bytes: int = BUFFER_BYTES, *, offload: bool = True
     ) -> None:
-        family, where = resolve(*address)
+        self.family, where = resolve(*address)
         self._generation = process.generation()
-        self._socket = sockets.socket(family, sockets.SOCK_DGRAM)
+        self._socket = sockets.socket(self.family, sockets.SOCK_DGRAM)
         self.count = Counters()
         self.trouble = ""  # the last thing that kept datagrams from leaving, in words
         self._closed = False
@@ -106,7 +106,7 @@ class UdpPort:
             self._socket.setblocking(False)
             self.receive_buffer = self._buffer(buffer_bytes, _SO_RCVBUFFORCE, sockets.SO_RCVBUF)
             self.send_buffer = self._buffer(SEND_BUFFER_BYTES, _SO_SNDBUFFORCE, sockets.SO_SNDBUF)
-            self._set_up(family)
+            self._set_up()
             self.offload = self._probe_offload() if offload else Offload(False, False, "it was turned off")
             self._bind(where)
         except BaseException:
@@ -207,15 +207,15 @@ class UdpPort:
         got = self._socket.getsockopt(sockets.SOL_SOCKET, ask)
         return got // 2 if _IS_LINUX else got
 
-    def _set_up(self, family: int) -> None:
+    def _set_up(self) -> None:
         door = self._socket
-        if family == sockets.AF_INET6:
+        if self.family == sockets.AF_INET6:
             door.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
         if not _IS_LINUX:
             return
         # A datagram of which one fragment is lost is lost whole: rather learn that it is too large.
         door.setsockopt(sockets.IPPROTO_IP, _IP_MTU_DISCOVER, _DONT_FRAGMENT)
-        if family == sockets.AF_INET6:
+        if self.family == sockets.AF_INET6:
             door.setsockopt(sockets.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DONT_FRAGMENT)
         door.setsockopt(sockets.SOL_SOCKET, _SO_RXQ_OVFL, 1)
 
