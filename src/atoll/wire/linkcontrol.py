@@ -26,7 +26,8 @@ U32: TypeAlias = Annotated[int, Meta(ge=0, lt=2**32)]
 Token: TypeAlias = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Range: TypeAlias = tuple[U32, U32]  # from, and up to but not with
 Filled: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]  # what takes the lost blocks' place
-How: TypeAlias = Literal["complete", "enough", "deadline"]  # the rule by which a transfer was handed on
+# The rule by which a transfer was handed on; or it was "refused" for its bounds, or "dropped", being silent.
+How: TypeAlias = Literal["complete", "enough", "deadline", "refused", "dropped"]
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
@@ -82,7 +83,7 @@ class Need(Control, frozen=True):
 
 
 class Closed(Control, frozen=True):
-    """The receiver has handed a transfer on. `missing` has a bit for each block from `first` on (a multiple
+    """The receiver is done with a transfer. `missing` has a bit for each block from `first` on (a multiple
     of 8), by index, the lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
 
     transfer: U32
