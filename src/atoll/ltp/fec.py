@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.ltp import gf
-from atoll.ltp.gf import KERNEL, Bytes
+from atoll.ltp.gf import KERNEL, Bytes, kernel_line
 
-__all__ = ["KERNEL", "Groups", "encode", "lost_places", "plan_groups", "restore"]
+__all__ = ["KERNEL", "Groups", "encode", "kernel_line", "lost_places", "plan_groups", "restore"]
 
 MOST_DATA = 32  # datagrams of data in a group
 MOST_PARITY = 16  # and of parity
@@ -142,16 +142,14 @@ def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
     `coded` is what came, (n, L), in any order, data and parity; `places` are their places, (n,). What came
     beyond need is not used. Raises ValueError if too few came, if one came twice, or at an impossible place.
     """
-    at = np.asarray(places, np.int64)
+    at = np.asarray(places)
     if at.shape != (len(coded),):
         raise ValueError(f"{len(coded)} datagrams at places of shape {at.shape}")
-    if not 1 <= data <= 256 or (len(at) and not 0 <= at.min() <= at.max() <= 255):
-        raise ValueError(f"{data} datagrams of data, places from {min(at)} to {max(at)}: not a group's")
-    if len(np.unique(at)) != len(at):
-        raise ValueError("a group's datagram is given twice")
-    if len(at) < data:
-        raise ValueError(f"{len(at)} datagrams cannot restore a group of {data}")
-    decoder = _decoder(at.astype(np.uint8).tobytes(), data)
+    if at.dtype != np.uint8:
+        if not len(at) or not 0 <= at.min() <= at.max() <= 255:
+            raise ValueError("a group's places are from 0 to 255")
+        at = at.astype(np.uint8)
+    decoder = _decoder(at.tobytes(), data)
     rows = np.empty((len(decoder), coded.shape[1]), np.uint8)
     if len(rows):
         gf.matmul(decoder, coded, rows)
@@ -169,9 +167,13 @@ def _code(data: int, parity: int) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def _decoder(came: bytes, data: int) -> Bytes:
-    """The lost data's coefficients of what came at these places, (lost, came). Losses repeat: the same one
-    place lost is by far the most common case."""
+    """The lost data's coefficients of what came at these places, (lost, came). Losses repeat: one lost place
+    is by far the most common case."""
     places = np.frombuffer(came, np.uint8)
+    if data < 1 or len(places) < data:
+        raise ValueError(f"{len(places)} datagrams cannot restore a group of {data}")
+    if len(set(came)) != len(came):
+        raise ValueError("a group's datagram is given twice")
     lost = lost_places(places, data)
     parities = np.flatnonzero(places >= data)[: len(lost)]  # those that are used
     decoder = np.zeros((len(lost), len(places)), np.uint8)

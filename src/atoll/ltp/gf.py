@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,24 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 POLYNOMIAL = 0x11D
 
 _native: ModuleType | None = None
+MISSING = ""  # why the C kernels do not run
 try:
     _native = importlib.import_module("atoll.ltp._gf")
 except ImportError as error:
-    MISSING = str(error)  # why the C kernel does not run
-else:
-    MISSING = ""
-# What runs: "avx2", "ssse3" or "plain", all of them C; or "numpy".
-KERNEL: str = "numpy" if _native is None else _native.KERNELS[0]
+    MISSING = str(error)
+# What can run here, fastest first: "avx2", "ssse3" and "plain" are C.
 KERNELS: tuple[str, ...] = ("numpy",) if _native is None else (*_native.KERNELS, "numpy")
+KERNEL = KERNELS[0]  # what runs
+
+
+def kernel_line() -> str:
+    """What runs, and why nothing faster, for people to read."""
+    if KERNEL != "numpy":
+        return f"forward error correction runs in C ({KERNEL})"
+    return (
+        f"forward error correction runs in NumPy, tens of times slower: its C is not built ({MISSING}); install a "
+        "C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev), then Atoll again"
+    )
 
 
 def _tables() -> tuple[npt.NDArray[np.int64], Bytes]:
@@ -55,33 +64,30 @@ def multiply(a: Bytes, b: Bytes) -> Bytes:
     return product
 
 
-def matmul(coefficients: Bytes, inputs: Bytes, output: Bytes, kernel: str = KERNEL) -> None:
+def matmul(coefficients: Bytes, inputs: Bytes, output: Bytes, kernel: str | None = None) -> None:
     """output (m, L) = coefficients (m, k) times inputs (k, L), all uint8. The rows of `inputs` and of
     `output` may lie apart, each row's bytes side by side; `output` shares no memory with `inputs`.
 
-    Raises ValueError if the shapes do not fit.
+    `kernel` is one of KERNELS, or else the fastest. Raises ValueError if the shapes do not fit.
     """
-    _check(coefficients, inputs, output)
+    kernel = kernel or KERNEL
     if kernel == "numpy":
+        _check(coefficients, inputs, output)
         _matmul_numpy(coefficients, inputs, output)
+    elif _native is None:
+        raise ValueError(f"no kernel {kernel}: {kernel_line()}")
     else:
-        _matmul_native(coefficients, inputs, output, kernel)
+        _native.matmul(coefficients, inputs, output, kernel)  # checks as _check does
 
 
 def _check(coefficients: Bytes, inputs: Bytes, output: Bytes) -> None:
     for array in (coefficients, inputs, output):
         if array.dtype != np.uint8 or array.ndim != 2:
-            raise ValueError(f"matmul takes matrices of uint8, not {array.dtype} of {array.ndim} dimensions")
-    (m, k), length = coefficients.shape, inputs.shape[1]
-    if inputs.shape[0] != k or output.shape != (m, length):
+            raise ValueError("coefficients, inputs or output: not a matrix of uint8")
+    if inputs.shape[0] != coefficients.shape[1] or output.shape != (len(coefficients), inputs.shape[1]):
         raise ValueError(
-            f"coefficients {coefficients.shape} times inputs {inputs.shape} is not of shape {output.shape}"
+            f"coefficients {coefficients.shape} times inputs {inputs.shape} is not {output.shape}"
         )
-
-
-def _matmul_native(coefficients: Bytes, inputs: Bytes, output: Bytes, kernel: str) -> None:
-    native: Any = _native
-    native.matmul(coefficients, inputs, output, kernel)
 
 
 def _matmul_numpy(coefficients: Bytes, inputs: Bytes, output: Bytes) -> None:
