@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +83,13 @@ class Incoming:
     RefusedError where the first datagram contradicts it or passes `most_bytes`."""
 
     def __init__(
-        self, settings: Settings, first: Records, payload: int, elements: int | None, most_bytes: int, now: float
+        self,
+        settings: Settings,
+        first: Records,
+        payload: int,
+        elements: int | None,
+        most_bytes: int,
+        now: float,
     ) -> None:
         self.settings = settings
         self.transfer, self.chunk = int(first["transfer"]), int(first["chunk"])
@@ -122,7 +127,9 @@ class Incoming:
         if self.block < 1:
             raise RefusedError(f"{name}: datagrams without room for an element")
         if self.blocks * payload > most_bytes:
-            raise RefusedError(f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most")
+            raise RefusedError(
+                f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most"
+            )
         if elements is not None and self.blocks != -(-elements // self.block):
             raise RefusedError(
                 f"{name}: {self.blocks} blocks of {self.block}, where the chunk has {elements} elements"
@@ -144,7 +151,9 @@ class Incoming:
         self.datagrams += len(batch)
         if batch.kind is Kind.PARITY:
             self._groups.add_parity(slices, batch.frames[:, HEADER.itemsize + CODED_FROM :])
-            self._furthest = max(self._furthest, self.blocks - 1 + self._groups.parities)  # it follows all data
+            self._furthest = max(
+                self._furthest, self.blocks - 1 + self._groups.parities
+            )  # it follows all data
         else:
             self._place_blocks(slices, batch.elements)
         if self._groups.parities and self._highs_there < self.highs:
@@ -226,9 +235,13 @@ class Incoming:
                 restored = self._groups.restore(group, members, rows)
             except ValueError as error:
                 raise RefusedError(f"transfer {self.transfer}: {error}") from None
-            frames = np.zeros((len(restored), HEADER.itemsize + CODED_FROM + restored.shape[1]), dtype=np.uint8)
+            frames = np.zeros(
+                (len(restored), HEADER.itemsize + CODED_FROM + restored.shape[1]), dtype=np.uint8
+            )
             frames[:, HEADER.itemsize + CODED_FROM :] = restored
-            frames[:, HEADER.itemsize : HEADER.itemsize + CODED_FROM] = np.frombuffer(self._head, dtype=np.uint8)
+            frames[:, HEADER.itemsize : HEADER.itemsize + CODED_FROM] = np.frombuffer(
+                self._head, dtype=np.uint8
+            )
             batch = Datagrams(Kind.DATA, frames)
             slices = batch.slices
             slices["group"], slices["place"], slices["data"], slices["parity"] = NO_GROUP, 0, 0, 0
@@ -242,7 +255,9 @@ class Incoming:
 
     # -- when it is handed on -------------------------------------------------------------------------------
 
-    def poll_verdict(self, now: float, reorder: float, rates: ArrivalRate, srtt: float, rttvar: float) -> Verdict:
+    def poll_verdict(
+        self, now: float, reorder: float, rates: ArrivalRate, srtt: float, rttvar: float
+    ) -> Verdict:
         """What is to be done now, by the rules of atoll.ltp.closing."""
         spread = DEVIATIONS * rates.gap_deviation
         patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from atoll.core.errors import UserError
 from atoll.ltp import fec
-from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.closing import least
+from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.order import ELEMENTS, high_indices, places_of
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
@@ -175,7 +175,9 @@ class Outgoing:
         target = frames[:, _ELEMENTS : _ELEMENTS + self._payload]
         places = self._places[items]
         first = int(places[0])
-        if int(places[-1]) - first == len(items) - 1 and (len(items) < 3 or bool((np.diff(places) == 1).all())):
+        if int(places[-1]) - first == len(items) - 1 and (
+            len(items) < 3 or bool((np.diff(places) == 1).all())
+        ):
             end = min(first + len(items), len(self._body))
             target[: end - first] = self._body[first:end]
             if first + len(items) > len(self._body):
@@ -235,27 +237,28 @@ class Outgoing:
         for start, stop in ranges:
             asked[start:stop] = True
         state = self._state[: self.blocks]
-        late = (state == GONE) | (state == THERE) | ((state == FLYING) & (self._sent_at[: self.blocks] <= now - rtt))
+        late = (
+            (state == GONE)
+            | (state == THERE)
+            | ((state == FLYING) & (self._sent_at[: self.blocks] <= now - rtt))
+        )
         self._want(np.flatnonzero(asked & late))
 
     def handle_closed(self, part: Closed) -> Delivered | None:
         """A part of the receiver's last word; with the last part the word is out. Raises WireError for blocks
         that the transfer has not."""
-        mark_missing(part, self._missing)
+        if part.how in ("refused", "dropped"):
+            self._missing[:] = True
+        else:
+            mark_missing(part, self._missing)
         self._parts.add(part.part)
         if len(self._parts) < part.parts:
             return None
         self.closed = part
         missing = np.zeros(self.blocks, dtype=np.bool_)
         missing[self._places] = self._missing
-        return Delivered(
-            self.transfer,
-            self.chunk,
-            self.iteration,
-            missing,
-            part.fill,
-            f"{part.how}: {int(np.count_nonzero(missing))} of {self.blocks} blocks missing",
-        )
+        reason = f"{part.how}: {int(np.count_nonzero(missing))} of {self.blocks} blocks missing"
+        return Delivered(self.transfer, self.chunk, self.iteration, missing, part.fill, reason)
 
     def probe(self, item: int) -> bool:
         """Sends a high block again though nothing says that it is lost; False: it is none, or came."""
