@@ -23,7 +23,7 @@ FAIR = (
 )
 
 MISSING = 0.9  # the same while less was sent than the estimate says
-LEAST_BUSY = 0.001  # seconds of queue, all through a round, that show the path busy (and min_rtt / 32)
+LEAST_BUSY = 0.001  # seconds of queue: less is jitter
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,24 @@ class Round:
         """Whether its rate tells what the path can carry: a queue stood all through it, or less came than was
         sent, or more was lost than the path loses at any rate. Below the estimate the last two are chance
         unless much is missing."""
-        if self.queue > max(min_rtt / 32, LEAST_BUSY):
+        if self.queue > least_busy(min_rtt):
             return True
         if self.sent < FAIR * estimate:
             return self.rate < MISSING * self.sent
         return self.rate < FAIR * self.sent or surely_above(self.lost, max(self.acked + self.lost, 1), base)
 
 
+def least_busy(min_rtt: float) -> float:
+    """Seconds of queue, all through a round, that show the path busy."""
+    return max(min_rtt / 32, LEAST_BUSY)
+
+
 class Bandwidth:
     """The estimate: the greatest of the delivery rates of the last rounds, in bytes per second of datagrams as
     they are sent: what came is corrected for what the path loses at any rate.
 
-    A round's rate is the median of its samples, for a single one may be off by a burst. It raises the estimate
+    A round's rate is the median of its last third of samples: each spans a round trip, so the first ones
+    are still of the round before, and a single one may be off by a burst. It raises the estimate
     whenever it is above. Below, it counts only when the path was the limit, and not the sender.
     """
 
@@ -178,8 +184,8 @@ class Bandwidth:
         rates = free or limited
         if not rates:
             return 0.0, True
-        rates.sort()
-        return rates[len(rates) // 2] / (1.0 - base), not free
+        late = sorted(rates[-max(1, len(rates) // 3) :])
+        return late[len(late) // 2] / (1.0 - base), not free
 
     def raise_to(self, rate: float) -> None:
         """A round showed that the path carries this."""
@@ -198,9 +204,11 @@ class Bandwidth:
             kept.popleft()
         self.estimate = kept[0][1]
 
-    def measure(self, round_: Round, base: float, min_rtt: float) -> None:
-        """A round that was not limited by the application, or one that raises the estimate."""
-        if round_.rate >= self.estimate:
+    def measure(self, round_: Round, base: float, min_rtt: float, anew: bool) -> None:
+        """A round ended. `anew`: the path has just changed, and the last word on it is the best."""
+        if anew and not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt):
+            self.restart(round_.rate)
+        elif round_.rate >= self.estimate:
             self.raise_to(round_.rate)
         elif round_.limited:
             return
