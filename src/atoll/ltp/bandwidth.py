@@ -17,6 +17,8 @@ RATE_ROUNDS = 10  # that count, over which the greatest delivery rate is taken (
 LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
 BASE_PACKETS = 1000  # of which a loss is told well enough to take the least of several
 BASE_SPANS = 32  # of so many packets and at least a round, over which the least is taken: several probes
+SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
+FIRST_BASE = 0.03
 MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
 FAIR = (
     0.98  # of what was sent, corrected for the path's own loss: when as much came, the path was not the limit
@@ -105,7 +107,8 @@ class Losses:
         if counted >= BASE_PACKETS:
             self._spans.append(share)
             self._span_acked = self._span_lost = 0
-        self.base = min(MOST_BASE, min(self._spans) if self._spans else share)
+        most = MOST_BASE if len(self._spans) >= SURE_SPANS else FIRST_BASE
+        self.base = min(most, min(self._spans) if self._spans else share)
 
     def recent(self) -> tuple[int, int]:
         """Of the last few round trips: (lost, counted)."""

@@ -31,19 +31,22 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
+SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
 PROBE = 0.05  # above the estimate: the first step of a probe. Its queue is a twentieth of a round trip
 MOST_PROBE = 0.25  # above the estimate: the probing gain, which "up" never passes (BBR's 1.25)
 PROBE_ROUNDS = 8  # from a probe that found nothing to the next (BBR's cycle)
 GREW = 0.5  # of a probe's step, by which the delivery rate must have grown for the next to follow at once
-PAY_BACK = 0.97  # of the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
+PAY_BACK = 0.03  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
+LEAST_SHARE = 0.1  # of the path, that a sender takes for its own
 RECOVERY = 1.25  # a round, "up" while below the estimate
 HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
 STANDING = 0.25  # of the least round trip: a queue of more is drained
 LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
+MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
 ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
 YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
@@ -84,6 +87,7 @@ class RateControl:
         self._probed = 0  # the round of the last probe
         self._before_probe = 0.0  # the delivery rate before it
         self._judge = False  # the last probe is still to be judged
+        self._share = 1.0  # of the path, as probes told: of a step up, the share of others is what arrives
         self._pay_back = 0  # rounds below the estimate, for a probe's queue
         self._busy_rounds = 0
         self._timeouts = 0
@@ -210,7 +214,7 @@ class RateControl:
         )  # what came now was sent in the round before
         rate, limited = self._bandwidth.end_round(base)
         if self._phase == "start-up":
-            self._start_up(now, rate, limited, queue)
+            self._start_up(now, Round(rate, sent, limited, acked, lost, queue))
         else:
             round_ = Round(rate, sent, limited, acked, lost, queue)
             self._bandwidth.measure(round_, base, trip.least, self._round <= self._anew_until)
@@ -220,8 +224,8 @@ class RateControl:
                 self._cruise(now, round_)
         self._paced = self.rate
 
-    def _start_up(self, now: float, rate: float, limited: bool, queue: float) -> None:
-        bandwidth = self._bandwidth
+    def _start_up(self, now: float, round_: Round) -> None:
+        bandwidth, rate, limited, queue = self._bandwidth, round_.rate, round_.limited, round_.queue
         grew = rate >= GROWTH * bandwidth.estimate or not bandwidth.measured
         if rate > 0.0 and (not limited or rate > bandwidth.estimate):
             bandwidth.raise_to(rate)
@@ -233,8 +237,8 @@ class RateControl:
             self._leave_start_up(now, f"{FLAT_ROUNDS} rounds without growth")
         elif self._stands(queue):
             self._leave_start_up(now, "a queue stands")
-        elif not grew and self._seen().above_fill:
-            self._leave_start_up(now, "loss above the fill threshold, and no growth")
+        elif rate < SHORT * round_.sent and self._seen().above_fill:
+            self._leave_start_up(now, "loss above the fill threshold, and less came than was sent")
         else:
             if grew:
                 self._starting_rate = DOUBLING * max(self._starting_rate, bandwidth.estimate)
@@ -292,7 +296,7 @@ class RateControl:
             self._yield(now)
         elif self._pay_back and busy:
             self._pay_back -= 1
-            self._gain = PAY_BACK
+            self._gain = 1.0 - PAY_BACK * self._share
             self._set(now, row.seen, "a small queue is given time to drain")
         elif row.action == "up":
             self._up(now, row, limited)
@@ -321,8 +325,11 @@ class RateControl:
         self._judge = False
         if limited:
             return
-        if rate >= self._before_probe * (1.0 + GREW * self._probe):
-            self._probe = min(MOST_PROBE, 2.0 * self._probe)
+        step = MOST_PROBE if self._foreign else self._probe
+        grew = (rate / self._before_probe - 1.0) / step
+        self._share += (min(1.0, max(LEAST_SHARE, 1.0 - grew)) - self._share) / 2
+        if grew >= GREW:
+            self._probe = MOST_PROBE
         else:
             self._probe = PROBE
             self._pay_back = PROBE_ROUNDS
@@ -332,7 +339,8 @@ class RateControl:
         half does not lessen the loss and no queue stands, it is not the rate's, and half it stays."""
         full = round_.sent >= FAIR * self._bandwidth.estimate or self._stands(round_.queue)
         if full and not round_.limited:
-            self._bandwidth.restart(min(round_.rate, self._bandwidth.estimate))
+            was = self._bandwidth.estimate
+            self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
         self._level, self._gain = max(HALF, self._level * HALF), 1.0
         self._judge, self._probe, self._pay_back = False, PROBE, 0
         self._losses.forget()
