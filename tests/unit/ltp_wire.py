@@ -41,7 +41,13 @@ class Wire:
             settings, session=7, client=True, stripes=stripes, extents=extents, rng=rng, now=0.0, paths=paths
         )
         self.server = Session(
-            server_settings or settings, session=7, client=False, stripes=stripes, extents=extents, rng=rng, now=0.0
+            server_settings or settings,
+            session=7,
+            client=False,
+            stripes=stripes,
+            extents=extents,
+            rng=rng,
+            now=0.0,
         )
         self.from_path = ("client", 0)
         self.events: dict[bool, list[Event]] = {True: [], False: []}

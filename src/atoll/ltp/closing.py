@@ -3,7 +3,7 @@
 | row | seen | what is done |
 | --- | --- | --- |
 | complete | every block is there | handed on |
-| enough | every high block, low ones >= `usable`, and the rest was passed by or the grace is over | handed on |
+| enough | every high block, low ones >= `usable`, the rest passed by or its grace over | handed on |
 | deadline | every high block, and the deadline for low ones is over | handed on |
 | early | high ones, restorable ones too, >= `close_high`, and low ones >= `usable` | Early is said, once |
 | need | a high block is missing for longer than the sender takes to see it | Need is said |

@@ -1,7 +1,8 @@
 """The order in which a transfer's blocks are sent: both ends know from two counts which of them are high.
 
-A block's index is its turn. The k-th high block, by place, has the index floor((2k + 1) blocks / (2 highs)), the low
-ones have the rest, by place: so the shares of high and low that have come rise together.
+A block's index is its turn. The k-th high block, by place, has the index
+floor((2k + 1) blocks / (2 highs)), the low ones have the rest, by place: so the shares of high and low that
+have come rise together.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from atoll.wire.datagrams import Element
 
 Indices = npt.NDArray[np.int64]
 
-ELEMENTS = {
+ELEMENTS: dict[np.dtype[Any], Element] = {
     np.dtype(np.float32): Element.FLOAT32,
     np.dtype(np.float64): Element.FLOAT64,
     np.dtype(np.float16): Element.FLOAT16,
     np.dtype(np.uint16): Element.BFLOAT16,
     np.dtype(np.uint8): Element.BYTE,
 }
-DTYPES: dict[int, np.dtype[Any]] = {element: dtype for dtype, element in ELEMENTS.items()}
+DTYPES = {int(element): dtype for dtype, element in ELEMENTS.items()}
 
 
 def high_indices(blocks: int, highs: int) -> Indices:

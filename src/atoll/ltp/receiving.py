@@ -198,8 +198,9 @@ class Incoming:
         if wrong.any():
             bad = int(np.flatnonzero(wrong)[0])
             raise RefusedError(
-                f"transfer {self.transfer}: block {index[bad]} of {self.blocks} at element {slices['offset'][bad]}, "
-                f"{slices['count'][bad]} long, {'high' if high[bad] else 'low'}: blocks have {self.block}"
+                f"transfer {self.transfer}: block {index[bad]} of {self.blocks} at element "
+                f"{slices['offset'][bad]}, {slices['count'][bad]} long, "
+                f"{'high' if high[bad] else 'low'}: blocks have {self.block}"
             )
         last = np.flatnonzero(place == self.blocks - 1)
         if len(last):
@@ -212,7 +213,7 @@ class Incoming:
             self._elements = elements
         if (counts != counts[0]).any() or self._elements != elements or counts[0] > self.block:
             raise RefusedError(
-                f"transfer {self.transfer}: {elements} elements, where chunk {self.chunk} has {self._elements}"
+                f"transfer {self.transfer}: {elements} elements, where the chunk has {self._elements}"
             )
 
     def _keep_scale(self, scale: npt.NDArray[np.float32], place: Items) -> None:

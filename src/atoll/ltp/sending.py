@@ -55,8 +55,8 @@ class Outgoing:
         element = ELEMENTS.get(values.dtype)
         if element is None or values.ndim != 1 or not 1 <= len(values) < 2**32:
             raise UserError(
-                f"a transfer of {values.dtype} of shape {values.shape}: it takes between 1 and 2^32 - 1 values in "
-                f"one dimension, of {', '.join(str(each) for each in ELEMENTS)} (uint16 is bfloat16)"
+                f"a transfer of {values.dtype} of shape {values.shape}: it takes 1 to 2^32 - 1 values "
+                f"in one dimension, of {', '.join(str(each) for each in ELEMENTS)} (uint16 is bfloat16)"
             )
         payload = payload_bytes(settings.datagram_bytes)
         self.block = payload // values.itemsize
@@ -81,12 +81,12 @@ class Outgoing:
         self._high_at[self._high_indices] = True
         self._slices = self._describe(int(element))
         self._groups: fec.Groups | None = None
-        self._protected = np.zeros(0, dtype=np.int64)
-        self._group = np.full(self.blocks, -1, dtype=np.int64)  # by item
+        self._protected: Items = np.zeros(0, dtype=np.int64)
+        self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
         self._parity = np.zeros((0, 0), dtype=np.uint8)
-        self._state = np.zeros(self.blocks, dtype=np.uint8)
-        self._copies = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
-        self._sent_at = np.zeros(self.blocks, dtype=np.float64)
+        self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
+        self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
+        self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
         self._next = 0
         self._wanted = 0
         self._lows_gone = 0
@@ -97,8 +97,9 @@ class Outgoing:
     # -- what goes ------------------------------------------------------------------------------------------
 
     def begin(self, loss: float, burst: float, tail: int) -> str:
-        """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip carries:
-        the high ones among the last so many get parity, for a repair of those would come after the end."""
+        """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip
+        carries: the high ones among the last so many get parity, for a repair of those would come after the
+        end."""
         self.begun = True
         protected = self._high_indices[self._high_indices >= self.blocks - tail]
         if not self.settings.redundancy or not len(protected):
@@ -180,7 +181,7 @@ class Outgoing:
         ):
             end = min(first + len(items), len(self._body))
             target[: end - first] = self._body[first:end]
-            if first + len(items) > len(self._body):
+            if first + len(items) > len(self._body) and self._last is not None:
                 target[-1] = self._last
             return
         if self._last is not None:
@@ -334,7 +335,7 @@ class Outgoing:
 
     def _protect(self, protected: Items, groups: fec.Groups) -> None:
         self._groups, self._protected = groups, protected
-        turn = np.arange(len(protected))
+        turn: Items = np.arange(len(protected))
         slices = self._slices.view(SLICE)[:, 0]
         slices["group"][protected] = turn % groups.count
         slices["place"][protected] = turn // groups.count

@@ -1,4 +1,4 @@
-"""What of a stripe's datagrams is on its way: which were acknowledged, which are lost, and what that measures.
+"""What of a stripe's datagrams is on its way: which were acknowledged, and which are lost.
 
 The records are arrays, a place for each number from `first` on; they move down when they are used up. Source:
 S3, "The sender", 4; the rules of loss follow RFC 9002, section 6.
@@ -141,7 +141,7 @@ class SentRecords:
                 return
             patience = self._patience = RTT_SHARE * rtt + max(jitter, GRANULARITY) + self.lateness
             reorder = max(self.reorder, float(REORDER_BURSTS * burst))
-            gone = (waiting < high - reorder) | (self._time[waiting] <= now - patience)
+            gone = (waiting < high - reorder) | (self._time[waiting] + patience <= now)
             lost = waiting[gone]
             if len(lost):
                 self._lose(lost, told)
@@ -149,13 +149,6 @@ class SentRecords:
             self._oldest = self._first + (int(waiting[0]) if len(waiting) else high)
             if len(waiting):
                 self.loss_at = float(self._time[waiting[0]]) + patience
-
-    def give_up(self, told: Told) -> None:
-        """Takes all that is in flight for lost: the way has been silent for several timeouts."""
-        waiting = self._waiting()
-        if len(waiting):
-            self._lose(waiting, told)
-            self._oldest = self.next
 
     def oldest_in_flight(self) -> tuple[int, int] | None:
         """The transfer (or CONTROL) and the item of the oldest datagram on its way."""

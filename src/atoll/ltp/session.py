@@ -1,8 +1,8 @@
 """One end of a session: what came goes in, what is to be sent comes out, with the time of the next step.
 
 No socket, no clock: whoever drives a session opens and seals (atoll.net.ltplink). A session joins the parts
-that decide: Outgoing and Incoming transfers, SentRecords and Arrivals of each stripe, Paths, RateControl. Source:
-S3; docs/ltp.md has the states and timers.
+that decide: the transfers that leave (Sender) and that come (Receiver), SentRecords, Arrivals and Paths of
+each stripe, RateControl. Source: S3; docs/ltp.md has the states and timers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from atoll.ltp.events import (
 from atoll.ltp.leaving import Sender
 from atoll.ltp.metering import Meter
 from atoll.ltp.paths import Paths
+from atoll.ltp.sending import Items
 from atoll.ltp.sent import ACK, CONTROL, GRANULARITY, SentRecords, Told
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
@@ -71,9 +72,7 @@ __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated"
 __all__ += ["Session", "Status"]
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
-BURST_DATAGRAMS = (
-    64  # but with so many, a millisecond is the most: larger bursts save nothing, and fill queues
-)
+BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
 LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
 PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
@@ -84,7 +83,7 @@ BYE_COPIES = 3  # sent at once: it is not asked for again
 
 @dataclass(frozen=True)
 class Burst:
-    """Datagrams to seal and send: `frames` is (n, size), header and body with room for the seal at the end."""
+    """Datagrams to seal and send: `frames` is (n, size), header, body and room for the seal at the end."""
 
     path: Hashable
     stripe: int
@@ -94,7 +93,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Status:
-    """A session in figures. Rates in bytes per second, times in seconds; datagrams and blocks since it began."""
+    """A session in figures. Rates in bytes per second, times in seconds; counts since it began."""
 
     rate: float
     estimate: float
@@ -113,8 +112,9 @@ class Status:
 
 
 class Session:
-    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`: where
-    the client first sends, one for each stripe. Raises UserError for stripes and paths that do not fit."""
+    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
+    where the client first sends, one for each stripe. Raises UserError for stripes and paths that do not
+    fit."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Session:
 
     def send(
         self,
-        now: float,
+        now: float,  # noqa: ARG002  # like all input
         chunk: int,
         iteration: int,
         values: Values,
@@ -176,8 +176,9 @@ class Session:
         high: Mask | None = None,
         reliable: bool = False,
     ) -> int:
-        """Sends `values`, (elements,), as a transfer, whose id it returns; they are not to be written to until
-        Delivered. `high`, by block, (blocks,): None is none of them; the last one always is. Raises UserError."""
+        """Sends `values`, (elements,), as a transfer, whose id it returns; they are not to be written to
+        until Delivered. `high`, by block, (blocks,): None is none of them; the last one always is. Raises
+        UserError."""
         if self._ended:
             raise UserError("the session has ended")
         return self._sender.add(chunk, iteration, values, high, reliable)
@@ -269,7 +270,7 @@ class Session:
                 self._handle_control(now, stripe, path, body)
         else:
             touched = self._receiver.handle_slices(now, batch, self.control.srtt)
-            self._settle(now, touched, arrivals)
+            self._settle(now, touched)
         self._poll_moves(now)
 
     def _handle_ack(self, now: float, frame: Bytes) -> None:
@@ -355,7 +356,7 @@ class Session:
         if delivered is not None:
             self._events.append(delivered)
 
-    def _settle(self, now: float, touched: list[int], arrivals: Arrivals | None = None) -> None:
+    def _settle(self, now: float, touched: list[int]) -> None:
         """Does what the rules say of these transfers that come."""
         for transfer in touched:
             reorder = max(each.reorder for each in self._arrivals)
@@ -471,7 +472,8 @@ class Session:
             control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + ack_delay(control.srtt)
         )
         last = max(max(sent.last_sent for sent in self._sent), self._progress)
-        return last + min(timeout * 2**self._timeouts, max(LONGEST_TIMEOUT, timeout))
+        doubled = timeout * 2.0 ** min(self._timeouts, 16)
+        return last + min(doubled, max(LONGEST_TIMEOUT, timeout))
 
     def _probe(self, now: float) -> None:
         """Has the oldest of what is on its way sent again, past rate and window."""
@@ -599,7 +601,7 @@ class Session:
         path: Hashable,
         kind: Kind,
         transfer: int,
-        items: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+        items: Items,
         frames: Bytes,
     ) -> Burst:
         """Gives the datagrams their numbers and headers, and notes them."""
