@@ -10,7 +10,7 @@ from ltp_wire import Wire
 
 from atoll.ltp.session import Arrived, Delivered
 
-BLOCK = 331  # elements of float32 in a datagram of 1,400 B
+BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
 
 def some_values(count: int = 40_000, seed: int = 0) -> np.ndarray:
