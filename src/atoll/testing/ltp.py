@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from atoll.ltp.blocks import mean_abs
 from atoll.ltp.events import Arrived, Delivered, Event
 from atoll.ltp.feedback import Feedback
-from atoll.ltp.filling import LastValues
+from atoll.ltp.filling import How, LastValues
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -163,7 +163,7 @@ class Pair:
     def next_event(self) -> float:
         """When something happens next, whoever does it; infinity when all wait for ever."""
         deadlines = [end.session.poll_deadline() for end in self.ends.values() if end.session]
-        return min(self.network.next_event(), self.clock.next_event(), *deadlines, math.inf)
+        return float(min(self.network.next_event(), self.clock.next_event(), *deadlines, math.inf))
 
     def step(self, limit: float = math.inf) -> bool:
         """Go on to what happens next, and do it; False, with the clock at `limit`, when nothing does by
@@ -261,7 +261,8 @@ class Pair:
 
     def _arrive(self, now: float, delivery: Delivery) -> None:
         end = self.client if delivery.target == "client" else self.server
-        source, target = delivery.label  # type: ignore[misc]
+        assert isinstance(delivery.label, tuple)
+        source, target = delivery.label
         if target not in end.addresses:
             end.drops["nobody at this address"] += len(delivery.frames)
             return
@@ -371,7 +372,8 @@ class Ledger:
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
         filled = self._last.of(sent.chunk)
         filled = np.zeros_like(sent.values) if filled is None else filled
-        self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)  # type: ignore[arg-type]
+        fill = cast(How, event.fill)
+        self._feedback[sent.chunk].delivered(sent.values, event.missing, fill, filled)
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
 
     def _apply(self, event: Arrived) -> None:
