@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -123,6 +125,14 @@ def test_keys_are_of_a_direction_a_stripe_and_a_phase() -> None:
     assert len(keys) == 2 * 2 * 8 * 4
     with pytest.raises(ValueError, match="a secret of 31 bytes"):
         derive_key(SECRET[1:], client=True, stripe=0, phase=0)
+
+
+def test_a_key_is_hkdf_s() -> None:
+    """RFC 5869 by hand: extracted with a salt of zeros, expanded once."""
+    extracted = hmac.digest(bytes(32), SECRET, "sha256")
+    info = b"atoll ltp 1" + b"\x02" + b"\x05" + (300).to_bytes(8, "little")
+    expected = hmac.digest(extracted, info + b"\x01", "sha256")[:16]
+    assert derive_key(SECRET, client=False, stripe=5, phase=300) == expected
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class ReplayWindow:
             return np.zeros(0, dtype=bool)
         rising = bool((numbers[1:] > numbers[:-1]).all())
         if rising and numbers[0] > self._highest:  # as nearly always
-            taken = np.ones(len(numbers), dtype=bool)
+            taken: npt.NDArray[np.bool_] = np.ones(len(numbers), dtype=bool)
         else:
             taken = self.fresh(numbers)
         if not taken.any():

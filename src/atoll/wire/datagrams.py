@@ -327,7 +327,7 @@ def split_untrusted(frames: Bytes, sizes: npt.NDArray[np.int64], drops: Counter[
     for key, rows in _groups(np.asarray(sizes, dtype=np.int64) << 8 | kinds):
         kind, size = key & 0xFF, (key >> 8) - SEAL_BYTES
         check = _CHECKS.get(kind)
-        if check is None or not HEADER.itemsize < size <= frames.shape[1]:
+        if check is None or not HEADER.itemsize < size <= frames.shape[1] - SEAL_BYTES:
             drops["unknown kind" if check is None else "too short"] += len(kinds[rows])
             continue
         batch = Datagrams(Kind(kind), frames[rows, :size])
