@@ -50,7 +50,8 @@ class Pair:
     def open(self, number: int = 7, **options: Any) -> tuple[LinkSession, LinkSession]:
         options.setdefault("settings", FAST)
         here = self.server.open(number, SECRET, None, False, **options)
-        return here, self.client.open(number, SECRET, self.server.addresses, True, **options)
+        addresses = self.server.addresses[: options.get("stripes")]
+        return here, self.client.open(number, SECRET, addresses, True, **options)
 
 
 @contextmanager

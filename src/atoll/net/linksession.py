@@ -118,8 +118,8 @@ class LinkSession:
         """How the session goes; also when it is over."""
         with self._condition:
             self._check_process()
-            drops = Counter(self._drops)
-            drops["seal"] = sum(opener.refused for opener in self._openers)
+            drops = self._drops + self._session.drops
+            drops["seal"] += sum(opener.refused for opener in self._openers)
             return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
 
     def change_keys(self) -> None:
@@ -207,6 +207,7 @@ class LinkSession:
         good = self._counted(window.fresh(numbers), "replayed")
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
+        opener.keep_old = _ROUND_TRIPS * self._session.control.srtt
         good = opener.open(frames, sizes, now)  # it counts for itself
         if not good.all():
             frames, sizes, numbers = frames[good], sizes[good], numbers[good]
@@ -225,6 +226,7 @@ class LinkSession:
             if burst is None:
                 return False
             self._sealers[burst.stripe].seal(burst.frames)
+            assert isinstance(burst.path, tuple)  # as `handle` gave it, or `LtpLink.open`
             port, frames, address = self._ports[burst.stripe], burst.frames, burst.path
         else:
             port, frames, address = self._left
