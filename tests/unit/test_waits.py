@@ -104,6 +104,10 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_results"): "queue.SimpleQueue has no bound; a client has a few transfers under way",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
+    ("put", "_outbox"): "ltp.controls.Outbox: a list of messages",
+    ("send", "_session"): "ltp.session.Session, which knows no socket",
+    ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
+    ("receive", "port"): "UdpPort.receive: takes what has come",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
 }
@@ -114,6 +118,7 @@ _SLICES = "the socket has a timeout, and who waits in slices looks at a clock be
 _PROBE = "the socket has a deadline: create_connection's, or settimeout's"
 _NEVER = "Client.send never waits"
 _CALLED_OFF = "at least each 50 ms it calls `look`, which looks at the transfer's deadline (--deadline)"
+_RELEASES = "a condition lets go of its lock while it waits"
 _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
 # file: function: the call, and why it has no deadline of its own.
@@ -154,6 +159,9 @@ REVIEWED: dict[str, str] = {
     "net/linktester.py: TcpTransport.send: self._link.send(self._data, look)": _CALLED_OFF,
     "net/linktester.py: _Turns._transfer: sender.send(transfer, look)": _CALLED_OFF,
     "net/requests.py: ask: client.send(encode(message), payload)": _NEVER,
+    "net/linksession.py: LinkSession.events: self._condition.wait(left), holding self._condition": _RELEASES,
+    "net/linksession.py: LinkSession.close: self._condition.wait(left), holding self._condition": _RELEASES,
+    "net/ltplink.py: LtpLink._sleep: os.read(self._woken, 4096)": "the pipe does not block",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks.handle_welcome: link.client.send(encode(sent.message), sent.payload)": (
