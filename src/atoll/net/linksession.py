@@ -128,6 +128,22 @@ class LinkSession:
             self._check()
             self._session.change_keys()
 
+    def ask(self, size: int) -> None:
+        """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
+        with self._condition:
+            self._check()
+            self._session.ask(size)
+            self.deadline = -math.inf
+        self._wake()
+
+    def grant(self, rate: float, seconds: float) -> None:
+        """Gives the other end so many bytes per second of this end's link, for so long; it sends no faster."""
+        with self._condition:
+            self._check()
+            self._session.grant(rate, seconds)
+            self.deadline = -math.inf
+        self._wake()
+
     def close(self, reason: str = "closed by the application") -> None:
         """Ends the session, and tells the other end why. Closing twice does no harm."""
         if self._generation != process.generation():
