@@ -25,7 +25,7 @@ RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a 
 MOST_LATENESS = 0.25  # seconds that are added for reordering, at most
 GRANULARITY = 0.001  # seconds that a user's timer is good to
 _KEPT = 2**14  # numbers, acknowledged or lost, that are kept to see what was taken for lost wrongly
-_ROOM = 2**16
+_ROOM = 2**12  # numbers; doubled when more are on their way
 
 
 @dataclass(frozen=True)

@@ -420,7 +420,7 @@ class Session:
             if paths.active is not None
         ]
         waits.append(self._receiver.deadline)
-        if self._sender.ready and self._room > 0 and self._stripe_for(1) is not None:
+        if self._sender.ready and self._room > 0 and self._stripe_for(self.settings.datagram_bytes) is not None:
             waits.append(-math.inf if self._probes else self._next_send)
         return min(waits)
 
@@ -574,7 +574,7 @@ class Session:
             self._meter.handle_limited(self._in_flight)
             self._probes = 0
             return None
-        way = self._stripe_for(outgoing.size)
+        way = self._stripe_for(self.settings.datagram_bytes)
         if way is None:
             return None
         stripe, path, allowed = way
