@@ -139,13 +139,13 @@ class Round:
 
     def path_was_limit(self, estimate: float, base: float, min_rtt: float) -> bool:
         """Whether its rate tells what the path can carry: a queue stood all through it, or less came than was
-        sent, or more was lost than the path loses at any rate. Below the estimate the last two are chance
-        unless much is missing."""
-        if self.queue > least_busy(min_rtt):
-            return True
+        sent, or more was lost than the path loses at any rate. Where less was sent than the estimate says, it
+        does not if just that much came, nor if a little less came and no queue stood: that may be chance."""
+        busy = self.queue > least_busy(min_rtt)
         if self.sent < FAIR * estimate:
-            return self.rate < MISSING * self.sent
-        return self.rate < FAIR * self.sent or surely_above(self.lost, max(self.acked + self.lost, 1), base)
+            return self.rate < (FAIR if busy else MISSING) * self.sent or (busy and self.rate * FAIR > self.sent)
+        short = self.rate < FAIR * self.sent
+        return busy or short or surely_above(self.lost, max(self.acked + self.lost, 1), base)
 
 
 def least_busy(min_rtt: float) -> float:
