@@ -1,4 +1,4 @@
-"""Forward error correction: the field, each of its kernels, the code's exactness, and how groups are planned."""
+"""Forward error correction: the field, each of its kernels, the code's exactness, and plans of groups."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_all_products_and_quotients_are_the_fields() -> None:
     a = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(gf.multiply(a[:, None], a[None, :]), PRODUCTS)
     b = a[1:]
-    np.testing.assert_array_equal(gf.multiply(gf.divide(b[:, None], b[None, :]), b[None, :]), b[:, None] + 0 * b)
+    np.testing.assert_array_equal(
+        gf.multiply(gf.divide(b[:, None], b[None, :]), b[None, :]), b[:, None] + 0 * b
+    )
 
 
 @each_kernel
@@ -148,9 +150,7 @@ def test_threads_may_multiply_large_matrices_at_once() -> None:
     expected = np.empty((4, 100_000), np.uint8)
     gf.matmul(coefficients, inputs, expected, "plain")
     outputs = [np.empty_like(expected) for _ in range(4)]
-    threads = [
-        threading.Thread(target=gf.matmul, args=(coefficients, inputs, output)) for output in outputs
-    ]
+    threads = [threading.Thread(target=gf.matmul, args=(coefficients, inputs, output)) for output in outputs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -247,7 +247,9 @@ def test_parity_is_written_where_it_is_to_go() -> None:
 )
 def test_what_cannot_be_restored_is_refused(places: list[int], data: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fec.restore(np.zeros((3 if len(places) == 3 or data == 2 else len(places), 8), np.uint8), places, data)
+        fec.restore(
+            np.zeros((3 if len(places) == 3 or data == 2 else len(places), 8), np.uint8), places, data
+        )
 
 
 @pytest.mark.parametrize(("data", "parity"), [(0, 1), (250, 7), (3, -1)])
