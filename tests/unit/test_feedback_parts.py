@@ -74,8 +74,9 @@ def test_wrong_calls_are_refused() -> None:
     feedback = Feedback(5, BLOCK)
     with pytest.raises(ValueError, match="must be given"):
         feedback.delivered(GRADIENT, LOST, "last")
-    with pytest.raises(ValueError, match="of 3"):
-        feedback.delivered(GRADIENT, LOST[:2], "zero")
+    for wrong in (LOST[:2], LOST.astype(np.uint8)):  # the latter would be taken for places
+        with pytest.raises(ValueError, match="each of the 3 blocks"):
+            feedback.delivered(GRADIENT, wrong, "zero")
     for wrong in (GRADIENT[:4], GRADIENT.astype(np.float64)):
         with pytest.raises(ValueError, match="where the chunk has 5 of float32"):
             feedback.outgoing(wrong)
