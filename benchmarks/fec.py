@@ -221,7 +221,7 @@ def draw(speeds: Sequence[Speed], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True, sharey=True)
     names = list(dict.fromkeys(speed.contestant for speed in speeds))
     shades = {1: "#b9d2e8", 2: "#6f9dc6", 4: "#2b6ca3"}
     for axes, what in zip(panels, ("encode", "restore"), strict=True):

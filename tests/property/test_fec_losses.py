@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from atoll.ltp import fec, gf
 
-
 KERNELS = [
     pytest.param(
         kernel,
