@@ -98,7 +98,9 @@ def test_an_ack_has_a_bound_and_numbers_may_leap() -> None:
 # -- at the sender -------------------------------------------------------------------------------------------
 
 
-def acked(largest: int, base: int, bits: list[bool], arrived: float = 0.0, delivered: int = 0) -> Acknowledgement:
+def acked(
+    largest: int, base: int, bits: list[bool], arrived: float = 0.0, delivered: int = 0
+) -> Acknowledgement:
     return Acknowledgement(
         of=0,
         largest=largest,

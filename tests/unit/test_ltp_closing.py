@@ -62,11 +62,23 @@ def test_what_fits_no_rule_waits(seen: Seen, settings: Settings) -> None:
 
 def test_nothing_is_handed_on_without_every_high_block() -> None:
     seen = replace(
-        NOTHING, highs_there=9, lows_there=100, passed=True, grace_over=True, deadline_over=True, need_over=True
+        NOTHING,
+        highs_there=9,
+        lows_there=100,
+        passed=True,
+        grace_over=True,
+        deadline_over=True,
+        need_over=True,
     )
     for settings in (SETTINGS, NEAR, Settings(usable=0.0, close_high=0.0)):
         assert not decide(seen, settings).hands_on
 
 
 def test_a_share_of_blocks_is_rounded_up() -> None:
-    assert [least(0.97, 100), least(0.97, 96), least(1.0, 7), least(0.0, 7), least(0.5, 0)] == [97, 94, 7, 0, 0]
+    assert [least(0.97, 100), least(0.97, 96), least(1.0, 7), least(0.0, 7), least(0.5, 0)] == [
+        97,
+        94,
+        7,
+        0,
+        0,
+    ]
