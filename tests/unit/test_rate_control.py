@@ -10,7 +10,7 @@ import pytest
 from rate_path import SIZE, TICK, Bbr, Cubic, Ltp, Path, jain
 
 from atoll.ltp import control as control_module
-from atoll.ltp.control import HALF, LOOK, RateControl, RateSample
+from atoll.ltp.control import HALF, LOOK, WINDOW_ROUNDS, RateControl, RateSample
 from atoll.ltp.probing import MOST_PROBE
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE
 from atoll.ltp.settings import Settings
@@ -45,7 +45,7 @@ def test_it_starts_within_nine_round_trips_and_is_steady(loss, queue):
 
 @pytest.mark.parametrize("longer", [0.005, 0.04])
 def test_a_longer_way_is_found_by_looking_and_costs_less_than_one_percent(longer):
-    """A way that has grown looks like a queue that nothing drains: for ten seconds it passes for another's."""
+    """A way that has grown looks like a queue that nothing drains: for a while it passes for another's."""
     flow = Ltp()
     path = path_of(flow)
     path.run(2)
@@ -186,6 +186,18 @@ def test_loss_between_target_and_fill_threshold_holds():
     assert gain == pytest.approx(1.0, abs=0.035)
 
 
+def test_a_long_transfer_is_several_windows_and_none_begins_below_the_estimate():
+    flow = settled()
+    hand = Rounds(flow.control, 3.0)
+    flow.control.begin_window(3.0)
+    hand.run(loss=0.2)
+    hand.run(40, loss=0.02)
+    half = HALF * flow.control.estimate
+    assert flow.control.rate == pytest.approx(half), "held: this loss is above the target"
+    hand.run(WINDOW_ROUNDS, loss=0.02)
+    assert flow.control.rate == pytest.approx(flow.control.estimate, rel=0.03)
+
+
 @pytest.mark.parametrize("loss", [0.0, 0.005])
 def test_without_loss_or_below_the_target_it_goes_up_but_never_beyond_the_probing_gain(loss):
     flow = settled()
@@ -280,7 +292,9 @@ def test_a_grant_caps_the_rate_and_expires():
     assert control.rate < 1.3 * GIGABIT, "a grant is no estimate"
 
 
-@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e6, 0.0), (1e6, math.nan)])
+@pytest.mark.parametrize(
+    ("rate", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e6, 0.0), (1e6, math.nan)]
+)
 def test_a_grant_of_nothing_is_none(rate, seconds):
     flow = settled()
     before = flow.control.rate
