@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -237,6 +237,12 @@ class Path:
         self.now = round(now + TICK, 6)
 
     def carry(self, flow: Flow, burst: Burst) -> None:
+        """In pieces of a tick of the path's rate, each acknowledged when it has left."""
+        piece = max(1, int(self.rate * TICK / SIZE))
+        for first in range(0, burst.packets, piece):
+            self.carry_piece(flow, replace(burst, packets=min(piece, burst.packets - first)))
+
+    def carry_piece(self, flow: Flow, burst: Burst) -> None:
         room = int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE)
         taken = max(0, min(burst.packets, room))
         self.queued += taken * SIZE

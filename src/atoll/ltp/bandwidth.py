@@ -17,13 +17,15 @@ RATE_ROUNDS = 10  # that count, over which the greatest delivery rate is taken (
 LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
 BASE_PACKETS = 1000  # of which a loss is told well enough to take the least of several
 BASE_SPANS = 32  # of so many packets and at least a round, over which the least is taken: several probes
+SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
+FIRST_BASE = 0.03
 MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
 FAIR = (
     0.98  # of what was sent, corrected for the path's own loss: when as much came, the path was not the limit
 )
 
 MISSING = 0.9  # the same while less was sent than the estimate says
-LEAST_BUSY = 0.001  # seconds of queue, all through a round, that show the path busy (and min_rtt / 32)
+LEAST_BUSY = 0.001  # seconds of queue: less is jitter
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Losses:
         if counted >= BASE_PACKETS:
             self._spans.append(share)
             self._span_acked = self._span_lost = 0
-        self.base = min(MOST_BASE, min(self._spans) if self._spans else share)
+        most = MOST_BASE if len(self._spans) >= SURE_SPANS else FIRST_BASE
+        self.base = min(most, min(self._spans) if self._spans else share)
 
     def recent(self) -> tuple[int, int]:
         """Of the last few round trips: (lost, counted)."""
@@ -138,18 +141,24 @@ class Round:
         """Whether its rate tells what the path can carry: a queue stood all through it, or less came than was
         sent, or more was lost than the path loses at any rate. Below the estimate the last two are chance
         unless much is missing."""
-        if self.queue > max(min_rtt / 32, LEAST_BUSY):
+        if self.queue > least_busy(min_rtt):
             return True
         if self.sent < FAIR * estimate:
             return self.rate < MISSING * self.sent
         return self.rate < FAIR * self.sent or surely_above(self.lost, max(self.acked + self.lost, 1), base)
 
 
+def least_busy(min_rtt: float) -> float:
+    """Seconds of queue, all through a round, that show the path busy."""
+    return max(min_rtt / 32, LEAST_BUSY)
+
+
 class Bandwidth:
     """The estimate: the greatest of the delivery rates of the last rounds, in bytes per second of datagrams as
     they are sent: what came is corrected for what the path loses at any rate.
 
-    A round's rate is the median of its samples, for a single one may be off by a burst. It raises the estimate
+    A round's rate is the median of its last third of samples: each spans a round trip, so the first ones
+    are still of the round before, and a single one may be off by a burst. It raises the estimate
     whenever it is above. Below, it counts only when the path was the limit, and not the sender.
     """
 
@@ -178,8 +187,8 @@ class Bandwidth:
         rates = free or limited
         if not rates:
             return 0.0, True
-        rates.sort()
-        return rates[len(rates) // 2] / (1.0 - base), not free
+        late = sorted(rates[-max(1, len(rates) // 3) :])
+        return late[len(late) // 2] / (1.0 - base), not free
 
     def raise_to(self, rate: float) -> None:
         """A round showed that the path carries this."""
@@ -198,9 +207,11 @@ class Bandwidth:
             kept.popleft()
         self.estimate = kept[0][1]
 
-    def measure(self, round_: Round, base: float, min_rtt: float) -> None:
-        """A round that was not limited by the application, or one that raises the estimate."""
-        if round_.rate >= self.estimate:
+    def measure(self, round_: Round, base: float, min_rtt: float, anew: bool) -> None:
+        """A round ended. `anew`: the path has just changed, and the last word on it is the best."""
+        if anew and not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt):
+            self.restart(round_.rate)
+        elif round_.rate >= self.estimate:
             self.raise_to(round_.rate)
         elif round_.limited:
             return

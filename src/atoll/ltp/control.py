@@ -13,12 +13,14 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from atoll.ltp.bandwidth import (
+    FAIR,
     MIN_RTT_SECONDS,
     Bandwidth,
     Losses,
     RateSample,
     Round,
     RoundTrip,
+    least_busy,
 )
 from atoll.ltp.rates import Row, Seen, decide
 from atoll.ltp.settings import Settings
@@ -29,18 +31,23 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
+SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
 PROBE = 0.05  # above the estimate: the first step of a probe. Its queue is a twentieth of a round trip
 MOST_PROBE = 0.25  # above the estimate: the probing gain, which "up" never passes (BBR's 1.25)
 PROBE_ROUNDS = 8  # from a probe that found nothing to the next (BBR's cycle)
 GREW = 0.5  # of a probe's step, by which the delivery rate must have grown for the next to follow at once
+PAY_BACK = 0.03  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
+LEAST_SHARE = 0.1  # of the path, that a sender takes for its own
 RECOVERY = 1.25  # a round, "up" while below the estimate
 HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
 STANDING = 0.25  # of the least round trip: a queue of more is drained
 LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
+MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
+ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
 YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
 LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
@@ -80,11 +87,13 @@ class RateControl:
         self._probed = 0  # the round of the last probe
         self._before_probe = 0.0  # the delivery rate before it
         self._judge = False  # the last probe is still to be judged
+        self._share = 1.0  # of the path, as probes told: of a step up, the share of others is what arrives
         self._pay_back = 0  # rounds below the estimate, for a probe's queue
+        self._busy_rounds = 0
         self._timeouts = 0
         self._granted = math.inf
         self._granted_until = -math.inf
-        self._halved_before = False  # in this window
+        self._anew_until = 0
         self._queue_rises = 0
         self._emptied_from = 0
         self._looked = now
@@ -152,6 +161,8 @@ class RateControl:
         self._losses.take(acked, lost)
         if acked:
             self._timeouts = 0
+        if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
+            self._paced = math.nan
         if round_ended:
             self._end_round(now, in_flight)
         elif self._phase == "start-up" and rtt is not None:
@@ -182,7 +193,6 @@ class RateControl:
             self._set(now, "start-up", "a window begins, and the path is not known yet")
         else:
             self._level = 1.0 if not self._timeouts else self._level
-            self._halved_before = False
             self._set(now, "window", "a window begins at the estimate")
         return self.decision
 
@@ -198,21 +208,24 @@ class RateControl:
         if self._round < self._deaf_until:
             self._losses.forget()
         base = self._losses.base
+        sent, self._paced_before = (
+            self._paced_before,
+            self._paced,
+        )  # what came now was sent in the round before
         rate, limited = self._bandwidth.end_round(base)
         if self._phase == "start-up":
-            self._start_up(now, rate, limited, queue)
+            self._start_up(now, Round(rate, sent, limited, acked, lost, queue))
         else:
-            self._bandwidth.measure(
-                Round(rate, self._paced_before, limited, acked, lost, queue), base, trip.least
-            )
+            round_ = Round(rate, sent, limited, acked, lost, queue)
+            self._bandwidth.measure(round_, base, trip.least, self._round <= self._anew_until)
             if self._phase == "emptying":
                 self._empty(now, in_flight, queue)
             if self._phase == "cruise":
-                self._cruise(now, rate, limited, lost, queue)
-        self._paced_before, self._paced = self._paced, self.rate
+                self._cruise(now, round_)
+        self._paced = self.rate
 
-    def _start_up(self, now: float, rate: float, limited: bool, queue: float) -> None:
-        bandwidth = self._bandwidth
+    def _start_up(self, now: float, round_: Round) -> None:
+        bandwidth, rate, limited, queue = self._bandwidth, round_.rate, round_.limited, round_.queue
         grew = rate >= GROWTH * bandwidth.estimate or not bandwidth.measured
         if rate > 0.0 and (not limited or rate > bandwidth.estimate):
             bandwidth.raise_to(rate)
@@ -224,8 +237,8 @@ class RateControl:
             self._leave_start_up(now, f"{FLAT_ROUNDS} rounds without growth")
         elif self._stands(queue):
             self._leave_start_up(now, "a queue stands")
-        elif not grew and self._seen().above_fill:
-            self._leave_start_up(now, "loss above the fill threshold, and no growth")
+        elif rate < SHORT * round_.sent and self._seen().above_fill:
+            self._leave_start_up(now, "loss above the fill threshold, and less came than was sent")
         else:
             if grew:
                 self._starting_rate = DOUBLING * max(self._starting_rate, bandwidth.estimate)
@@ -259,15 +272,20 @@ class RateControl:
         else:
             self._set(now, "emptying", f"start-up's queue of {queue * 1e3:.1f} ms")
 
-    def _cruise(self, now: float, rate: float, limited: bool, lost: int, queue: float) -> None:
+    def _cruise(self, now: float, round_: Round) -> None:
+        rate, limited, lost, queue = round_.rate, round_.limited, round_.lost, round_.queue
         row = decide(self._seen())
         stands = self._stands(queue)
         if not stands:
             self._foreign, self._drained = False, 0
+        busy = queue > least_busy(self._trip.least)
+        self._busy_rounds = self._busy_rounds + 1 if busy else 0
+        if self._busy_rounds % (2 * PROBE_ROUNDS) == PROBE_ROUNDS:
+            self._pay_back = PROBE_ROUNDS
         if self._judge and self._round >= self._probed + 2:
             self._judge_probe(rate, limited)
         if row.action == "halved":
-            self._halve(now, row, rate, stands)
+            self._halve(now, row, round_)
         elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
             self._looked = now
             self._gain = LOOK
@@ -276,10 +294,10 @@ class RateControl:
             self._drain(now, queue)
         elif stands and lost and self._round >= self._deaf_until:
             self._yield(now)
-        elif self._pay_back:
+        elif self._pay_back and busy:
             self._pay_back -= 1
-            self._gain = 1.0 - PROBE / 2
-            self._set(now, row.seen, "the probe's queue is given time to drain")
+            self._gain = 1.0 - PAY_BACK * self._share
+            self._set(now, row.seen, "a small queue is given time to drain")
         elif row.action == "up":
             self._up(now, row, limited)
         else:
@@ -292,6 +310,8 @@ class RateControl:
             self._level = min(1.0, self._level * RECOVERY)
             self._set(now, row.seen, f"up, towards the estimate: {row.reason}")
         elif self._judge:
+            if self._probe > PROBE:
+                self._gain = 1.0 + self._probe
             self._set(now, row.seen, "up, and what it did is not yet known")
         elif limited or self._round < self._probed + (2 if self._probe > PROBE else PROBE_ROUNDS):
             self._set(now, row.seen, "up not yet: the last probe found nothing")
@@ -305,22 +325,27 @@ class RateControl:
         self._judge = False
         if limited:
             return
-        if rate >= self._before_probe * (1.0 + GREW * self._probe):
-            self._probe = min(MOST_PROBE, 2.0 * self._probe)
+        step = MOST_PROBE if self._foreign else self._probe
+        grew = (rate / self._before_probe - 1.0) / step
+        self._share += (min(1.0, max(LEAST_SHARE, 1.0 - grew)) - self._share) / 2
+        if grew >= GREW:
+            self._probe = MOST_PROBE
         else:
             self._probe = PROBE
-            self._pay_back = 2
+            self._pay_back = PROBE_ROUNDS
 
-    def _halve(self, now: float, row: Row, rate: float, stands: bool) -> None:
+    def _halve(self, now: float, row: Row, round_: Round) -> None:
         """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If
         half does not lessen the loss and no queue stands, it is not the rate's, and half it stays."""
-        if rate > 0.0 and (stands or not self._halved_before):
-            self._bandwidth.restart(min(rate, self._bandwidth.estimate))
-        self._halved_before = True
+        full = round_.sent >= FAIR * self._bandwidth.estimate or self._stands(round_.queue)
+        if full and not round_.limited:
+            was = self._bandwidth.estimate
+            self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
         self._level, self._gain = max(HALF, self._level * HALF), 1.0
         self._judge, self._probe, self._pay_back = False, PROBE, 0
         self._losses.forget()
         self._deaf_until = self._round + 2
+        self._anew_until = self._round + ANEW_ROUNDS
         self._set(now, row.seen, f"halved: {row.reason}")
 
     def _drain(self, now: float, queue: float) -> None:
@@ -354,5 +379,5 @@ class RateControl:
             wanted = self._bandwidth.estimate * self._level * self._gain
         least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self._trip.smoothed
         self.rate = min(max(wanted, least), self._granted)
-        self._paced = max(self._paced, self.rate)
+        self._paced = max(self._paced, self.rate)  # nan stays
         self.decision = Decision(row, self.rate, reason)
