@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from atoll.ltp.events import Lost
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from atoll.ltp.events import Lost
 from atoll.ltp.settings import Fill, Settings
 from atoll.sim import LinkModel
 from atoll.testing.ltp import End, Ledger, Pair, Passing, held_bytes, whole_numbers
