@@ -1,4 +1,4 @@
-"""The rules by which a receiver hands a transfer on: each row holds where it should, and is missed if it is not there."""
+"""The rules by which a receiver hands a transfer on: each row holds, and is missed where it is not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transfer at both of its ends, without a session: what is sent (again), what is taken, restored and refused."""
+"""A transfer at both of its ends, without a session: what is sent (again), taken, restored, refused."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from atoll.ltp.blocks import mean_abs
 from atoll.ltp.events import Arrived, Delivered, Event
 from atoll.ltp.feedback import Feedback
-from atoll.ltp.filling import How, LastValues
+from atoll.ltp.filling import LastValues
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -40,7 +40,6 @@ Sums: TypeAlias = npt.NDArray[np.float64]
 SESSION = 7
 GIGABIT = LinkModel(rate=125e6, delay=0.02)
 SECRET = bytes(range(32))
-EXTENTS = dict.fromkeys(range(8), 2**22)  # chunk: elements, at most
 MOST_IDLE_TURNS = 100  # at one moment, without a datagram or an event: a deadline that is due for ever
 
 
@@ -120,7 +119,7 @@ class Pair:
         back: LinkModel | None = None,
         server_settings: Settings | None = None,
         stripes: int = 1,
-        extents: Mapping[int, int] | None = EXTENTS,
+        extents: Mapping[int, int] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
         outages: Sequence[tuple[float, float]] = (),
         seal: bool = True,
@@ -357,6 +356,8 @@ class Ledger:
         return transfer
 
     def _watch(self, end: End, event: Event) -> None:
+        if getattr(event, "transfer", None) not in self.sent:
+            return  # of another ledger
         if end is self.sender and isinstance(event, Delivered):
             self._deliver(event)
         elif end is self.receiver and isinstance(event, Arrived):
@@ -372,8 +373,7 @@ class Ledger:
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
         filled = self._last.of(sent.chunk)
         filled = np.zeros_like(sent.values) if filled is None else filled
-        fill = cast(How, event.fill)
-        self._feedback[sent.chunk].delivered(sent.values, event.missing, fill, filled)
+        self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
 
     def _apply(self, event: Arrived) -> None:
