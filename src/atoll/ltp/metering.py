@@ -58,7 +58,7 @@ class Meter:
         ended = mark.acked >= self._round_end and ack.arrived >= self._ended_at + LEAST_ROUND
         if ended:
             self._round_end, self._ended_at = self.acked, ack.arrived
-        if told.rtt is None:
+        if not told.exact:
             return None, ended
         state = _State(ack.delivered, ack.arrived, sent)
         if self._latest is None or ack.delivered > self._latest.delivered:
