@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,15 +124,14 @@ def encode(coded: Bytes, parity: int, out: Bytes | None = None) -> Bytes:
     if parity < 0 or data < 1 or data + parity > 256:
         raise ValueError(f"a group of {data} + {parity} datagrams: 1 of data or more, and at most 256 in all")
     out = np.empty((parity, coded.shape[1]), np.uint8) if out is None else out
-    gf.matmul(_code(data, parity), coded, out)
+    gf.matmul(_code(data)[:parity, :data], coded, out)
     return out
 
 
 def lost_places(places: npt.ArrayLike, data: int) -> npt.NDArray[np.int64]:
     """Which places of a group's data are not among those that came, ascending."""
-    there = np.zeros(256, bool)
-    there[np.asarray(places, np.int64)] = True
-    return np.flatnonzero(~there[:data])
+    there = set(np.asarray(places).tolist())
+    return np.array([place for place in range(data) if place not in there], np.int64)
 
 
 def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
@@ -143,68 +141,57 @@ def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
     beyond need is not used. Raises ValueError if too few came, if one came twice, or at an impossible place.
     """
     at = np.asarray(places)
+    came: list[int] = at.tolist()
     if at.shape != (len(coded),):
         raise ValueError(f"{len(coded)} datagrams at places of shape {at.shape}")
-    if at.dtype != np.uint8:
-        if not len(at) or not 0 <= at.min() <= at.max() <= 255:
-            raise ValueError("a group's places are from 0 to 255")
-        at = at.astype(np.uint8)
-    decoder = _decoder(at.tobytes(), data)
-    rows = np.empty((len(decoder), coded.shape[1]), np.uint8)
-    if len(rows):
-        gf.matmul(decoder, coded, rows)
+    if data < 1 or len(came) < data:
+        raise ValueError(f"{len(came)} datagrams cannot restore a group of {data}")
+    if min(came) < 0 or max(came) > 255:
+        raise ValueError("a group's places are from 0 to 255")
+    if len(set(came)) != len(came):
+        raise ValueError("a group's datagram is given twice")
+    lost = lost_places(at, data).tolist()
+    parities = [place for place in came if place >= data][: len(lost)]
+    if not lost:
+        return np.empty((0, coded.shape[1]), np.uint8)
+    # What the lost data add to each parity: what it is, and what the other data add to it.
+    sums = np.empty((len(lost), coded.shape[1]), np.uint8)
+    gf.matmul(_code(data)[np.array(parities)[:, None] - data, at], coded, sums)
+    inverse = _inverse(parities, lost, data)
+    if len(lost) == 1 and inverse[0, 0] == 1:
+        return sums
+    rows = np.empty_like(sums)
+    gf.matmul(inverse, sums, rows)
     return rows
 
 
-@lru_cache(maxsize=256)
-def _code(data: int, parity: int) -> Bytes:
-    """The coefficients of the parity, (parity, data)."""
-    d, p = np.arange(data, dtype=np.uint8), np.arange(data, data + parity).astype(np.uint8)
-    code: Bytes = gf.divide(np.bitwise_xor(np.uint8(data), d)[None, :], np.bitwise_xor.outer(p, d))
+@lru_cache(maxsize=MOST_DATA)
+def _code(data: int) -> Bytes:
+    """All parities' coefficients, (256 - data, 256): of the data, and from place `data` on of the parities
+    themselves, each of which is its own."""
+    d, p = np.arange(data, dtype=np.uint8), np.arange(data, 256).astype(np.uint8)
+    code = np.eye(256, dtype=np.uint8)[data:]
+    code[:, :data] = gf.divide(np.bitwise_xor(np.uint8(data), d)[None, :], np.bitwise_xor.outer(p, d))
     code.flags.writeable = False
     return code
 
 
-@lru_cache(maxsize=4096)
-def _decoder(came: bytes, data: int) -> Bytes:
-    """The lost data's coefficients of what came at these places, (lost, came). Losses repeat: one lost place
-    is by far the most common case."""
-    places = np.frombuffer(came, np.uint8)
-    if data < 1 or len(places) < data:
-        raise ValueError(f"{len(places)} datagrams cannot restore a group of {data}")
-    if len(set(came)) != len(came):
-        raise ValueError("a group's datagram is given twice")
-    lost = lost_places(places, data)
-    parities = np.flatnonzero(places >= data)[: len(lost)]  # those that are used
-    decoder = np.zeros((len(lost), len(places)), np.uint8)
-    if len(lost):
-        code = _code(data, int(places[parities].max()) - data + 1)[places[parities].astype(np.int64) - data]
-        inverse = _inverse_of_cauchy(places[parities], lost.astype(np.uint8), data)
-        known = np.flatnonzero(places < data)
-        products = gf.multiply(inverse[:, :, None], code[None, :, places[known].astype(np.int64)])
-        decoder[:, known] = np.bitwise_xor.reduce(products, axis=1)
-        decoder[:, parities] = inverse
-    decoder.flags.writeable = False
-    return decoder
+_LOG: list[int] = gf.LOG.tolist()
+_EXP: list[int] = gf.EXP.tolist()
 
 
-def _inverse_of_cauchy(x: Bytes, y: Bytes, data: int) -> Bytes:
-    """The inverse of the code's square part with the parities at places `x` and the data at `y`, by Cauchy's
-    formula in logarithms: row i is data y_i's, column j parity x_j's."""
-    count = len(x)
-    across = gf.LOG[np.bitwise_xor.outer(x, y)]  # (parity, data)
-    among: list[Any] = []
-    for each in (x, y):
-        logs = gf.LOG[np.bitwise_xor.outer(each, each)]
-        logs[np.arange(count), np.arange(count)] = 0
-        among.append(logs.sum(axis=1))
-    log = (
-        across.sum(axis=1)[None, :]
-        + across.sum(axis=0)[:, None]
-        - across.T
-        - among[0][None, :]
-        - among[1][:, None]
+def _inverse(parities: list[int], lost: list[int], data: int) -> Bytes:
+    """The inverse of the code's square part with these parities and lost data, by Cauchy's formula in
+    logarithms: row i is data lost[i]'s, column j parity parities[j]'s. In plain Python, which is faster for
+    so few numbers."""
+    logs = [[_LOG[x ^ y] for x in parities] for y in lost]
+    of_row = [sum(logs[i]) - _logs_among(y, lost) - _LOG[y ^ data] for i, y in enumerate(lost)]
+    of_column = [sum(row[j] for row in logs) - _logs_among(x, parities) for j, x in enumerate(parities)]
+    places = range(len(lost))
+    return np.array(
+        [[_EXP[(of_row[i] + of_column[j] - logs[i][j]) % 255] for j in places] for i in places], np.uint8
     )
-    log -= gf.LOG[np.bitwise_xor(y, np.uint8(data))][:, None]  # the columns' scale
-    inverse: Bytes = gf.EXP[log % 255]
-    return inverse
+
+
+def _logs_among(one: int, all_of_them: list[int]) -> int:
+    return sum(_LOG[one ^ other] for other in all_of_them if other != one)

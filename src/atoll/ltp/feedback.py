@@ -76,8 +76,11 @@ class Feedback:
         that was lost as a whole is one with every block missing, and borne.
         """
         self._require(sent)
-        if missing.shape != self._holds.shape:
-            raise ValueError(f"{missing.shape} blocks are said to be missing or not, of {len(self._holds)}")
+        if missing.shape != self._holds.shape or missing.dtype != np.bool_:
+            raise ValueError(
+                f"missing is {missing.dtype} of shape {missing.shape}, not a bool for each of the "
+                f"{len(self._holds)} blocks"
+            )
         if fill == "rescaled":
             raise UserError("the receiver has rescaled: rescaling and error feedback exclude each other")
         if fill == "last" and filled is None:

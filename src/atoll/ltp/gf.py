@@ -34,8 +34,9 @@ def kernel_line() -> str:
     if KERNEL != "numpy":
         return f"forward error correction runs in C ({KERNEL})"
     return (
-        f"forward error correction runs in NumPy, tens of times slower: its C is not built ({MISSING}); install a "
-        "C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev), then Atoll again"
+        f"forward error correction runs in NumPy, tens of times slower: its C is not built ({MISSING}). "
+        "Install a C compiler and Python's headers (Debian: apt-get install gcc libc6-dev python3-dev), "
+        "then Atoll again (in its checkout: pip install --editable .)"
     )
 
 

@@ -42,7 +42,7 @@ static PyObject *read_matrix(PyObject *array, const char *name, bool writes, str
         goto failed;
     if (a->two != 2 || a->dimensions != 2 || a->kind != 'u' || a->item_bytes != 1)
         fault = "not a matrix of uint8";
-    else if (a->shape[1] > 1 && a->strides[1] != 1)
+    else if (a->shape[0] > 0 && a->shape[1] > 1 && a->strides[1] != 1)
         fault = "a row's bytes do not lie side by side";
     else if (writes && !(a->flags & WRITEABLE))
         fault = "not to be written to";
