@@ -1,5 +1,5 @@
-"""A path under a virtual clock, in bursts of a millisecond: a queue with drops at its end, a rate, a delay and
-random loss after the queue; and flows that share it: `RateControl`'s, Cubic's and BBR's, roughly.
+"""A path under a virtual clock, in bursts of a millisecond: a queue with drops at its end, a rate, a delay
+and random loss after the queue; and flows that share it: `RateControl`'s, Cubic's and BBR's, roughly.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ltp(Flow):
     ) -> None:
         super().__init__(start, backlog)
         self.control = RateControl(settings or Settings(), start, np.random.default_rng(seed))
-        self.rounds = 0
+        self.rounds = self.timeouts = 0
         self.rates: list[tuple[float, float, float, str, str]] = []  # a tick each
         self.started: float | None = None  # when start-up was over
         self.started_rounds = 0
@@ -102,6 +102,7 @@ class Ltp(Flow):
 
     def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
         self.rounds += round_ended
+        self.timeouts = 0
         self.control.handle_ack(
             now,
             rtt=now - burst.sent if burst.came else None,
@@ -116,8 +117,11 @@ class Ltp(Flow):
             self.started, self.started_rounds = now, self.rounds
 
     def timed_out(self, now: float) -> None:
-        if now - self.heard > self.control.srtt + 4 * self.control.rttvar + 0.005:
-            self.heard = now
+        patience = self.control.srtt + 4 * self.control.rttvar + 0.005
+        if now - self.heard > patience * 2**self.timeouts:
+            self.heard, self.timeouts = now, self.timeouts + 1
+            self.in_flight -= sum(burst.packets for burst in self.unacked if burst.back == math.inf)
+            self.unacked = deque(burst for burst in self.unacked if burst.back < math.inf)
             self.control.handle_timeout(now)
 
     def paced(self, begin: float, end: float) -> float:
@@ -157,7 +161,7 @@ class Cubic(Flow):
 
 
 class Bbr(Flow):
-    """BBR's first version: the greatest of ten rounds' rates, eight gains in turn, twice what the path holds."""
+    """BBR's first version: ten rounds' greatest rate, eight gains in turn, two paths' worth in flight."""
 
     def __init__(self, start: float = 0.0) -> None:
         super().__init__(start)
@@ -226,31 +230,36 @@ class Path:
                 flow.handle(now, flow.unacked.popleft())
             if flow.in_flight:
                 flow.timed_out(now)
-        # Whose burst comes first to the queue's end is chance.
-        for place in self.rng.permutation(len(self.flows)) if len(self.flows) > 1 else range(len(self.flows)):
-            flow = self.flows[place]
-            burst = flow.send(now) if now >= flow.start else None
-            if burst is not None:
-                self.carry(flow, burst)
+        sent = [(flow, flow.send(now) if now >= flow.start else None) for flow in self.flows]
+        self.carry([(flow, burst) for flow, burst in sent if burst is not None])
         self.queues.append((now, self.queued / self.rate))
         self.queued = max(0.0, self.queued - self.rate * TICK)
         self.now = round(now + TICK, 6)
 
-    def carry(self, flow: Flow, burst: Burst) -> None:
-        """In pieces of a tick of the path's rate, each acknowledged when it has left."""
+    def carry(self, sent: list[tuple[Flow, Burst]]) -> None:
+        """A tick's packets, in whatever order: who loses when the queue is full is chance, by packet."""
+        packets = [burst.packets for _, burst in sent]
+        room = max(0, int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE))
+        taken = packets
+        if sum(packets) > room:
+            taken = [int(n) for n in self.rng.multivariate_hypergeometric(packets, room)]
+        before, after = self.queued, self.queued + sum(taken) * SIZE
+        self.queued = after
         piece = max(1, int(self.rate * TICK / SIZE))
-        for first in range(0, burst.packets, piece):
-            self.carry_piece(flow, replace(burst, packets=min(piece, burst.packets - first)))
+        for (flow, burst), kept in zip(sent, taken, strict=True):
+            pieces = -(-max(kept, 1) // piece)  # each of a tick of the path's rate, acknowledged once it left
+            for place in range(pieces):
+                here = kept * (place + 1) // pieces - kept * place // pieces
+                whole = burst.packets * (place + 1) // pieces - burst.packets * place // pieces
+                waits = (before + (after - before) * (place + 1) / pieces) / self.rate
+                self.carry_piece(flow, replace(burst, packets=whole, came=here), waits)
 
-    def carry_piece(self, flow: Flow, burst: Burst) -> None:
-        room = int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE)
-        taken = max(0, min(burst.packets, room))
-        self.queued += taken * SIZE
-        burst.came = taken - int(self.rng.binomial(taken, self.loss)) if taken and self.loss else taken
-        burst.came = 0 if self.dark else burst.came
-        burst.back = burst.sent + self.delay + max(0.0, self.queued / self.rate - TICK)
+    def carry_piece(self, flow: Flow, burst: Burst, waits: float) -> None:
+        lost = int(self.rng.binomial(burst.came, self.loss)) if burst.came and self.loss else 0
+        burst.came = 0 if self.dark else burst.came - lost
+        burst.back = burst.sent + self.delay + max(0.0, waits - TICK)
         if self.dark:
-            burst.back += 10 * self.delay
+            burst.back = math.inf
         flow.unacked.append(burst)
 
     def queue(self, begin: float, end: float, quantile: float) -> float:
