@@ -10,7 +10,8 @@ import pytest
 from rate_path import SIZE, TICK, Bbr, Cubic, Ltp, Path, jain
 
 from atoll.ltp import control as control_module
-from atoll.ltp.control import HALF, LOOK, MOST_PROBE, RateControl, RateSample
+from atoll.ltp.control import HALF, LOOK, RateControl, RateSample
+from atoll.ltp.probing import MOST_PROBE
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE
 from atoll.ltp.settings import Settings
 
@@ -44,7 +45,7 @@ def test_it_starts_within_nine_round_trips_and_is_steady(loss, queue):
 
 @pytest.mark.parametrize("longer", [0.005, 0.04])
 def test_a_longer_way_is_found_by_looking_and_costs_less_than_one_percent(longer):
-    """A way that has grown looks like a queue that nothing drains: for ten seconds it is taken for another's."""
+    """A way that has grown looks like a queue that nothing drains: for ten seconds it passes for another's."""
     flow = Ltp()
     path = path_of(flow)
     path.run(2)
@@ -95,7 +96,7 @@ def test_two_flows_converge_from_unequal_starts(queue, loss):
     path.run(45)
     rates = [first.rate(35, 45), second.rate(35, 45)]
     assert jain(rates) >= 0.95
-    assert sum(rates) > 0.96 * GIGABIT * (1 - loss)
+    assert sum(rates) > 0.9 * GIGABIT * (1 - loss)
 
 
 @pytest.mark.parametrize("queue", [1.0, 3.0])
@@ -235,7 +236,7 @@ def test_a_warm_window_after_a_pause_begins_at_the_estimate():
     estimate = flow.control.estimate
     assert estimate == pytest.approx(GIGABIT, rel=0.03)
     decision = flow.control.begin_window(1000.0)
-    assert decision.rate == flow.control.rate == pytest.approx(estimate, rel=0.03)
+    assert decision.rate == flow.control.rate == estimate
     assert "estimate" in decision.reason
 
 
@@ -277,6 +278,21 @@ def test_a_grant_caps_the_rate_and_expires():
     assert control.begin_window(12.0).rate > 0.9 * GIGABIT
     control.handle_grant(13.0, 1e12, 0.1)
     assert control.rate < 1.3 * GIGABIT, "a grant is no estimate"
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e6, 0.0), (1e6, math.nan)])
+def test_a_grant_of_nothing_is_none(rate, seconds):
+    flow = settled()
+    before = flow.control.rate
+    flow.control.handle_grant(10.0, rate, seconds)
+    assert flow.control.rate == before
+
+
+def test_no_grant_stops_a_sender_or_lasts_forever():
+    control = settled().control
+    control.handle_grant(10.0, 1e-9, 1e9)
+    assert control.rate * RTT >= SIZE
+    assert control.begin_window(21.0).rate > 0.9 * GIGABIT
 
 
 def test_rounds_under_a_grant_do_not_lower_the_estimate():
