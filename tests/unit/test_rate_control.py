@@ -10,7 +10,7 @@ import pytest
 from rate_path import SIZE, TICK, Bbr, Cubic, Ltp, Path, jain
 
 from atoll.ltp import control as control_module
-from atoll.ltp.control import HALF, LOOK, RateControl, RateSample
+from atoll.ltp.control import DRAIN_ROUNDS, HALF, LOOK, WINDOW_ROUNDS, YIELD, RateControl, RateSample
 from atoll.ltp.probing import MOST_PROBE
 from atoll.ltp.rates import QUIET_ROUNDS, TABLE
 from atoll.ltp.settings import Settings
@@ -45,7 +45,7 @@ def test_it_starts_within_nine_round_trips_and_is_steady(loss, queue):
 
 @pytest.mark.parametrize("longer", [0.005, 0.04])
 def test_a_longer_way_is_found_by_looking_and_costs_less_than_one_percent(longer):
-    """A way that has grown looks like a queue that nothing drains: for ten seconds it passes for another's."""
+    """A way that has grown looks like a queue that nothing drains: for a while it passes for another's."""
     flow = Ltp()
     path = path_of(flow)
     path.run(2)
@@ -136,7 +136,15 @@ class Rounds:
         self.control, self.now = control, now
         self.sent = control.rate  # in the round before: what comes in this one
 
-    def run(self, rounds: int = 1, *, loss: float = 0.0, limited: bool = False, share: float = 1.0) -> None:
+    def run(
+        self,
+        rounds: int = 1,
+        *,
+        loss: float = 0.0,
+        limited: bool = False,
+        share: float = 1.0,
+        queue: float = 0.0,
+    ) -> None:
         for _ in range(rounds):
             packets = int(self.sent * RTT / SIZE)
             lost = round(packets * loss)
@@ -146,7 +154,7 @@ class Rounds:
                 self.now += RTT / 8
                 self.control.handle_ack(
                     self.now,
-                    rtt=RTT,
+                    rtt=RTT + queue,
                     sample=RateSample(delivered, RTT, limited),
                     acked=(packets - lost) // 8,
                     lost=lost if part == 7 else 0,
@@ -184,6 +192,18 @@ def test_loss_between_target_and_fill_threshold_holds():
     row, gain = row_after(20, 0.02)
     assert row == TABLE[3].seen
     assert gain == pytest.approx(1.0, abs=0.035)
+
+
+def test_a_long_transfer_is_several_windows_and_none_begins_below_the_estimate():
+    flow = settled()
+    hand = Rounds(flow.control, 3.0)
+    flow.control.begin_window(3.0)
+    hand.run(loss=0.2)
+    hand.run(40, loss=0.02)
+    half = HALF * flow.control.estimate
+    assert flow.control.rate == pytest.approx(half), "held: this loss is above the target"
+    hand.run(WINDOW_ROUNDS, loss=0.02)
+    assert flow.control.rate == pytest.approx(flow.control.estimate, rel=0.03)
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.005])
@@ -229,6 +249,39 @@ def test_the_control_asks_the_table(place, monkeypatch):
 
 
 control_module_decide = control_module.decide
+
+
+def test_a_standing_queue_is_drained_but_not_for_ever_and_another_s_is_yielded_to():
+    """What stays whatever is done is another's: the rate is kept beside it, and yields to loss."""
+    flow = settled()
+    control = flow.control
+    hand = Rounds(control, 3.0)
+    hand.run(2, queue=0.02)
+    assert control.decision.row == "drain"
+    assert control.rate < 0.96 * control.estimate
+    hand.run(DRAIN_ROUNDS, queue=0.02)
+    assert "another's" in control.decision.reason
+    hand.run(1, queue=0.02)
+    assert control.rate >= 0.97 * control.estimate
+    hand.run(1, queue=0.02, loss=0.002)
+    assert control.decision.row == "yield"
+    assert control.rate == pytest.approx(YIELD * control.estimate)
+    hand.run(20, queue=0.02, loss=0.002)
+    assert control.rate >= HALF * control.estimate * 0.999
+    hand.run(1)
+    hand.run(1, queue=0.02)
+    assert control.decision.row == "drain", "it was gone: what stands now may be this sender's"
+
+
+def test_a_grant_expires_within_a_round():
+    control = settled().control
+    control.handle_grant(3.0, 1e6, 0.1)
+    acked = {"rtt": RTT, "sample": None, "acked": 1, "lost": 0, "restored": 0, "in_flight": 0}
+    control.handle_ack(3.05, **acked, round_ended=False)
+    assert control.rate == 1e6
+    control.handle_ack(3.1, **acked, round_ended=False)
+    assert control.rate > 0.9 * GIGABIT
+    assert "expired" in control.decision.reason
 
 
 def test_a_warm_window_after_a_pause_begins_at_the_estimate():
@@ -280,7 +333,9 @@ def test_a_grant_caps_the_rate_and_expires():
     assert control.rate < 1.3 * GIGABIT, "a grant is no estimate"
 
 
-@pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e6, 0.0), (1e6, math.nan)])
+@pytest.mark.parametrize(
+    ("rate", "seconds"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1e6, 0.0), (1e6, math.nan)]
+)
 def test_a_grant_of_nothing_is_none(rate, seconds):
     flow = settled()
     before = flow.control.rate

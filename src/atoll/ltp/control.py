@@ -44,6 +44,7 @@ LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
 MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
+WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
 ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
 YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
@@ -86,6 +87,7 @@ class RateControl:
         self._granted = math.inf
         self._granted_until = -math.inf
         self._anew_until = 0
+        self._window_from = 0
         self._queue_rises = 0
         self._emptied_from = 0
         self._looked = self._heard = now
@@ -197,6 +199,7 @@ class RateControl:
             self._set("start-up", "a window begins, and the path is not known yet")
         else:
             self._level = 1.0 if not self._timeouts else self._level
+            self._window_from = self._round
             if now - self._heard > self._trip.smoothed + 4.0 * self._trip.variation:
                 # The path had time to empty: what the last rounds were about is over.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
@@ -300,7 +303,9 @@ class RateControl:
         if self._busy_rounds % (2 * PROBE_ROUNDS) == PROBE_ROUNDS:
             self._probing.pay_back = PROBE_ROUNDS
         self._probing.end_round(self._round, rate, limited)
-        if row.action == "halved":
+        if self._level < 1.0 and self._round >= self._window_from + WINDOW_ROUNDS:
+            self.begin_window(now)
+        elif row.action == "halved":
             self._halve(row, round_)
         elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
             self._looked = now

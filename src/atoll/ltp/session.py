@@ -427,8 +427,8 @@ class Session:
 
     def _poll_timers(self, now: float) -> None:
         if now >= self._heard + self.settings.idle_seconds:
-            heard = "heard of" if self._opened else "an answer from"
-            self._end(f"nothing was {heard} the other end for {self.settings.idle_seconds:g} s")
+            nothing = "nothing" if self._opened else "no answer"
+            self._end(f"{nothing} came from the other end for {self.settings.idle_seconds:g} s")
             return
         for sent in self._sent:
             if now >= sent.loss_at:
