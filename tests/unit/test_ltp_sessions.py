@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ltp_wire import EXTENTS, Wire
 
 from atoll.core.errors import UserError
 from atoll.ltp.session import Arrived, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import HEADER, SLICE, Kind, records_of
+from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
