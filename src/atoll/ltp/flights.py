@@ -38,12 +38,15 @@ class Flights:
         self.timeouts = 0  # in a row
         self.probes = 0  # datagrams that may go past rate and window
         self._meter = Meter()
+        self.timeout_at = math.inf  # when the other end has been silent for too long about what is on its way
         self._progress = now
         self._size = settings.datagram_bytes
 
     @property
     def bytes(self) -> int:
         """On their way."""
+        if len(self.stripes) == 1:
+            return self.stripes[0].in_flight
         return sum(sent.in_flight for sent in self.stripes)
 
     @property
@@ -59,7 +62,9 @@ class Flights:
 
     def add(self, now: float, stripe: int, transfer: int, items: Items, size: int) -> int:
         """Notes a burst that goes now; returns its first number."""
-        return self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(not self.bytes))
+        first = self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(not self.bytes))
+        self._set_timeout()
+        return first
 
     def phase(self, stripe: int) -> int:
         """The phase of the keys for the next datagram."""
@@ -108,22 +113,12 @@ class Flights:
             in_flight=self.bytes,
             round_ended=heard.round_ended,
         )
+        self._set_timeout()
 
     @property
     def loss_at(self) -> float:
         """When poll_lost may have something."""
         return min(sent.loss_at for sent in self.stripes)
-
-    @property
-    def timeout_at(self) -> float:
-        """When the other end has been silent for too long about what is on its way."""
-        if not self.bytes:
-            return math.inf
-        control = self.control
-        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY)
-        timeout += ack_delay(control.srtt)
-        last = max(max(sent.last_sent for sent in self.stripes), self._progress)
-        return last + min(timeout * 2.0 ** min(self.timeouts, 16), max(LONGEST_TIMEOUT, timeout))
 
     def handle_timeout(self, now: float, probes: int) -> list[tuple[int, int, int]]:
         """It has been; returns stripe, transfer and item of what is longest on its way."""
@@ -132,8 +127,19 @@ class Flights:
         self.probes = probes
         if self.timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
             self.control.handle_timeout(now)
+        self._set_timeout()
         oldest = [(stripe, sent.oldest_in_flight()) for stripe, sent in enumerate(self.stripes)]
         return [(stripe, *found) for stripe, found in oldest if found is not None]
+
+    def _set_timeout(self) -> None:
+        if not self.bytes:
+            self.timeout_at = math.inf
+            return
+        control = self.control
+        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY)
+        timeout += ack_delay(control.srtt)
+        last = max(self._progress, *(sent.last_sent for sent in self.stripes))
+        self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), max(LONGEST_TIMEOUT, timeout))
 
     def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
         sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self.burst, told)
