@@ -168,7 +168,7 @@ def test_keys_change_though_the_first_datagrams_under_the_new_ones_are_lost(nth:
 # -- the loss of single datagrams --------------------------------------------------------------------------
 
 
-def lost_in_turn(way: Way, size: int = 24, **how: Any) -> Iterator[tuple[int, float, Pair]]:
+def lost_in_turn(way: Way, size: int = 16, **how: Any) -> Iterator[tuple[int, float, Pair]]:
     """A transfer for each of its datagrams of this way, in which that one is lost; with how long it took."""
     whole = opened(Pair(SMALL, LINK))
     first = whole.ends[way].sent
@@ -196,7 +196,7 @@ def test_the_loss_of_every_single_datagram_in_turn(way: Way, mode: str) -> None:
     for nth, seconds, _ in lost_in_turn(way, **how.get(mode, {})):
         assert seconds < 0.5, f"datagram {nth} lost: {seconds:.3f} s"  # two round trips, and two for a probe
         count += 1
-    assert count > (24 if way == "up" else 3)
+    assert count > (16 if way == "up" else 3)
 
 
 @pytest.mark.soak
@@ -259,8 +259,8 @@ def test_a_blackout_of_five_seconds(ways: tuple[Way, ...]) -> None:
 )
 def test_reordering(share: float, by: float) -> None:
     pair = opened(Pair(SMALL, replace(LINK, reorder=share, reorder_by=by)))
-    ledger = transfers(pair, 4, 400)
-    assert ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_reordering_by_a_whole_window() -> None:
@@ -274,14 +274,14 @@ def test_reordering_by_a_whole_window() -> None:
         return passing.frames[~later]
 
     pair.sealed_taps.append(late)
-    ledger = transfers(pair, 4, 400)
-    assert not ledger.missing or ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_every_burst_backwards() -> None:
     pair = opened(Pair(SMALL, LINK))
     pair.sealed_taps.append(lambda passing: passing.frames[::-1])
-    ledger = transfers(pair, 4, 400)
+    ledger = transfers(pair, 3, 300)
     assert not ledger.missing
 
 
@@ -404,7 +404,7 @@ def endured(pair: Pair, taps: Sequence[Tap]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.PARITY])
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_slice_under_a_good_seal_does_no_harm(kind: Kind, value: str) -> None:
     pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.05), seed=2))
     transfers(pair, 2, 60)  # so that loss is known, and there is parity
@@ -413,7 +413,7 @@ def test_a_changed_slice_under_a_good_seal_does_no_harm(kind: Kind, value: str) 
     assert [tap.field for tap in taps if not tap.done] == []
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_acknowledgement_under_a_good_seal_does_no_harm(value: str) -> None:
     pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), LINK))
     taps = [Forge(Kind.ACK, "down", field, value) for field in ACK.names or ()]
@@ -722,7 +722,7 @@ def endure(seed: int, seconds: float) -> None:
             ledgers[0].send(chunk, gradient)
             ledgers[1].send(chunk, gradient, reliable=bool(chunk))
             pair.run(float(rng.exponential(3.0)))
-        pair.run_until(lambda: all(ledger.done for ledger in ledgers), LONG)
+        pair.run_until(lambda: all(ledger.done for ledger in ledgers), 10 * LONG)
         for ledger in ledgers:
             ledger.check()
             ledger.sent.clear()
