@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_keys_change_though_the_first_datagrams_under_the_new_ones_are_lost(nth:
 # -- the loss of single datagrams --------------------------------------------------------------------------
 
 
-def lost_in_turn(way: Way, size: int = 24, **how: Any) -> Iterator[tuple[int, float, Pair]]:
+def lost_in_turn(way: Way, size: int = 16, **how: Any) -> Iterator[tuple[int, float, Pair]]:
     """A transfer for each of its datagrams of this way, in which that one is lost; with how long it took."""
     whole = opened(Pair(SMALL, LINK))
     first = whole.ends[way].sent
@@ -196,7 +196,7 @@ def test_the_loss_of_every_single_datagram_in_turn(way: Way, mode: str) -> None:
     for nth, seconds, _ in lost_in_turn(way, **how.get(mode, {})):
         assert seconds < 0.5, f"datagram {nth} lost: {seconds:.3f} s"  # two round trips, and two for a probe
         count += 1
-    assert count > (24 if way == "up" else 3)
+    assert count > (16 if way == "up" else 3)
 
 
 @pytest.mark.soak
@@ -259,8 +259,8 @@ def test_a_blackout_of_five_seconds(ways: tuple[Way, ...]) -> None:
 )
 def test_reordering(share: float, by: float) -> None:
     pair = opened(Pair(SMALL, replace(LINK, reorder=share, reorder_by=by)))
-    ledger = transfers(pair, 4, 400)
-    assert ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_reordering_by_a_whole_window() -> None:
@@ -274,14 +274,14 @@ def test_reordering_by_a_whole_window() -> None:
         return passing.frames[~later]
 
     pair.sealed_taps.append(late)
-    ledger = transfers(pair, 4, 400)
-    assert not ledger.missing or ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_every_burst_backwards() -> None:
     pair = opened(Pair(SMALL, LINK))
     pair.sealed_taps.append(lambda passing: passing.frames[::-1])
-    ledger = transfers(pair, 4, 400)
+    ledger = transfers(pair, 3, 300)
     assert not ledger.missing
 
 
@@ -360,31 +360,38 @@ def change(
     return int((before != frames).any(axis=1).sum())
 
 
-def forge(pair: Pair, kind: Kind, way: Way, field: str, value: str) -> Tap:
-    """A tap that changes a field of every third datagram of this kind before it is sealed: an insider's."""
-    layout = ACK if kind is Kind.ACK else SLICE
+class Forge:
+    """A tap that changes a field before datagrams of a kind are sealed: an insider's. Of every third one, or
+    of all parity, of which there is little."""
 
-    def tap(passing: Passing) -> Bytes:
-        if passing.kind is kind and passing.way == way:
-            rows = np.flatnonzero(passing.nth_of_kind % 3 == 0)
-            change(passing.frames, layout, HEADER.itemsize, field, value, rows)
+    def __init__(self, kind: Kind, way: Way, field: str, value: str) -> None:
+        self.kind, self.way, self.field, self.value = kind, way, field, value
+        self.changed = 0
+        self.done = False
+
+    def __call__(self, passing: Passing) -> Bytes:
+        if passing.kind is self.kind and passing.way == self.way:
+            layout = ACK if self.kind is Kind.ACK else SLICE
+            rows = np.flatnonzero(passing.nth_of_kind % (1 if self.kind is Kind.PARITY else 3) == 0)
+            self.changed += change(passing.frames, layout, HEADER.itemsize, self.field, self.value, rows)
+            self.done = bool(self.changed or (len(rows) and self.value == "zero"))  # some fields are 0 anyway
         return passing.frames
 
-    return tap
 
-
-def endured(pair: Pair, taps: list[Tap]) -> None:
+def endured(pair: Pair, taps: Sequence[Tap]) -> None:
     """Under each of these taps in turn some transfers are sent, of which anything may become; afterwards the
     session lives, has not grown, and what is sent honestly comes whole."""
     assert pair.client.session
     assert pair.server.session
     for index, tap in enumerate(taps):
         pair.opened_taps.append(tap)
-        for chunk in range(2):
+        for again in range(40):  # until there was one to be changed
+            if again and getattr(tap, "done", True):
+                break
             pair.client.session.send(
-                pair.now, chunk, index, blocks(pair, 30, chunk), high=np.arange(30) % 5 == 0
+                pair.now, again % 2, index, blocks(pair, 30, again), high=np.arange(30) % 5 == 0
             )
-        pair.run(0.2)
+            pair.run(0.1)
         pair.opened_taps.remove(tap)
         pair.client.session.send(pair.now, 0, index, blocks(pair, 4))  # whose id the forger may have used
         pair.run(SMALL_IDLE + 0.5)  # what of them has no end is given up
@@ -397,17 +404,21 @@ def endured(pair: Pair, taps: list[Tap]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.PARITY])
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_slice_under_a_good_seal_does_no_harm(kind: Kind, value: str) -> None:
-    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.02), seed=2))
+    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.05), seed=2))
     transfers(pair, 2, 60)  # so that loss is known, and there is parity
-    endured(pair, [forge(pair, kind, "up", field, value) for field in SLICE.names or ()])
+    taps = [Forge(kind, "up", field, value) for field in SLICE.names or ()]
+    endured(pair, taps)
+    assert [tap.field for tap in taps if not tap.done] == []
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_acknowledgement_under_a_good_seal_does_no_harm(value: str) -> None:
     pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), LINK))
-    endured(pair, [forge(pair, Kind.ACK, "down", field, value) for field in ACK.names or ()])
+    taps = [Forge(Kind.ACK, "down", field, value) for field in ACK.names or ()]
+    endured(pair, taps)
+    assert [tap.field for tap in taps if not tap.done] == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -711,7 +722,7 @@ def endure(seed: int, seconds: float) -> None:
             ledgers[0].send(chunk, gradient)
             ledgers[1].send(chunk, gradient, reliable=bool(chunk))
             pair.run(float(rng.exponential(3.0)))
-        pair.run_until(lambda: all(ledger.done for ledger in ledgers), LONG)
+        pair.run_until(lambda: all(ledger.done for ledger in ledgers), 10 * LONG)
         for ledger in ledgers:
             ledger.check()
             ledger.sent.clear()
