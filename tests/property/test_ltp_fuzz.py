@@ -159,7 +159,7 @@ def storm_from_outside(count: int, seed: int) -> None:
     ledgers = [Ledger(pair, "up"), Ledger(pair, "down")]
     for chunk in range(2):
         for ledger in ledgers:
-            ledger.send(chunk, whole_numbers(rng, 30_000))
+            ledger.send(chunk, whole_numbers(rng, 10_000))
     most = 0
     while pair.forged < count:
         pair.run(0.01)
@@ -172,7 +172,7 @@ def storm_from_outside(count: int, seed: int) -> None:
         for ledger in ledgers:
             if ledger.done and pair.forged < count:
                 for chunk in range(2):
-                    ledger.send(chunk, whole_numbers(rng, 30_000))
+                    ledger.send(chunk, whole_numbers(rng, 10_000))
         if pair.forged % (20 * BATCH) == 0 or pair.forged >= count:
             most = max(most, held(*(part for end in (pair.client, pair.server)
                                     for part in (vars(end.session), end.replay, end.openers))))  # fmt: skip
@@ -196,7 +196,7 @@ def _check_amplification(pair: Stormy) -> None:
 
 
 def test_a_storm_from_outside_changes_nothing() -> None:
-    storm_from_outside(30_000, 1)
+    storm_from_outside(6_000, 1)
 
 
 @pytest.mark.soak
@@ -350,7 +350,7 @@ def _one_life(victim: Victim, rng: np.random.Generator, count: int) -> int:
 
 @pytest.mark.parametrize("client", [True, False])
 def test_a_storm_from_inside_breaks_nothing(client: bool) -> None:
-    storm_from_inside(15_000, 3, client)
+    storm_from_inside(5_000, 3, client)
 
 
 @pytest.mark.soak

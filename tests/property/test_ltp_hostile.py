@@ -7,14 +7,13 @@ it may, and sleeps when there is nothing to do; the checks for that are in the h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from ltp_hostile import BLOCK, EXTENTS, SETTINGS, Victim, closed, genuine, held, slices_of
 
-from atoll.ltp import sent
+from atoll.ltp import arriving, controls, leaving, sent
 from atoll.ltp.arriving import MOST_TRANSFERS
 from atoll.ltp.events import Arrived, Delivered, Lost, Refused
 from atoll.wire.datagrams import (
@@ -45,6 +44,20 @@ from atoll.wire.linkcontrol import (
 )
 
 MARGIN = 64 * 1024  # bytes by which an end may grow over a flood: tables that grow by steps
+
+
+@pytest.fixture(autouse=True)
+def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is bounded by some thousands; here by less, so that floods may be short."""
+    for module, names in (
+        (sent, ("_ROOM", "_KEPT")),
+        (controls, ("MOST_HANDLED", "MOST_WAITING")),
+        (arriving, ("MOST_CLOSED",)),
+        (leaving, ("MOST_BURNT", "MOST_SAID")),
+    ):
+        for name in names:
+            assert getattr(module, name) >= 2**10
+            monkeypatch.setattr(module, name, 2**9)
 
 
 def rng() -> np.random.Generator:
@@ -278,31 +291,6 @@ def test_declared_sizes_are_bounded_over_all_transfers() -> None:
     assert held(victim.session) < before + 2 * 8 * 10**6 * (224 + 40)
 
 
-def test_chunks_without_end_leave_no_last_values_without_end() -> None:
-    """Where chunks are not known beforehand and the last values are kept."""
-    victim = met(extents=None, settings=replace(SETTINGS, fill="last"))
-    victim.keeps = True
-    sizes = []
-    for transfer in range(1, 3001):
-        frames = alone(genuine(transfer, 2, np.random.default_rng(transfer))[1][0])
-        slices_of(frames)["chunk"] = transfer
-        victim.take(frames)
-        if transfer % 10 == 0:
-            victim.drain()
-            acknowledge_all(victim)
-            victim.events.clear()
-            victim.bursts = victim.bursts[-5:]
-        if transfer % 1000 == 0:
-            sizes.append(held(victim.session))
-    assert sizes[2] - sizes[1] < 1000 * 600
-
-
-def few_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of datagrams that were sent is bounded by 2^14; here by less, so that a flood may be short."""
-    monkeypatch.setattr(sent, "_ROOM", 2**9)
-    monkeypatch.setattr(sent, "_KEPT", 2**7)
-
-
 # -- floods ------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +323,7 @@ def test_transfers_of_unknown_chunks_leave_nothing() -> None:
         slices_of(frames)["transfer"], slices_of(frames)["chunk"] = 10 + turn, 99
         victim.take(frames)
 
-    sizes = flood(victim, 15_000, step)
+    sizes = flood(victim, 4500, step)
     assert sizes[2] - sizes[1] < MARGIN
     serves(victim, 5)
 
@@ -350,9 +338,9 @@ def test_who_acknowledges_nothing_is_left() -> None:
         slices_of(frames)["transfer"], slices_of(frames)["chunk"] = 10 + turn, 99
         victim.take(frames)
 
-    flood(victim, 30_000, step, acknowledged=False)
+    flood(victim, 3000, step, acknowledged=False)
     assert victim.session.ended
-    assert held(victim.session) < 30e6
+    assert held(victim.session) < 3e6
 
 
 def test_who_acknowledges_nothing_for_long_is_left() -> None:
@@ -367,16 +355,14 @@ def test_who_acknowledges_nothing_for_long_is_left() -> None:
     assert 5.0 <= victim.now <= 5.3
 
 
-def test_a_stripe_on_which_nothing_but_acks_go_keeps_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_records(monkeypatch)
+def test_a_stripe_on_which_nothing_but_acks_go_keeps_no_records() -> None:
     victim = met()
-    sizes = flood(victim, 15_000, lambda turn: victim.say(Ping(sequence=0), stripe=1))
+    sizes = flood(victim, 4500, lambda turn: victim.say(Ping(sequence=0), stripe=1))
     assert sizes[2] - sizes[1] < MARGIN
 
 
-def test_challenges_from_nowhere_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_challenges_from_nowhere_leave_nothing() -> None:
     """Their datagrams are late, so their addresses are not kept; or they are, and forgotten later."""
-    few_records(monkeypatch)
     victim = met()
 
     def late(turn: int) -> None:
@@ -384,7 +370,7 @@ def test_challenges_from_nowhere_leave_nothing(monkeypatch: pytest.MonkeyPatch) 
         victim.say(Challenge(sequence=0, token=bytes(8)), path=("late", turn))
         victim.numbers[0] = number
 
-    sizes = flood(victim, 6000, late)
+    sizes = flood(victim, 3000, late)
     assert sizes[2] - sizes[1] < MARGIN
     sizes = flood(
         victim, 6000, lambda turn: victim.say(Challenge(sequence=0, token=bytes(8)), path=("new", turn))
@@ -423,7 +409,7 @@ def test_messages_without_end_leave_nothing(kind: type, client: bool) -> None:
         Ask: lambda turn: Ask(sequence=0, size=turn),
         Hello: lambda turn: Hello(sequence=0, version=1, token=bytes(8), padding=bytes(200)),
     }
-    sizes = flood(victim, 15_000, lambda turn: victim.say(made[kind](turn)))
+    sizes = flood(victim, 4500, lambda turn: victim.say(made[kind](turn)))
     assert sizes[2] - sizes[1] < MARGIN
     if not client:
         serves(victim, 5)
@@ -436,7 +422,7 @@ def test_a_message_is_handled_once_and_gaps_are_bounded() -> None:
         victim.sequence = turn * 1000
         victim.say(Ping(sequence=0))
 
-    sizes = flood(victim, 15_000, step)
+    sizes = flood(victim, 4500, step)
     assert sizes[2] - sizes[1] < MARGIN
     asked = len(victim.session.poll_events())
     victim.say(Ask(sequence=0, size=5))
