@@ -258,10 +258,14 @@ def test_what_parity_restores_is_checked_as_what_comes_is() -> None:
 def test_slots_are_bounded_and_freed() -> None:
     victim = met()
     victim.keeps = True
+    one = genuine(1, 1, rng())[1][0][:1]
     for transfer in range(1, 200):
-        victim.take(genuine(transfer, 1, rng())[1][0][:1])
+        frames = one.copy()
+        slices_of(frames)["transfer"] = transfer
+        victim.take(frames)
         victim.drain()
         acknowledge_all(victim)
+        victim.bursts = victim.bursts[-20:]
     refused = victim.got(Refused)
     assert len(refused) == 199 - MOST_TRANSFERS
     assert f"{MOST_TRANSFERS} are open" in refused[0].reason
@@ -323,7 +327,7 @@ def test_transfers_of_unknown_chunks_leave_nothing() -> None:
         slices_of(frames)["transfer"], slices_of(frames)["chunk"] = 10 + turn, 99
         victim.take(frames)
 
-    sizes = flood(victim, 4500, step)
+    sizes = flood(victim, 2100, step)
     assert sizes[2] - sizes[1] < MARGIN
     serves(victim, 5)
 
@@ -357,7 +361,7 @@ def test_who_acknowledges_nothing_for_long_is_left() -> None:
 
 def test_a_stripe_on_which_nothing_but_acks_go_keeps_no_records() -> None:
     victim = met()
-    sizes = flood(victim, 4500, lambda turn: victim.say(Ping(sequence=0), stripe=1))
+    sizes = flood(victim, 2100, lambda turn: victim.say(Ping(sequence=0), stripe=1))
     assert sizes[2] - sizes[1] < MARGIN
 
 
@@ -370,7 +374,7 @@ def test_challenges_from_nowhere_leave_nothing() -> None:
         victim.say(Challenge(sequence=0, token=bytes(8)), path=("late", turn))
         victim.numbers[0] = number
 
-    sizes = flood(victim, 3000, late)
+    sizes = flood(victim, 1500, late)
     assert sizes[2] - sizes[1] < MARGIN
     sizes = flood(
         victim, 6000, lambda turn: victim.say(Challenge(sequence=0, token=bytes(8)), path=("new", turn))
@@ -409,7 +413,7 @@ def test_messages_without_end_leave_nothing(kind: type, client: bool) -> None:
         Ask: lambda turn: Ask(sequence=0, size=turn),
         Hello: lambda turn: Hello(sequence=0, version=1, token=bytes(8), padding=bytes(200)),
     }
-    sizes = flood(victim, 4500, lambda turn: victim.say(made[kind](turn)))
+    sizes = flood(victim, 2100, lambda turn: victim.say(made[kind](turn)))
     assert sizes[2] - sizes[1] < MARGIN
     if not client:
         serves(victim, 5)
@@ -422,7 +426,7 @@ def test_a_message_is_handled_once_and_gaps_are_bounded() -> None:
         victim.sequence = turn * 1000
         victim.say(Ping(sequence=0))
 
-    sizes = flood(victim, 4500, step)
+    sizes = flood(victim, 2100, step)
     assert sizes[2] - sizes[1] < MARGIN
     asked = len(victim.session.poll_events())
     victim.say(Ask(sequence=0, size=5))

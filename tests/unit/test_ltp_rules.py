@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 from atoll.ltp.closing import Seen as Came
 from atoll.ltp.closing import decide as close
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import high_indices
 from atoll.ltp.rates import Seen, decide
+from atoll.ltp.receiving import ArrivalRate, Incoming
+from atoll.ltp.sending import Outgoing
 from atoll.ltp.settings import Settings
 from atoll.ltp.target import Target
+from atoll.wire.datagrams import SEAL_BYTES, Datagrams, Kind
 
 WHOLE = Came(
     highs=10,
@@ -52,6 +57,110 @@ def test_the_reasons_say_which_half_of_a_rule_held() -> None:
     assert "the rest passed by" in close(WHOLE, Settings()).reason
     assert "not come in its time" in close(replace(WHOLE, passed=False, grace_over=True), Settings()).reason
     assert close(replace(WHOLE, lows_there=100), Settings()).reason == "every block there (110)"
+
+
+class Stream:
+    """A transfer of 400 blocks, 40 of them high, that comes a block each millisecond (10 ms between the high
+    ones) but for those that are left out."""
+
+    def __init__(self, settings: Settings = Settings(datagram_bytes=256)) -> None:  # noqa: B008
+        values = np.arange(400 * 44, dtype=np.float32)
+        high = np.zeros(400, dtype=bool)
+        high[9::10] = True
+        outgoing = Outgoing(settings, 1, 3, 1, values, high, False)
+        taken = outgoing.take(0.0, 400)
+        assert taken is not None
+        frames = np.zeros((400, outgoing.size), dtype=np.uint8)
+        outgoing.write(*taken, frames)
+        self.high = high_indices(400, 40)
+        self.batch = Datagrams(Kind.DATA, frames[:, :-SEAL_BYTES])
+        self.incoming = Incoming(
+            settings, self.batch.slices[0], self.batch.elements.shape[1], None, 2**30, 0.0
+        )
+        self.rates = ArrivalRate()
+
+    def come(self, start: int, stop: int, left_out: tuple[int, ...] = ()) -> list[str]:
+        """What is said after each of these blocks."""
+        said = []
+        for index in range(start, stop):
+            if index not in left_out:
+                self.take(index, index * 0.001)
+            said.append(self.judge(index * 0.001))
+        return said
+
+    def take(self, index: int, now: float) -> None:
+        one = Datagrams(Kind.DATA, self.batch.frames[index : index + 1])
+        self.incoming.handle_datagrams(now, one, Counter())
+        self.rates.handle_blocks(now, 1, SHORT)
+
+    def judge(self, now: float) -> str:
+        return self.incoming.poll_verdict(now, 3.0, self.rates, SHORT, 0.001).name
+
+
+SHORT = 0.01  # a round trip: a Need comes two of them, and what arrivals vary by, after a block was passed
+
+
+def test_a_need_is_said_while_later_blocks_come_and_asks_only_for_what_was_passed() -> None:
+    """Neither the end of the transfer is waited for, nor does each datagram begin the wait anew."""
+    stream = Stream()
+    first, second = int(stream.high[3]), int(stream.high[9])
+    said = stream.come(0, first + 60, (first, second))
+    assert "need" in said[: first + 50]
+    asked = stream.incoming.poll_need((first + 60) * 0.001, SHORT, 0.001)
+    assert np.flatnonzero(asked).tolist() == [first]
+
+
+def test_what_is_passed_later_is_watched_anew() -> None:
+    stream = Stream()
+    first, second = int(stream.high[3]), int(stream.high[12])
+    stream.come(0, first + 10, (first,))
+    stream.take(first, (first + 10) * 0.001)
+    assert "need" not in stream.come(first + 10, second + 5, (second,))
+    assert "need" in stream.come(second + 5, second + 60)
+
+
+def test_who_varies_more_is_waited_for_longer() -> None:
+    """Before a block that was passed by is asked for."""
+    steady, varying = Stream(), Stream()
+    for stream in (steady, varying):
+        stream.come(0, 20, (int(stream.high[0]),))
+    varying.rates.gap_deviation = 0.05
+    for stream in (steady, varying):
+        stream.incoming._watched = None  # the wait begins here
+        stream.incoming._need_at = np.inf
+        stream.judge(0.02)
+    assert varying.incoming.deadline - steady.incoming.deadline == pytest.approx(0.2, abs=0.01)
+
+
+def test_usable_is_said_to_be_when_it_is() -> None:
+    """And not when the high blocks are whole: low ones count too."""
+    stream = Stream()
+    late = tuple(index for index in range(100, 130) if index not in set(stream.high.tolist()))
+    stream.come(0, 400, late)
+    for index in late:
+        stream.take(index, 0.5)
+    assert stream.judge(0.5) == "complete"
+    assert stream.incoming.finish(0.5, None).usable_after == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("srtt", "gap", "counts"), [(0.001, 0.05, True), (1.0, 2.0, True), (0.001, 0.2, False)])
+def test_a_pause_is_one_by_the_longer_of_round_trip_and_span(srtt: float, gap: float, counts: bool) -> None:
+    rates = ArrivalRate()
+    for turn in range(3):
+        rates.handle_blocks(turn * gap, 10, srtt)
+    assert (rates.rate < np.inf) == counts
+
+
+@pytest.mark.parametrize(("elements", "fill"), [(400 * 44, "last"), (400 * 44 - 1, "zero"), (0, "zero")])
+def test_last_values_fill_only_a_chunk_of_the_same_length(elements: int, fill: str) -> None:
+    stream = Stream(Settings(datagram_bytes=256, fill="last"))
+    stream.come(0, 400, tuple(set(range(200)) - set(stream.high.tolist())))
+    assert stream.judge(9.0) == "deadline"
+    last = np.full(elements, 7, np.float32) if elements else None
+    arrived = stream.incoming.finish(9.0, last)
+    assert arrived.fill == fill
+    lost = np.repeat(~arrived.present, arrived.block)
+    assert (arrived.values[lost] == (7 if fill == "last" else 0)).all()
 
 
 # -- filling -----------------------------------------------------------------------------------------------
