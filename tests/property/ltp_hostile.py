@@ -41,7 +41,9 @@ BLOCK = payload_bytes(300) // 4  # elements of float32
 EXTENTS = {0: 40 * BLOCK - 3, 1: 5 * BLOCK, 2: 1, 3: 300 * BLOCK}  # chunk: elements
 STRIPES = 2
 MOST_BURSTS = 20_000  # that one poll of all that is due may give
-MOST_IDLE = 40  # polls in a row that give nothing though something is due: each may take a transfer off a list
+MOST_IDLE = (
+    40  # polls in a row that give nothing though something is due: each may take a transfer off a list
+)
 TRIPLE = 3  # what an address that has not answered may get, of what came from it
 
 

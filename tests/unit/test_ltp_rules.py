@@ -143,7 +143,9 @@ def test_usable_is_said_to_be_when_it_is() -> None:
     assert stream.incoming.finish(0.5, None).usable_after == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("srtt", "gap", "counts"), [(0.001, 0.05, True), (1.0, 2.0, True), (0.001, 0.2, False)])
+@pytest.mark.parametrize(
+    ("srtt", "gap", "counts"), [(0.001, 0.05, True), (1.0, 2.0, True), (0.001, 0.2, False)]
+)
 def test_a_pause_is_one_by_the_longer_of_round_trip_and_span(srtt: float, gap: float, counts: bool) -> None:
     rates = ArrivalRate()
     for turn in range(3):
@@ -198,7 +200,7 @@ def test_a_fit_that_is_not_positive_leaves_the_safe_value(which: str) -> None:
 
 
 def test_two_rates_of_loss_alone_can_be_fitted() -> None:
-    """A parabola through two points is none: the ridge keeps its coefficients small, and the line is taken."""
+    """A parabola through two points is none: the ridge keeps its coefficients small, the line is taken."""
     losses = np.tile([0.0, 0.02], 32)
     target = observed(losses, 1e8 * (1 + 10 * losses), np.full(64, RTT))
     assert target.choice.fitted
@@ -226,7 +228,8 @@ def test_a_path_that_changes_by_small_steps_is_another_in_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "throughput", "delay"), [(-0.01, 1e8, RTT), (1.01, 1e8, RTT), (0.01, -1.0, RTT), (0.01, 1e8, 0.0)]
+    ("loss", "throughput", "delay"),
+    [(-0.01, 1e8, RTT), (1.01, 1e8, RTT), (0.01, -1.0, RTT), (0.01, 1e8, 0.0)],
 )
 def test_each_sort_of_nonsense_is_not_taken(loss: float, throughput: float, delay: float) -> None:
     target = Target(0.01, 0.03)
