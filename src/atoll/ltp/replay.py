@@ -1,0 +1,69 @@
+"""Which numbers of datagrams have come already: a window of bits behind the highest. Source: S3, "Safe"."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+WINDOW_BITS = 2**16  # datagrams: 0.7 s at 1 Gbit/s and 1,400 B, where one that is later is lost anyway
+
+
+class ReplayWindow:
+    """Of one direction and stripe. Before the seal of datagrams is opened, `fresh` tells which are worth it;
+    afterwards `mark` is told which were genuine: so a forgery moves nothing. Numbers lie in 0 .. 2^62."""
+
+    def __init__(self, bits: int = WINDOW_BITS) -> None:
+        self._seen = np.zeros(bits, dtype=bool)  # number n at n % bits
+        self._highest = -1
+
+    @property
+    def highest(self) -> int:
+        """That was marked; -1: none yet."""
+        return self._highest
+
+    def fresh(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of the numbers, (n,), are neither marked nor below the window. One that stands here twice is
+        fresh twice: which of the two is genuine only their seals tell."""
+        numbers = numbers.astype(np.int64)
+        bits = len(self._seen)
+        known = self._seen[numbers % bits] & (numbers <= self._highest)
+        fresh: npt.NDArray[np.bool_] = ~known & (numbers > self._highest - bits)
+        return fresh
+
+    def mark(self, numbers: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Marks the numbers, (n,), of datagrams whose seals were good, and tells which are to be taken: those
+        that were fresh, and of those that stand here twice the first."""
+        numbers = numbers.astype(np.int64)
+        if not len(numbers):
+            return np.zeros(0, dtype=bool)
+        rising = bool((numbers[1:] > numbers[:-1]).all())
+        if rising and numbers[0] > self._highest:  # as nearly always
+            taken: npt.NDArray[np.bool_] = np.ones(len(numbers), dtype=bool)
+        else:
+            taken = self.fresh(numbers)
+        if not taken.any():
+            return taken
+        if not rising:
+            first = np.zeros(len(numbers), dtype=bool)
+            first[np.unique(numbers, return_index=True)[1]] = True
+            taken &= first
+        self._move(int(numbers[taken].max()))
+        bits = len(self._seen)
+        self._seen[numbers[taken & (numbers > self._highest - bits)] % bits] = True
+        return taken
+
+    def _move(self, highest: int) -> None:
+        """What the window comes to cover is unmarked."""
+        if highest <= self._highest:
+            return
+        bits = len(self._seen)
+        if highest - self._highest >= bits:
+            self._seen[:] = False
+        else:
+            start, stop = (self._highest + 1) % bits, highest % bits + 1
+            if start < stop:
+                self._seen[start:stop] = False
+            else:
+                self._seen[start:] = False
+                self._seen[:stop] = False
+        self._highest = highest

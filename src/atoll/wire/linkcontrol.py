@@ -1,0 +1,198 @@
+"""The control messages of the loss-tolerant transport: what a datagram of kind CONTROL carries, one each.
+
+A message is a MessagePack map, whose key `m` names it. Each has a `sequence`, which rises by one with every
+message of its sender: one that is lost goes again with the same sequence, and is handled once. Sizes and
+counts are bounded here. Source: S3, "The receiver"; docs/ltp.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from atoll.wire.base import Count, WireError
+from atoll.wire.datagrams import HEADER, MOST_DATAGRAM_BYTES, SEAL_BYTES
+
+TOKEN_BYTES = 8  # not to be guessed: who sends it back has read it at the address that it was sent to
+MOST_RANGES = 4096  # in one Need: 10 bytes each at most, so that it goes into the largest datagram
+FRAME_BYTES = 160  # the most that a Need takes beside its ranges, and a Closed beside its bitmap
+RANGE_BYTES = 11  # the most that one range takes
+
+U32: TypeAlias = Annotated[int, Meta(ge=0, lt=2**32)]
+Token: TypeAlias = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+Range: TypeAlias = tuple[U32, U32]  # from, and up to but not with
+Filled: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]  # what takes the lost blocks' place
+# The rule by which a transfer was handed on; or it was "refused" for its bounds, or "dropped", being silent.
+How: TypeAlias = Literal["complete", "enough", "deadline", "refused", "dropped"]
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):
+    """What every control message is."""
+
+    sequence: Count
+
+
+class Hello(Control, frozen=True):
+    """The client's first, to the server: its address is validated by the server's Challenge. `padding` makes
+    the datagram whole, so that the server may answer three times as much, and the path's size is known."""
+
+    version: Annotated[int, Meta(ge=0, lt=256)]
+    token: Token
+    padding: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)] = b""
+
+
+class Challenge(Control, frozen=True):
+    """To an address that is to be validated, and only there: 8 random bytes."""
+
+    token: Token
+
+
+class Answer(Control, frozen=True):
+    """The token of a Challenge, from the address at which it came."""
+
+    token: Token
+
+
+class Ping(Control, frozen=True):
+    """Nothing is to be done but to acknowledge it."""
+
+
+class Early(Control, frozen=True):
+    """The receiver has enough: what is unsent of the transfer's low blocks is not to be sent any more."""
+
+    transfer: U32
+
+
+class Need(Control, frozen=True):
+    """The receiver still lacks these blocks, by their index in the order of sending: ranges that rise and do
+    not touch."""
+
+    transfer: U32
+    ranges: Annotated[list[Range], Meta(min_length=1, max_length=MOST_RANGES)]
+
+    def __post_init__(self) -> None:
+        end = -1
+        for start, stop in self.ranges:
+            if not end < start < stop:
+                raise ValueError(f"a Need's range {start} to {stop} after {end}")
+            end = stop
+
+
+class Closed(Control, frozen=True):
+    """The receiver is done with a transfer. `missing` has a bit for each block from `first` on (a multiple
+    of 8), by index, the lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
+
+    transfer: U32
+    part: Annotated[int, Meta(ge=0, lt=2**16)]
+    parts: Annotated[int, Meta(ge=1, le=2**16)]
+    first: U32
+    missing: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)]
+    fill: Filled
+    how: How
+
+    def __post_init__(self) -> None:
+        if self.part >= self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}")
+        if self.first % 8 or self.first + 8 * len(self.missing) > 2**32:
+            raise ValueError(f"a bitmap of {len(self.missing)} bytes from block {self.first} on")
+
+
+class Ask(Control, frozen=True):
+    """The sender has this many bytes to send, and asks for a share of the receiver's link; 0: no more."""
+
+    size: Count
+
+
+class Grant(Control, frozen=True):
+    """The receiver gives the sender a share of its link: bytes per second, for so many seconds."""
+
+    rate: Annotated[float, Meta(gt=0, le=1e15)]
+    seconds: Annotated[float, Meta(ge=0, le=3600)]
+
+
+class Bye(Control, frozen=True):
+    """The session ends, and why: one line."""
+
+    reason: Annotated[str, Meta(max_length=128)]
+
+
+AnyControl: TypeAlias = Union[Hello, Challenge, Answer, Ping, Early, Need, Closed, Ask, Grant, Bye]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyControl] = msgspec.msgpack.Decoder(AnyControl)
+
+
+def encode(message: AnyControl) -> bytes:
+    """The body of a datagram of kind CONTROL."""
+    return _encoder.encode(message)
+
+
+def decode_untrusted(body: bytes | memoryview | npt.NDArray[np.uint8]) -> AnyControl:
+    """The message in `body`, which may be a row of Datagrams.bodies; raises WireError, with one line."""
+    if len(body) > MOST_DATAGRAM_BYTES:
+        raise WireError(f"a control message of {len(body)} bytes, where {MOST_DATAGRAM_BYTES} is the most")
+    try:
+        message = _decoder.decode(body)  # type: ignore[arg-type]  # any buffer does
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no control message: {str(error)[:200]}") from None
+    if isinstance(message, Grant) and not (message.rate < np.inf and message.seconds < np.inf):
+        raise WireError("no control message: a Grant that is no number")
+    return message
+
+
+def padded(hello: Hello, datagram_bytes: int) -> Hello:
+    """The Hello with as much padding as makes its datagram, seal included, exactly so long (at least 256)."""
+    room = datagram_bytes - HEADER.itemsize - SEAL_BYTES
+    padding = b""
+    for _ in range(3):  # MessagePack says a length with 2, 3 or 5 bytes
+        padding = bytes(max(len(padding) + room - len(encode(_with(hello, padding))), 0))
+    return _with(hello, padding)
+
+
+def _with(hello: Hello, padding: bytes) -> Hello:
+    return msgspec.structs.replace(hello, padding=padding)
+
+
+def need_of(sequence: int, transfer: int, missing: npt.NDArray[np.bool_], datagram_bytes: int) -> Need | None:
+    """Asks for the missing blocks (bool, by index), or as many of the first ranges as a datagram holds; None:
+    nothing is missing."""
+    room = (datagram_bytes - HEADER.itemsize - SEAL_BYTES - FRAME_BYTES) // RANGE_BYTES
+    edges = np.flatnonzero(np.diff(missing, prepend=False, append=False))
+    ranges = [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)[: min(room, MOST_RANGES)]]
+    return Need(sequence=sequence, transfer=transfer, ranges=ranges) if ranges else None
+
+
+def closed_of(
+    sequence: int, transfer: int, missing: npt.NDArray[np.bool_], fill: Filled, how: How, datagram_bytes: int
+) -> list[Closed]:
+    """The parts that tell which blocks are missing (bool, by index); their sequences follow one another."""
+    room = datagram_bytes - HEADER.itemsize - SEAL_BYTES - FRAME_BYTES
+    bitmap = np.packbits(missing, bitorder="little").tobytes()
+    parts = max(-(-len(bitmap) // room), 1)
+    return [
+        Closed(
+            sequence=sequence + part,
+            transfer=transfer,
+            part=part,
+            parts=parts,
+            first=8 * part * room,
+            missing=bitmap[part * room : (part + 1) * room],
+            fill=fill,
+            how=how,
+        )
+        for part in range(parts)
+    ]
+
+
+def mark_missing(closed: Closed, missing: npt.NDArray[np.bool_]) -> None:
+    """Sets what one part tells in `missing` (bool, by index). Raises WireError where it tells of blocks that
+    the transfer has not."""
+    bits = np.unpackbits(np.frombuffer(closed.missing, dtype=np.uint8), bitorder="little").astype(bool)
+    there = missing[closed.first : closed.first + len(bits)]
+    if bits[len(there) :].any() or len(bits) - len(there) >= 8:
+        raise WireError(f"a Closed of transfer {closed.transfer} tells of blocks past {len(missing)}")
+    there[:] = bits[: len(there)]
