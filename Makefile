@@ -37,7 +37,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/atoll/lab/csrc/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/atoll/*/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[report,examples,test,lint]'
 	@touch $(READY)

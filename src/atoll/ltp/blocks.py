@@ -1,0 +1,127 @@
+"""Blocks: the runs of a chunk that a DATA datagram each carries, and how much they matter.
+
+A block of high priority is one of those with the largest mean |g|, smoothed over iterations. Source: S3, "The
+sender", 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Values: TypeAlias = npt.NDArray[Any]  # (elements,), of a floating type where it is reckoned with
+Mask: TypeAlias = npt.NDArray[np.bool_]  # (blocks,)
+Means: TypeAlias = npt.NDArray[np.float64]  # (blocks,)
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
+CARRIED = 0.6  # of the smoothed mean |g|: what the blocks of a derived share are to carry
+LEAST_SHARE, MOST_SHARE = 0.05, 0.5  # of a derived share
+_SLICE_BYTES = 2**18  # worked on at a time: what stays in a core's own cache
+
+
+def block_count(elements: int, block: int) -> int:
+    """Blocks of so many elements; the last one may be shorter."""
+    return -(-elements // block)
+
+
+def by_block(values: Values, block: int) -> tuple[Values, Values]:
+    """Views: of the whole blocks, (blocks, block), and of the shorter one at the end, (elements,)."""
+    whole = len(values) // block
+    return values[: whole * block].reshape(whole, block), values[whole * block :]
+
+
+def require_floats(dtype: np.dtype[Any]) -> None:
+    """Raise TypeError unless it can be reckoned with."""
+    if dtype not in FLOATS:
+        hint = " (bfloat16 that uint16 hold: make it float32 first)" if dtype == np.uint16 else ""
+        raise TypeError(f"{dtype}{hint}: only float16, float32 and float64 can be reckoned with")
+
+
+def mean_abs(values: Values, block: int) -> Means:
+    """The mean |value| of each block, (blocks,). Not finite where a block holds what is not, or overflows."""
+    require_floats(values.dtype)
+    full, rest = by_block(values, block)
+    means = np.empty(block_count(len(values), block))
+    sums = np.float64 if values.dtype == np.float64 else np.float32
+    rows = max(1, _SLICE_BYTES // (block * values.itemsize))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for first in range(0, len(full), rows):
+            sizes = np.abs(full[first : first + rows])
+            means[first : first + len(sizes)] = np.add.reduce(sizes, axis=1, dtype=sums) / block
+        if len(rest):
+            means[-1] = np.abs(rest).mean(dtype=sums)
+    return means
+
+
+class Importance:
+    """How much each block of one chunk matters: its mean |g|, smoothed over iterations.
+
+    `smoothing` is the weight of the past, in [0, 1). A block whose newest mean is not finite comes first,
+    whatever it was before: what tells of a failed step must not be lost. The past does not remember it.
+    """
+
+    def __init__(self, blocks: int, smoothing: float = 0.9) -> None:
+        if not 0.0 <= smoothing < 1.0:
+            raise ValueError(f"smoothing = {smoothing:g}: it is at least 0 and below 1")
+        self._smoothing = smoothing
+        self._smoothed: Means = np.zeros(blocks)
+        self._known = np.zeros(blocks, bool)  # has had a finite mean
+        self._urgent: Mask = np.zeros(blocks, bool)
+
+    @property
+    def smoothed(self) -> Means:
+        """The smoothed mean |g| of each block, (blocks,); 0 where none was known yet."""
+        return self._smoothed.copy()
+
+    def update(self, means: npt.ArrayLike) -> None:
+        """Take an iteration's `mean_abs`, (blocks,). The first one counts in full."""
+        new = np.asarray(means, np.float64)
+        if new.shape != self._smoothed.shape:
+            raise ValueError(f"means of shape {new.shape} for {len(self._smoothed)} blocks")
+        finite = np.isfinite(new)
+        weight = np.where(self._known, self._smoothing, 0.0)[finite]
+        self._smoothed[finite] = weight * self._smoothed[finite] + (1.0 - weight) * new[finite]
+        self._known |= finite
+        self._urgent = ~finite
+
+    def high(self, share: float) -> Mask:
+        """The blocks of high priority: this share of them, rounded up; of equal ones the first. All that are
+        not finite are among them, even if they are more."""
+        blocks = len(self._smoothed)
+        count = max(share_of(share, blocks), int(self._urgent.sum()))
+        ranked = np.where(self._urgent, np.inf, self._smoothed)
+        if count in (0, blocks):
+            return np.full(blocks, count > 0)
+        least = np.partition(ranked, blocks - count)[blocks - count]
+        mask: Mask = np.greater(ranked, least)
+        ties = np.flatnonzero(ranked == least)
+        mask[ties[: count - int(mask.sum())]] = True
+        return mask
+
+    def derived_share(
+        self, carried: float = CARRIED, least: float = LEAST_SHARE, most: float = MOST_SHARE
+    ) -> tuple[float, str]:
+        """The smallest share of the blocks that carries so much of the smoothed mean |g|, within bounds; and
+        the reason."""
+        total = float(self._smoothed.sum())
+        if total == 0.0:
+            return least, f"no block has a gradient yet: the least share, {least:g}"
+        sums = np.cumsum(np.sort(self._smoothed)[::-1])
+        count = min(int(np.searchsorted(sums, carried * total)) + 1, len(sums))
+        share = count / len(sums)
+        said = f"{count} of {len(sums)} blocks carry {sums[count - 1] / total:.1%} of the mean |g|"
+        if share < least:
+            return least, f"{said}: the least share, {least:g}"
+        if share > most:
+            return most, f"{said}: the most share, {most:g}"
+        return share, said
+
+
+def share_of(share: float, blocks: int) -> int:
+    """This share of so many blocks, rounded up. Raises ValueError for a share that is none."""
+    if not 0.0 <= share <= 1.0:
+        raise ValueError(f"share = {share:g}: a share is between 0 and 1")
+    return math.ceil(share * blocks - 1e-9)  # 0.1 * 30 is a little above 3

@@ -1,0 +1,197 @@
+"""Forward error correction of high-priority datagrams: systematic Reed-Solomon over interleaved groups.
+
+A group's data go as they are, its parity after them; any losses up to the number of parity datagrams are
+restored exactly. The code is a Cauchy matrix over GF(256), its columns scaled so that the first parity is the
+XOR of the data: with `data` datagrams of data, parity p's coefficient of data d is data^d / ((data + p)^d),
+where ^ is XOR. Source: S3, "The sender", 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.ltp import gf
+from atoll.ltp.gf import KERNEL, Bytes, kernel_line
+
+__all__ = ["KERNEL", "Groups", "encode", "kernel_line", "lost_places", "plan_groups", "restore"]
+
+MOST_DATA = 32  # datagrams of data in a group
+MOST_PARITY = 16  # and of parity
+RESTORED = 0.999  # the chance with which a group is to be restored
+CLEAN_LOSS = 0.001  # below it a long transfer has no parity
+SMALL = 256  # high-priority datagrams: up to so many a transfer is small, unless the caller knows better
+MOST_GROUPS = 0xFFFF  # of a transfer: what SLICE.group can name; NO_GROUP is not one of them
+
+
+# -- planning ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A transfer's groups: high-priority datagram i is number i // count in group i % count."""
+
+    highs: int
+    count: int  # 0 only where there is no high-priority datagram
+    data: int  # of the largest group; the others have one less
+    parity: int  # of each group; 0: no code
+    reason: str
+
+    def data_of(self, group: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Datagrams of data in each of these groups."""
+        return (self.highs - np.asarray(group, np.int64) + self.count - 1) // max(self.count, 1)
+
+
+def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0, small: int = SMALL) -> Groups:
+    """The groups of a transfer with so many high-priority datagrams.
+
+    `loss` is the path's rate of loss lately, `burst` the mean number of datagrams lost in a row, `apart` how
+    many datagrams are sent for each high-priority one, and `small` how many high-priority ones a round trip
+    carries, where that is known. Parity is the least with which a group is restored with RESTORED, at most
+    MOST_PARITY, and at most one more than its data.
+    """
+    count = -(-highs // MOST_DATA)
+    data = -(-highs // max(count, 1))
+    parity, reason = _parity(highs, count, data, loss, burst, apart, small)
+    return Groups(highs, count, data, parity, reason)
+
+
+def _parity(
+    highs: int, count: int, data: int, loss: float, burst: float, apart: float, small: int
+) -> tuple[int, str]:
+    if highs == 0:
+        return 0, "nothing to protect"
+    if loss <= 0.0:
+        return 0, "no loss was measured lately"
+    if highs > small and loss < CLEAN_LOSS:
+        return (
+            0,
+            f"loss {loss:.2g} is below {CLEAN_LOSS:g}: all but a long transfer's end is repaired in passing",
+        )
+    if count > MOST_GROUPS:
+        return 0, f"{count} groups: a header names at most {MOST_GROUPS}"
+    chances = restore_chances(data, loss, burst, count * apart)[: data + 2]  # more than one each is a resend
+    enough = np.flatnonzero(chances >= RESTORED)
+    said = f"loss {loss:.2g} in bursts of {max(burst, 1.0):.3g}, {count} interleaved groups of {data}"
+    if len(enough):
+        parity = int(enough[0])
+        return parity, f"{said}: {parity} parity restore a group with {chances[parity]:.2%}"
+    parity = len(chances) - 1
+    return parity, f"{said}: {parity} parity, the most there is, restore a group with {chances[-1]:.2%} only"
+
+
+def restore_chances(data: int, loss: float, burst: float, distance: float) -> npt.NDArray[np.float64]:
+    """The chance that a group of so much data is restored with 0, 1, .. MOST_PARITY of parity,
+    (MOST_PARITY + 1,).
+
+    Losses are a Gilbert chain with this rate and this mean burst, of which a group sees every `distance`-th
+    step: with memory m = 1 - 1 / (burst (1 - loss)), a datagram is lost with loss + (1 - loss) m^distance
+    after one that was, and with loss (1 - m^distance) after one that was not. Where interleaving has spread
+    the bursts, m^distance is 0, and this the binomial tail.
+    """
+    loss = min(max(loss, 0.0), 0.999)
+    memory = max(0.0, 1.0 - 1.0 / (max(burst, 1.0) * (1.0 - loss))) ** max(distance, 1.0)
+    after_lost, after_come = loss + (1.0 - loss) * memory, loss * (1.0 - memory)
+    lost, come = (
+        np.zeros(MOST_PARITY + 1),
+        np.zeros(MOST_PARITY + 1),
+    )  # by losses so far, as the last one fared
+    come[0], lost[1] = 1.0 - loss, loss
+    chances = np.zeros(MOST_PARITY + 1)
+    for sent in range(1, data + MOST_PARITY + 1):
+        if sent >= data:
+            parity = sent - data
+            chances[parity] = lost[: parity + 1].sum() + come[: parity + 1].sum()
+        losing = lost * after_lost + come * after_come
+        come = lost * (1.0 - after_lost) + come * (1.0 - after_come)
+        lost = np.concatenate([[0.0], losing[:-1]])
+    return chances
+
+
+# -- the code ----------------------------------------------------------------------------------------------
+
+
+def encode(coded: Bytes, parity: int, out: Bytes | None = None) -> Bytes:
+    """The parity of a group, (parity, L), from its data in the order of their places, (data, L).
+
+    Rows may lie apart (`frames[group::count]`). `out` may be given, (parity, L): it is written and returned.
+    Raises ValueError for more than 256 datagrams in all.
+    """
+    data = len(coded)
+    if parity < 0 or data < 1 or data + parity > 256:
+        raise ValueError(f"a group of {data} + {parity} datagrams: 1 of data or more, and at most 256 in all")
+    out = np.empty((parity, coded.shape[1]), np.uint8) if out is None else out
+    gf.matmul(_code(data)[:parity, :data], coded, out)
+    return out
+
+
+def lost_places(places: npt.ArrayLike, data: int) -> npt.NDArray[np.int64]:
+    """Which places of a group's data are not among those that came, ascending."""
+    there = set(np.asarray(places).tolist())
+    return np.array([place for place in range(data) if place not in there], np.int64)
+
+
+def restore(coded: Bytes, places: npt.ArrayLike, data: int) -> Bytes:
+    """What a group has lost of its data, exactly: one row for each of `lost_places`, in their order.
+
+    `coded` is what came, (n, L), in any order, data and parity; `places` are their places, (n,). What came
+    beyond need is not used. Raises ValueError if too few came, if one came twice, or at an impossible place.
+    """
+    at = np.asarray(places)
+    came: list[int] = at.tolist()
+    if at.shape != (len(coded),):
+        raise ValueError(f"{len(coded)} datagrams at places of shape {at.shape}")
+    if data < 1 or len(came) < data:
+        raise ValueError(f"{len(came)} datagrams cannot restore a group of {data}")
+    if min(came) < 0 or max(came) > 255:
+        raise ValueError("a group's places are from 0 to 255")
+    if len(set(came)) != len(came):
+        raise ValueError("a group's datagram is given twice")
+    lost = lost_places(at, data).tolist()
+    parities = [place for place in came if place >= data][: len(lost)]
+    if not lost:
+        return np.empty((0, coded.shape[1]), np.uint8)
+    # What the lost data add to each parity: what it is, and what the other data add to it.
+    sums = np.empty((len(lost), coded.shape[1]), np.uint8)
+    gf.matmul(_code(data)[np.array(parities)[:, None] - data, at], coded, sums)
+    inverse = _inverse(parities, lost, data)
+    if len(lost) == 1 and inverse[0, 0] == 1:
+        return sums
+    rows = np.empty_like(sums)
+    gf.matmul(inverse, sums, rows)
+    return rows
+
+
+@lru_cache(maxsize=MOST_DATA)
+def _code(data: int) -> Bytes:
+    """All parities' coefficients, (256 - data, 256): of the data, and from place `data` on of the parities
+    themselves, each of which is its own."""
+    d, p = np.arange(data, dtype=np.uint8), np.arange(data, 256).astype(np.uint8)
+    code = np.eye(256, dtype=np.uint8)[data:]
+    code[:, :data] = gf.divide(np.bitwise_xor(np.uint8(data), d)[None, :], np.bitwise_xor.outer(p, d))
+    code.flags.writeable = False
+    return code
+
+
+_LOG: list[int] = gf.LOG.tolist()
+_EXP: list[int] = gf.EXP.tolist()
+
+
+def _inverse(parities: list[int], lost: list[int], data: int) -> Bytes:
+    """The inverse of the code's square part with these parities and lost data, by Cauchy's formula in
+    logarithms: row i is data lost[i]'s, column j parity parities[j]'s. In plain Python, which is faster for
+    so few numbers."""
+    logs = [[_LOG[x ^ y] for x in parities] for y in lost]
+    of_row = [sum(logs[i]) - _logs_among(y, lost) - _LOG[y ^ data] for i, y in enumerate(lost)]
+    of_column = [sum(row[j] for row in logs) - _logs_among(x, parities) for j, x in enumerate(parities)]
+    places = range(len(lost))
+    return np.array(
+        [[_EXP[(of_row[i] + of_column[j] - logs[i][j]) % 255] for j in places] for i in places], np.uint8
+    )
+
+
+def _logs_among(one: int, all_of_them: list[int]) -> int:
+    return sum(_LOG[one ^ other] for other in all_of_them if other != one)

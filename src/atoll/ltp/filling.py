@@ -1,0 +1,138 @@
+"""What becomes of the low-priority blocks that a transfer has lost: borne, or filled.
+
+| lost low-priority blocks | settings.fill | what becomes of them |
+| --- | --- | --- |
+| none | any | `none` |
+| up to `fill_above` of them | any | `borne`: absent; the mean is taken over those who delivered the block |
+| more | `zero` | `zero` |
+| more | `last`, and the chunk came before | `last`: the last value of the block that came |
+| more | `last`, never came before | `zero` |
+| more | `rescale`, some low-priority block is there | `rescaled`: those times all / there; the lost are 0 |
+| more | `rescale`, none is there | `zero` |
+
+A borne block does not count in a mean, a filled one does. Rescaling keeps the expectation of each element
+(which blocks are lost is chance), and so excludes error feedback, which would send the lost once more.
+Source: S3, "The receiver", 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from atoll.ltp.blocks import Mask, Values, by_block, require_floats
+from atoll.ltp.settings import Fill
+
+How: TypeAlias = Literal["none", "borne", "zero", "last", "rescaled"]
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What becomes of a transfer's lost blocks, and why."""
+
+    how: How
+    reason: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether what took a lost block's place counts in a mean as a delivered block does."""
+        return self.how not in ("none", "borne")
+
+
+def choose_filling(lost: int, low: int, *, fill: Fill, fill_above: float, has_last: bool) -> Filling:
+    """For a transfer that has lost so many of its low-priority blocks. `has_last`: values of an earlier
+    transfer of this chunk are kept."""
+    if lost == 0:
+        return Filling("none", "every block is there")
+    said = f"{lost} of {low} low-priority blocks lost"
+    if lost <= fill_above * low:
+        return Filling("borne", f"{said}, at most {fill_above:.3g} of them: borne")
+    said += f", more than {fill_above:.3g} of them"
+    if fill == "last":
+        if has_last:
+            return Filling("last", f"{said}: filled with their last values")
+        return Filling("zero", f"{said}: filled with zero, for the chunk came never before")
+    if fill == "rescale":
+        if lost < low:
+            return Filling("rescaled", f"{said}: those there times {low / (low - lost):.4g}")
+        return Filling("zero", f"{said}: filled with zero, for there is none to rescale")
+    return Filling("zero", f"{said}: filled with zero")
+
+
+def apply(
+    how: How, values: Values, present: Mask, high: Mask, block: int, last: Values | None = None
+) -> None:
+    """Put into `values`, (elements,), in place, what takes the lost blocks' places; `present` and `high` are
+    by block, (blocks,). What stood in a lost block before does not matter.
+
+    Raises ValueError for `last` without the last values of the same type and length, TypeError for rescaling
+    what is not a floating type.
+    """
+    if how == "none":
+        return
+    lost = ~present
+    if how == "last":
+        if last is None or last.shape != values.shape or last.dtype != values.dtype:
+            raise ValueError("filling with the last values needs these, of the same length and type")
+        copy_blocks(values, last, lost, block)
+        return
+    fill_blocks(values, 0, lost, block)
+    if how == "rescaled":
+        low = ~high
+        there = int((low & present).sum())
+        _scale_blocks(values, low & present, int(low.sum()) / max(there, 1), block)
+
+
+def copy_blocks(values: Values, source: Values, which: Mask, block: int) -> None:
+    """values = source in these blocks."""
+    (full, rest), (full_source, rest_source) = by_block(values, block), by_block(source, block)
+    full[which[: len(full)]] = full_source[which[: len(full)]]
+    if len(rest) and which[-1]:
+        rest[:] = rest_source
+
+
+def fill_blocks(values: Values, value: float, which: Mask, block: int) -> None:
+    """values = value in these blocks."""
+    full, rest = by_block(values, block)
+    full[which[: len(full)]] = value
+    if len(rest) and which[-1]:
+        rest[:] = value
+
+
+def _scale_blocks(values: Values, which: Mask, factor: float, block: int) -> None:
+    require_floats(values.dtype)
+    factors = np.where(which, factor, 1.0).astype(values.dtype)
+    full, rest = by_block(values, block)
+    full *= factors[: len(full), None]
+    if len(rest):
+        rest *= factors[-1]
+
+
+class LastValues:
+    """The values of each chunk's blocks that came last; 0 where a block never came.
+
+    Kept by the receiver for filling with `last`, and by a sender with error feedback, which so knows what it
+    was: both ends take the same transfers in the same order, and only blocks that came change anything.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Values] = {}
+
+    def of(self, chunk: Hashable) -> Values | None:
+        """(elements,), not to be written to; None if the chunk came never before."""
+        return self._values.get(chunk)
+
+    def keep(self, chunk: Hashable, values: Values, present: Mask, block: int) -> None:
+        """Take the blocks of a transfer that came. The values are copied. A chunk that has another length or
+        type than before begins anew."""
+        kept = self._values.get(chunk)
+        if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+            kept = self._values[chunk] = np.zeros_like(values)
+        copy_blocks(kept, values, present, block)
+
+    def forget(self) -> None:
+        """At a new session: the other end knows nothing of this one's past."""
+        self._values.clear()
