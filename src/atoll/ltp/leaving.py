@@ -1,0 +1,163 @@
+"""The transfers that a session sends: which one is next, and who is told what came of its datagrams.
+
+A transfer is sent in its window; the next one's begins when all of it was sent once, or the receiver said
+Early. Repairs of earlier ones go first. Source: S3, "The sender", 5.
+"""
+
+from __future__ import annotations
+
+import math
+
+from atoll.ltp.control import RateControl
+from atoll.ltp.events import Delivered, Mask, Values
+from atoll.ltp.sending import Items, Outgoing
+from atoll.ltp.sent import RTT_SHARE
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import payload_bytes
+from atoll.wire.linkcontrol import Closed, Need
+
+MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
+MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
+MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
+TAIL_SECONDS = 0.01  # beyond a round trip, in which what is lost at the end cannot come again in time
+
+
+class Sender:
+    """Of one end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._transfers: dict[int, Outgoing] = {}  # in the order of `send`
+        self._begun: dict[int, Outgoing] = {}  # those whose window has begun
+        self._waiting: dict[int, Outgoing] = {}  # and those whose has not
+        self._current: Outgoing | None = None
+        self._next = 1
+        self._closed_retransmitted = 0
+        self._said: dict[int, Delivered | None] = {}  # by the receiver's order, until those before are said
+        self._order = 0  # of the next
+        self._burnt: set[int] = set()  # ids that the receiver has refused before they were used
+
+    def block(self, itemsize: int) -> int:
+        """Elements in a block."""
+        return payload_bytes(self._settings.datagram_bytes) // itemsize
+
+    def add(self, chunk: int, iteration: int, values: Values, high: Mask | None, reliable: bool) -> int:
+        """A transfer to send; returns its id."""
+        while self._next in self._burnt:
+            self._burnt.remove(self._next)
+            self._next += 1
+        transfer = self._next
+        outgoing = Outgoing(self._settings, transfer, chunk, iteration, values, high, reliable)
+        self._next += 1
+        self._transfers[transfer] = self._waiting[transfer] = outgoing
+        return transfer
+
+    @property
+    def ready(self) -> bool:
+        """Whether something is to be sent."""
+        if any(each.ready for each in self._begun.values()):
+            return True
+        return bool(self._waiting) and len(self._begun) < MOST_BEGUN
+
+    @property
+    def retransmitted(self) -> int:
+        """Datagrams that were sent again."""
+        return self._closed_retransmitted + sum(each.repaired for each in self._begun.values())
+
+    def next(self, now: float, control: RateControl, burst: float) -> Outgoing | None:
+        """The transfer whose turn it is; its window may begin here."""
+        for outgoing in self._begun.values():
+            if outgoing.repairs:
+                return outgoing
+        for outgoing in self._begun.values():
+            if outgoing.ready:
+                return outgoing
+        if not self._waiting or len(self._begun) >= MOST_BEGUN:
+            return None
+        transfer, outgoing = next(iter(self._waiting.items()))
+        del self._waiting[transfer]
+        self._begun[transfer] = outgoing
+        decision = control.begin_window(now)
+        span = RTT_SHARE * control.srtt + 4 * control.rttvar + TAIL_SECONDS
+        outgoing.begin(control.loss, burst, math.ceil(span * decision.rate / outgoing.size))
+        return outgoing
+
+    def handle_acked(self, transfer: int, items: Items) -> None:
+        """These of its items came."""
+        outgoing = self._begun.get(transfer)
+        if outgoing is not None:
+            outgoing.handle_acked(items)
+
+    def handle_lost(self, transfer: int, items: Items) -> int:
+        """These were lost; how many of them can be restored."""
+        outgoing = self._begun.get(transfer)
+        return outgoing.handle_lost(items) if outgoing is not None else 0
+
+    def handle_early(self, transfer: int) -> None:
+        """The receiver has enough of it."""
+        outgoing = self._known(transfer)
+        if outgoing is not None:
+            outgoing.handle_early("the receiver said Early")
+
+    def handle_need(self, now: float, need: Need, rtt: float) -> None:
+        """The receiver asks for blocks of it."""
+        outgoing = self._known(need.transfer)
+        if outgoing is not None:
+            outgoing.handle_need(now, need.ranges, rtt)
+
+    def _known(self, transfer: int) -> Outgoing | None:
+        """The transfer that the receiver speaks of. An id of which it has something before it was used (a
+        datagram was forged, or damaged before it was sealed) is not used any more."""
+        if self._next <= transfer and len(self._burnt) < MOST_BURNT:
+            self._burnt.add(transfer)
+        return self._begun.get(transfer)
+
+    def handle_closed(self, part: Closed) -> list[Delivered]:
+        """A part of the receiver's last word on a transfer; returns what is told by now, in the order in
+        which the receiver has closed them: both ends keep books by it. Raises WireError."""
+        delivered = None
+        outgoing = self._transfers.get(part.transfer)
+        if outgoing is not None:
+            delivered = outgoing.handle_closed(part)
+            if delivered is None:
+                return []
+            self._closed_retransmitted += outgoing.repaired
+            for each in (self._transfers, self._begun, self._waiting):
+                each.pop(part.transfer, None)
+        else:
+            self._known(part.transfer)
+        if part.order < self._order or len(self._said) >= MOST_SAID:
+            return [delivered] if delivered is not None else []
+        self._said[part.order] = delivered
+        return self._in_order()
+
+    def _in_order(self) -> list[Delivered]:
+        """What can be told: without a gap, or when there is no transfer that could fill one."""
+        ready = []
+        while self._said and (self._order in self._said or not self._begun):
+            self._order = min(self._said)
+            ready.append(self._said.pop(self._order))
+            self._order += 1
+        return [each for each in ready if each is not None]
+
+    @property
+    def remind_at(self) -> float:
+        """When a receiver is to be reminded of a transfer that it has not closed."""
+        return min((each.remind_at for each in self._begun.values()), default=math.inf)
+
+    def remind(self, now: float) -> None:
+        """Reminds it."""
+        for outgoing in self._begun.values():
+            if now >= outgoing.remind_at:
+                outgoing.remind()
+
+    def probe(self, transfer: int, item: int) -> bool:
+        """Sends an item again, if it is worth it."""
+        outgoing = self._begun.get(transfer)
+        return outgoing is not None and outgoing.probe(item)
+
+    def end(self) -> tuple[int, ...]:
+        """The session is over: these transfers' fate is not known."""
+        transfers = tuple(self._transfers)
+        self._transfers, self._begun, self._waiting = {}, {}, {}
+        return transfers
