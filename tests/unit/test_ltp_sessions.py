@@ -307,6 +307,47 @@ def test_a_phase_waits_until_the_one_before_was_seen() -> None:
     assert {burst.phase for client, burst in wire.sent if client} == {0, 1}
 
 
+def test_keys_change_where_an_end_sends_nothing_but_acks() -> None:
+    wire = opened(Wire(stripes=2))
+    for count in range(1, 4):
+        wire.server.change_keys()
+        values = start(wire, reliable=True)
+        wire.run(lambda count=count: both_done(wire, count))
+        wire.run(lambda until=wire.now + 0.1: wire.now > until)
+        check(wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1], values)
+    for stripe in range(2):
+        phases = [burst.phase for client, burst in wire.sent if not client and burst.stripe == stripe]
+        assert all(0 <= after - before <= 1 for before, after in pairwise(phases))
+        assert phases[-1] == 3
+
+
+def test_an_ack_that_its_path_may_not_take_yet_is_not_lost() -> None:
+    wire = Wire()
+    wire.drop = lambda client, burst, now: np.full(len(burst.frames), not client)
+    wire.run(lambda: bool(wire.got(False, Opened)))
+    paths = wire.server._paths[0]
+    paths.handle_sent(paths.active, paths.allowance(paths.active) - 40)
+    wire.server._arrivals[0].handle_numbers(wire.now, np.array([7]), asks=True, longest_delay=0.0)
+    assert wire.server.poll_datagrams(wire.now) is None
+    assert wire.server.poll_deadline() > wire.now  # and it does not turn round and round
+    paths.handle_received(wire.now, paths.active, 60, 8)
+    assert wire.server.poll_deadline() <= wire.now
+    burst = wire.server.poll_datagrams(wire.now)
+    assert burst is not None
+    assert burst.frames[0, 1] == Kind.ACK
+
+
+def test_another_path_has_the_target_begin_anew() -> None:
+    wire = opened(Wire())
+    start(wire, client=False)
+    wire.run(lambda: both_done(wire, 1, client=False))
+    assert "path has changed" not in wire.server.control.target_reason
+    wire.from_path = ("client", 1)
+    wire.run(lambda: len(wire.got(False, Migrated)) == 2)
+    assert "the path has changed: the other end has another address" in wire.server.control.target_reason
+    assert "path has changed" not in wire.client.control.target_reason
+
+
 def test_data_moves_to_the_address_that_answers() -> None:
     wire = opened(Wire())
     first = start(wire, client=False)

@@ -84,8 +84,7 @@ class Arrivals:
         """The Ack that is due, if one is; `delivered` is bytes over all stripes."""
         if now < self._due or self.largest < 0:
             return None
-        base = max(min(self._lowest_untold, self.largest - TOLD_AGAIN + 1), self._first, 0)
-        base = max(base, self.largest - self._most_bits + 1)
+        base = self._base
         received = self._came[base - self._first : self.largest + 1 - self._first].copy()
         self._due, self._untold, self._told = math.inf, 0, self.largest
         return Acknowledgement(
@@ -98,6 +97,16 @@ class Arrivals:
             delivered=delivered,
             late=self.late,
         )
+
+    @property
+    def bits(self) -> int:
+        """Numbers that the next Ack tells of."""
+        return self.largest + 1 - self._base
+
+    @property
+    def _base(self) -> int:
+        base = max(min(self._lowest_untold, self.largest - TOLD_AGAIN + 1), self._first, 0)
+        return max(base, self.largest - self._most_bits + 1)
 
     def _make_room(self, largest: int) -> None:
         first = largest - ACK_BITS

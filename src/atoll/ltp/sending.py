@@ -110,7 +110,7 @@ class Outgoing:
         if not self.settings.redundancy or not len(protected):
             return "no forward error correction"
         count = len(protected)
-        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs, small=count)
+        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs)
         if groups.parity:
             self._protect(protected, groups)
         return groups.reason

@@ -46,6 +46,7 @@ from atoll.wire.datagrams import (
     Datagrams,
     Kind,
     ack_bits,
+    ack_bytes,
     ack_datagram,
     control_datagram,
     read_ack,
@@ -321,6 +322,8 @@ class Session:
             moved = paths.poll_moves(now)
             if moved is not None:
                 self._events.append(Migrated(stripe, moved.path, moved.reason))
+                if moved.before is not None:
+                    self.control.handle_path_change("the other end has another address")
 
     # -- what goes out --------------------------------------------------------------------------------------
 
@@ -350,9 +353,11 @@ class Session:
         waits += [paths.poll_deadline() for paths in self._paths]
         waits += [
             arrivals.due
-            for arrivals, paths in zip(self._arrivals, self._paths, strict=True)
-            if paths.active is not None
+            for stripe, arrivals in enumerate(self._arrivals)
+            if self._ack_path(stripe) is not None
         ]
+        if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
+            return -math.inf
         waits += [self._receiver.deadline, self._sender.remind_at]
         if (
             self._sender.ready
@@ -379,6 +384,10 @@ class Session:
             self._probe(now)
         if now >= self._sender.remind_at:
             self._sender.remind(now)
+        for stripe in range(len(self._paths)):
+            if self._flights.key_asks(stripe):
+                self._flights.phases[stripe].handle_asked()
+                self._outbox.put(Ping(sequence=self._outbox.sequence), stripe=stripe)
         if now >= self._keep_alive_at:
             self._spoke = now
             self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False)
@@ -409,19 +418,20 @@ class Session:
 
     def _poll_ack(self, now: float) -> Burst | None:
         for stripe, arrivals in enumerate(self._arrivals):
-            if now < arrivals.due:
-                continue
-            path = self._paths[stripe].active
-            if path is None:
-                continue
-            told = arrivals.poll_ack(now, stripe, self._delivered)
-            if told is None:
-                continue
-            frames = ack_datagram(told)
-            if self._paths[stripe].allowance(path) < frames.size:
-                continue
-            return self._burst(now, stripe, path, Kind.ACK, ACK, np.zeros(1, dtype=np.int64), frames)
+            path = self._ack_path(stripe) if now >= arrivals.due else None
+            told = arrivals.poll_ack(now, stripe, self._delivered) if path is not None else None
+            if told is not None and path is not None:
+                items = np.zeros(1, dtype=np.int64)
+                return self._burst(now, stripe, path, Kind.ACK, ACK, items, ack_datagram(told))
         return None
+
+    def _ack_path(self, stripe: int) -> Hashable | None:
+        """The stripe's path, where it may take the next Ack."""
+        paths = self._paths[stripe]
+        path = paths.active
+        if path is None or paths.allowance(path) < ack_bytes(self._arrivals[stripe].bits):
+            return None
+        return path
 
     def _sendable(self, message: Message) -> bool:
         return self._way_of(message) is not None

@@ -127,6 +127,8 @@ class LinkSession:
         with self._condition:
             self._check()
             self._session.change_keys()
+            self.deadline = -math.inf
+        self._wake()
 
     def ask(self, size: int) -> None:
         """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""

@@ -213,6 +213,11 @@ def ack_bits(datagram_bytes: int) -> int:
     return min((datagram_bytes - HEADER.itemsize - ACK.itemsize - SEAL_BYTES) * 8, ACK_BITS)
 
 
+def ack_bytes(bits: int) -> int:
+    """How long an Ack of so many datagrams is, seal included."""
+    return HEADER.itemsize + ACK.itemsize + (bits + 7) // 8 + SEAL_BYTES
+
+
 def ack_datagram(told: Acknowledgement) -> Bytes:
     """A datagram that tells it, (1, size); its header is still to be written."""
     bits = np.packbits(told.received, bitorder="little")
