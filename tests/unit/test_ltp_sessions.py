@@ -12,14 +12,16 @@ from atoll.core.errors import UserError
 from atoll.ltp.controls import Handled
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Settings
-from atoll.wire.datagrams import HEADER, SLICE, Kind, records_of
+from atoll.wire.datagrams import HEADER, NOT_SAID, SLICE, Kind, records_of
 from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
 
 def some_values(count: int = 40_000, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    values[np.abs(values) < 0.2] = 0.0  # so that blocks differ in how many are not
+    return values
 
 
 def every_fifth(count: int = 40_000) -> np.ndarray:
@@ -39,6 +41,10 @@ def check(arrived: Arrived, delivered: Delivered, values: np.ndarray) -> None:
     assert arrived.present[arrived.high].all()
     assert arrived.values[present].tobytes() == values[present].tobytes()
     assert (delivered.missing == ~arrived.present).all()
+    counts = [
+        np.count_nonzero(values[at : at + arrived.block]) for at in range(0, len(values), arrived.block)
+    ]
+    assert (arrived.nonzero == np.where(arrived.high, counts, NOT_SAID)).all()
     assert (delivered.transfer, delivered.fill) == (arrived.transfer, arrived.fill)
 
 

@@ -122,11 +122,8 @@ class Session:
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
-                self._outbox.put(self._hello(rng), stripe=stripe)
-
-    def _hello(self, rng: np.random.Generator) -> Hello:
-        hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION, token=rng.bytes(8))
-        return padded(hello, self.settings.datagram_bytes)
+                hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION)
+                self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
     # -- what the application does --------------------------------------------------------------------------
 
