@@ -145,6 +145,16 @@ def test_short_long_and_empty_ones_are_dropped() -> None:
     assert drops == {"too short": 6}
 
 
+def test_one_that_is_longer_than_any_is_dropped() -> None:
+    drops: Counter[str] = Counter()
+    arena = np.zeros((2, 65_507), np.uint8)
+    arena[:, :SIZE] = data(2)
+    (flow,) = headers_untrusted(arena, np.array([65_001, 65_000]), drops)
+    assert flow.numbers.tolist() == [101]
+    assert drops == {"too long": 1}
+    assert headers_untrusted(arena, np.array([65_001, 65_001]), drops) == []
+
+
 # -- data and parity -----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from atoll.ltp.paths import (
     CHALLENGE_BYTES,
     FORGET_SECONDS,
     HOLD_SECONDS,
+    LEAST_RESEND_SECONDS,
     MOST_CHALLENGES,
     MOST_PATHS,
     UNLIMITED,
@@ -104,6 +105,15 @@ def test_a_challenge_goes_again_until_it_is_given_up() -> None:
     paths.handle_received(30.0, A, 1000, 1)
     ((_, token),) = paths.poll_challenges(30.0)
     assert token != sent[0][1]
+
+
+def test_a_short_round_trip_does_not_send_challenges_all_the_time() -> None:
+    paths = server()
+    paths.round_trip = 1e-4
+    paths.handle_received(0.0, A, 1400, 0)
+    paths.poll_moves(0.0)
+    paths.poll_challenges(0.0)
+    assert paths.poll_deadline() == LEAST_RESEND_SECONDS
 
 
 def test_an_address_that_does_not_answer_is_forgotten() -> None:
@@ -206,6 +216,7 @@ def test_an_address_that_was_long_silent_is_asked_again() -> None:
     paths = Paths(0.0, np.random.default_rng(0), known=A)
     validate(paths, 1.0, B, 1)
     paths.poll_moves(1.0)
+    paths.handle_received(1.5, A, 10_000, 0)
     later = 2.0 + FORGET_SECONDS
     paths.handle_received(later, A, 1400, 2)
     assert not paths.validated(A)
@@ -223,6 +234,15 @@ def test_the_table_is_bounded_and_keeps_who_is_in_use() -> None:
         paths.handle_received(1.0 + port / 1e5, ("10.9.9.9", port), 1400, 2 + port)
         assert len(paths) <= MOST_PATHS
     assert (paths.active, paths.validated(A), paths.validated(B)) == (A, True, True)
+
+
+def test_the_first_address_is_kept_while_nobody_has_answered() -> None:
+    paths = server()
+    for port in range(20):
+        paths.handle_received(port / 10, ("10.9.9.9", port), 1400, port)
+    assert paths.active == ("10.9.9.9", 0)
+    assert paths.allowance(("10.9.9.9", 0)) == 4200
+    assert len(paths) == MOST_PATHS
 
 
 EVENTS = st.lists(

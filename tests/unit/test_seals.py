@@ -204,6 +204,28 @@ def test_phases_go_round_and_keys_do_not() -> None:
         again.seal(frames)
 
 
+@pytest.mark.parametrize("start", [0, 254, 255])
+def test_two_changes_of_keys_in_one_burst(start: int) -> None:
+    sealer, opener = ends()
+    for phase in range(start + 1):
+        frames = burst(1, first=phase, phase=phase)
+        sealer.seal(frames)
+        assert opener.open(frames, sizes_of(frames), now=float(phase)).all()
+    parts = [burst(2, first=1000 + 2 * phase, phase=phase) for phase in range(start, start + 3)]
+    for part in parts:
+        sealer.seal(part)
+    frames = np.concatenate([parts[2], parts[0], parts[1]])
+    assert opener.open(frames, sizes_of(frames), now=999.0).all()
+    assert opener.phase == start + 2
+
+
+def test_a_burst_of_two_phases_is_not_sealed() -> None:
+    sealer, _ = ends()
+    frames = np.concatenate([burst(2), burst(2, first=2, phase=1)])
+    with pytest.raises(ValueError, match="a burst of phase 0"):
+        sealer.seal(frames)
+
+
 def test_a_phase_that_is_not_held_is_refused() -> None:
     sealer, opener = ends()
     for phase in range(3):

@@ -37,7 +37,7 @@ class Moved:
 @dataclass
 class _Path:
     heard: float  # when a datagram last came from it
-    received: int = 0  # bytes, until it is validated
+    received: int = 0  # bytes
     sent: int = 0
     validated: bool = False
     token: bytes = b""  # of its challenge; empty: none is open
@@ -89,8 +89,7 @@ class Paths:
         elif path != self.active and now - known.heard > FORGET_SECONDS:
             known.validated, known.received, known.sent, known.token = False, 0, 0, b""
         known.heard = now
-        if not known.validated:
-            known.received += size
+        known.received += size
         if ahead:
             self._highest, self._wanted = highest, path
             if not known.validated and not known.token:
@@ -109,7 +108,7 @@ class Paths:
     def handle_sent(self, path: Hashable, size: int) -> None:
         """Datagrams of `size` bytes in all went there, challenges too."""
         known = self._paths.get(path)
-        if known is not None and not known.validated:
+        if known is not None:
             known.sent += size
 
     def poll_challenges(self, now: float) -> list[tuple[Hashable, bytes]]:
