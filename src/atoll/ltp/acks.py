@@ -1,0 +1,109 @@
+"""What of a stripe's datagrams has come, and when to acknowledge it. Source: S3, "The receiver", 1.
+
+Acknowledged is out of order: an Ack tells a bit for each of the last numbers, so that one that is lost costs
+nothing, for the next tells the same again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.wire.datagrams import ACK_BITS, Acknowledgement
+
+Numbers = npt.NDArray[np.int64]
+
+ACK_EVERY = 64  # datagrams: at 1 Gb/s 1,400 Acks a second, each of which costs both ends some 50 us
+LONGEST_DELAY = 0.005  # seconds that an acknowledgement waits for more datagrams
+DELAY_SHARE = 1 / 8  # of the round trip; the smaller of the two
+TOLD_AGAIN = 1024  # numbers that an Ack tells at least: some 10 Acks in a row may be lost without harm
+LEAST_REORDER = 3  # datagrams by which a later one must have passed a missing one (RFC 9002, 6.1.1)
+REORDER_DECAY = 0.98  # of the reordering that was seen, with each batch that shows less
+_ROOM = 4 * ACK_BITS  # numbers that the bitmap has room for; moved down when they are used up
+
+
+class Arrivals:
+    """Of one stripe of one direction. Numbers are fresh: the replay window has been asked before."""
+
+    def __init__(self, most_bits: int) -> None:
+        self.largest = -1
+        self.late = 0  # that came after a later one had been acknowledged
+        self.reorder = float(LEAST_REORDER)  # by how many numbers a datagram may come too late
+        self._most_bits = most_bits
+        self._came = np.zeros(_ROOM, dtype=np.bool_)
+        self._first = 0  # the number of `_came`'s first
+        self._largest_at = 0.0
+        self._lowest_untold = 0
+        self._untold = 0  # that ask to be acknowledged
+        self._due = math.inf
+        self._told = -1  # the largest number in the last Ack
+
+    def handle_numbers(self, now: float, numbers: Numbers, *, asks: bool, longest_delay: float) -> None:
+        """Notes a batch in the order of arrival, (n,). `asks`: they are to be acknowledged within
+        `longest_delay` seconds, and at once where a gap shows."""
+        highest = np.maximum.accumulate(numbers)
+        np.maximum(highest, self.largest, out=highest)
+        extent = int((highest - numbers).max())
+        if extent >= self.reorder:
+            self.reorder = float(min(extent + 1, ACK_BITS))
+        else:
+            self.reorder = max(self.reorder * REORDER_DECAY, extent + 1.0, float(LEAST_REORDER))
+        self.late += int(np.count_nonzero(numbers < self._told))
+        largest, lowest = int(highest[-1]), int(numbers.min())
+        gap = largest - self.largest != int(np.count_nonzero(numbers > self.largest))
+        self._make_room(largest)
+        self._came[numbers[numbers >= self._first] - self._first] = True
+        if largest > self.largest:
+            self.largest, self._largest_at = largest, now
+        if not asks:
+            return
+        self._lowest_untold = lowest if not self._untold else min(lowest, self._lowest_untold)
+        self._untold += len(numbers)
+        soon = gap or extent > 0 or self._untold >= ACK_EVERY
+        self._due = min(self._due, now if soon else now + longest_delay)
+
+    def hurry(self, now: float) -> None:
+        """What came is to be acknowledged at once."""
+        if self._untold:
+            self._due = now
+
+    @property
+    def due(self) -> float:
+        """When to acknowledge; inf: nothing asks for it."""
+        return self._due
+
+    def poll_ack(self, now: float, stripe: int, delivered: int) -> Acknowledgement | None:
+        """The Ack that is due, if one is; `delivered` is bytes over all stripes."""
+        if now < self._due or self.largest < 0:
+            return None
+        base = max(min(self._lowest_untold, self.largest - TOLD_AGAIN + 1), self._first, 0)
+        base = max(base, self.largest - self._most_bits + 1)
+        received = self._came[base - self._first : self.largest + 1 - self._first].copy()
+        self._due, self._untold, self._told = math.inf, 0, self.largest
+        return Acknowledgement(
+            of=stripe,
+            largest=self.largest,
+            arrived=self._largest_at,
+            delay=now - self._largest_at,
+            base=base,
+            received=received,
+            delivered=delivered,
+            late=self.late,
+        )
+
+    def _make_room(self, largest: int) -> None:
+        if largest - self._first < _ROOM:
+            return
+        first = largest - ACK_BITS
+        keep = self._came[max(first - self._first, 0) :].copy() if first - self._first < _ROOM else None
+        self._came[:] = False
+        if keep is not None:
+            self._came[: len(keep)] = keep
+        self._first = first
+
+
+def ack_delay(srtt: float) -> float:
+    """How long an acknowledgement may wait for more, in seconds."""
+    return min(srtt * DELAY_SHARE, LONGEST_DELAY)

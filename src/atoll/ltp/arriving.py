@@ -1,0 +1,146 @@
+"""The transfers that come to a session: which datagrams are whose, what is refused, what is handed on.
+
+Source: S3, "The receiver". Bounds are checked before memory is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.ltp.events import Arrived, Event, Mask, Refused
+from atoll.ltp.filling import LastValues
+from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import Datagrams, Records
+from atoll.wire.linkcontrol import Filled, How
+
+MOST_TRANSFERS = 32  # open at a time: a sender begins half as many
+MOST_BYTES = 2**32  # of all open transfers together, by what they declare
+MOST_CLOSED = 4096  # ids of transfers that are over, which are remembered past a gap
+
+
+@dataclass
+class Done:
+    """What is to be done about a transfer. `missing`, by index, is to be told: it is closed."""
+
+    early: bool = False
+    need: Mask | None = None
+    event: Event | None = None
+    missing: Mask | None = None
+    fill: Filled = "none"
+    how: How = "complete"
+
+
+class Receiver:
+    """Of one end."""
+
+    def __init__(self, settings: Settings, extents: Mapping[int, int] | None, drops: Counter[str]) -> None:
+        self.repaired = self.borne = self.filled = 0
+        self._settings, self._extents, self._drops = settings, extents, drops
+        self._open: dict[int, Incoming] = {}
+        self._refused: dict[int, str] = {}  # that are still to be told
+        self._closed: dict[int, None] = {}
+        self._last = LastValues()
+        self._rates = ArrivalRate()
+
+    def handle_slices(self, now: float, batch: Datagrams, srtt: float) -> list[int]:
+        """Takes DATA or PARITY; returns the transfers that they were of, for `poll`."""
+        transfers = batch.slices["transfer"]
+        self._rates.handle_blocks(now, len(batch), srtt)
+        if (transfers == transfers[0]).all():
+            touched = [(int(transfers[0]), batch)]
+        else:
+            touched = [
+                (int(each), Datagrams(batch.kind, batch.frames[transfers == each]))
+                for each in np.unique(transfers)
+            ]
+        return [transfer for transfer, part in touched if self._handle_part(now, transfer, part)]
+
+    def _handle_part(self, now: float, transfer: int, part: Datagrams) -> bool:
+        if transfer in self._closed:
+            self._drops["of a transfer that was handed on"] += len(part)
+            return False
+        try:
+            incoming = self._open.get(transfer)
+            if incoming is None:
+                incoming = self._open_transfer(now, part.slices[0], part.elements.shape[1])
+                self._open[transfer] = incoming
+            incoming.handle_datagrams(now, part, self._drops)
+        except RefusedError as error:
+            self._refused[transfer] = str(error)
+        return True
+
+    def _open_transfer(self, now: float, first: Records, payload: int) -> Incoming:
+        chunk = int(first["chunk"])
+        if self._extents is not None and chunk not in self._extents:
+            raise RefusedError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
+        if len(self._open) >= MOST_TRANSFERS:
+            raise RefusedError(f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most")
+        elements = None if self._extents is None else self._extents[chunk]
+        room = MOST_BYTES - sum(each.bytes for each in self._open.values())
+        return Incoming(self._settings, first, payload, elements, room, now)
+
+    def poll(self, now: float, transfer: int, reorder: float, srtt: float, rttvar: float) -> Done:
+        """What is to be done about it now."""
+        if transfer in self._refused:
+            return self._refuse(transfer, self._refused.pop(transfer), "refused")
+        incoming = self._open[transfer]
+        if now - incoming.last_at >= self._settings.idle_seconds:
+            return self._refuse(transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
+        verdict = incoming.poll_verdict(now, reorder, self._rates, srtt, rttvar)
+        if verdict.name == "early":
+            return Done(early=True)
+        if verdict.name == "need":
+            return Done(need=incoming.poll_need(now, srtt, rttvar))
+        if not verdict.hands_on:
+            return Done()
+        last = self._settings.fill == "last"
+        arrived = incoming.finish(now, self._last.of(incoming.chunk) if last else None)
+        if last:
+            self._last.keep(incoming.chunk, arrived.values, arrived.present, arrived.block)
+        self._close(transfer)
+        missing = incoming.missing
+        self._count(arrived, incoming.restored, int(np.count_nonzero(missing)))
+        return Done(event=arrived, missing=missing, fill=arrived.fill, how=arrived.how)  # type: ignore[arg-type]
+
+    def _count(self, arrived: Arrived, restored: int, missing: int) -> None:
+        self.repaired += restored
+        if arrived.fill == "borne":
+            self.borne += missing
+        else:
+            self.filled += missing
+
+    def _refuse(self, transfer: int, reason: str, how: How) -> Done:
+        self._close(transfer)
+        return Done(event=Refused(transfer, reason), missing=np.zeros(0, dtype=np.bool_), how=how)
+
+    def _close(self, transfer: int) -> None:
+        self._open.pop(transfer, None)
+        self._closed[transfer] = None
+        if len(self._closed) > MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+
+    @property
+    def deadline(self) -> float:
+        """When a transfer is to be polled."""
+        if not self._open:
+            return math.inf
+        return min(self._deadline_of(each) for each in self._open.values())
+
+    def due(self, now: float) -> list[int]:
+        """The transfers to poll."""
+        return [transfer for transfer, each in self._open.items() if self._deadline_of(each) <= now]
+
+    def _deadline_of(self, incoming: Incoming) -> float:
+        return min(incoming.deadline, incoming.last_at + self._settings.idle_seconds)
+
+    def end(self) -> tuple[int, ...]:
+        """The session is over: these had come in part, and are dropped."""
+        transfers = tuple(self._open)
+        self._open, self._refused = {}, {}
+        return transfers

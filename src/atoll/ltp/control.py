@@ -1,0 +1,383 @@
+"""The rate of a session: start-up, the rate table, the draining of queues, and grants.
+
+Source: S3, "The sender", 4 and 5. Everything is decided once a round trip; an acknowledgement costs a few
+additions. docs/ltp.md has the states and the reason of each constant.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from atoll.ltp.bandwidth import (
+    FAIR,
+    MIN_RTT_SECONDS,
+    Bandwidth,
+    Losses,
+    RateSample,
+    Round,
+    RoundTrip,
+    least_busy,
+)
+from atoll.ltp.rates import Row, Seen, decide
+from atoll.ltp.settings import Settings
+
+__all__ = ["Decision", "RateControl", "RateSample"]
+
+Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
+
+DOUBLING = 2.0  # a round trip, in start-up
+GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
+SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
+FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
+EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
+PROBE = 0.05  # above the estimate: the first step of a probe. Its queue is a twentieth of a round trip
+MOST_PROBE = 0.25  # above the estimate: the probing gain, which "up" never passes (BBR's 1.25)
+PROBE_ROUNDS = 8  # from a probe that found nothing to the next (BBR's cycle)
+GREW = 0.5  # of a probe's step, by which the delivery rate must have grown for the next to follow at once
+PAY_BACK = 0.03  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
+LEAST_SHARE = 0.1  # of the path, that a sender takes for its own
+RECOVERY = 1.25  # a round, "up" while below the estimate
+HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
+STANDING = 0.25  # of the least round trip: a queue of more is drained
+LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
+DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
+DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
+MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
+ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
+YIELD = 0.85  # times the rate, for loss beside another's standing queue
+LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
+LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
+BURST_SECONDS = 0.002  # of the rate: what the engine sends at once
+LEAST_RATE_PACKETS = 2.0  # a round trip: the least rate
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The rate in bytes per second, by which row or state, and why."""
+
+    row: str
+    rate: float
+    reason: str
+
+
+class RateControl:
+    """One session's; not for several threads. Times in seconds, `rate` in bytes per second of datagrams."""
+
+    def __init__(self, settings: Settings, now: float, rng: np.random.Generator) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._trip = RoundTrip()
+        self._losses = Losses()
+        self._bandwidth = Bandwidth(settings.initial_rate)
+        self._phase: Phase = "start-up"
+        self._round = 0
+        self._level = 1.0  # of the estimate: below 1 after "halved" and timeouts
+        self._gain = 1.0  # for one round: a probe, a drain, a look
+        self._starting_rate = settings.initial_rate
+        self._flat = 0
+        self._paced = self._paced_before = settings.initial_rate  # the most in this round and in the last
+        self._deaf_until = 0  # round until which loss is of the rate before
+        self._drained = 0  # rounds
+        self._foreign = False  # the standing queue is another's
+        self._probe = PROBE
+        self._probed = 0  # the round of the last probe
+        self._before_probe = 0.0  # the delivery rate before it
+        self._judge = False  # the last probe is still to be judged
+        self._share = 1.0  # of the path, as probes told: of a step up, the share of others is what arrives
+        self._pay_back = 0  # rounds below the estimate, for a probe's queue
+        self._busy_rounds = 0
+        self._timeouts = 0
+        self._granted = math.inf
+        self._granted_until = -math.inf
+        self._anew_until = 0
+        self._queue_rises = 0
+        self._emptied_from = 0
+        self._looked = now
+        self._target = settings.target_loss
+        self.rate = settings.initial_rate
+        self.decision = Decision("start-up", self.rate, "nothing is known of the path")
+        self._set(now, "start-up", self.decision.reason)
+
+    @property
+    def loss(self) -> float:
+        """Of the path over the last few round trips, repaired packets counted as lost."""
+        return self._losses.share
+
+    @property
+    def target(self) -> float:
+        return self._target
+
+    @property
+    def estimate(self) -> float:
+        """Of the bandwidth, in bytes per second."""
+        return self._bandwidth.estimate
+
+    @property
+    def srtt(self) -> float:
+        return self._trip.smoothed
+
+    @property
+    def rttvar(self) -> float:
+        return self._trip.variation
+
+    @property
+    def min_rtt(self) -> float:
+        return self._trip.least
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def in_flight_limit(self) -> int:
+        """Bytes: twice what the path holds, since acknowledgements come in groups; in start-up what it is
+        thought to hold after the next doubling."""
+        rate = max(self.rate, self._bandwidth.estimate)
+        return int(2.0 * rate * (self._trip.least + BURST_SECONDS)) + 10 * self._settings.datagram_bytes
+
+    def handle_ack(
+        self,
+        now: float,
+        *,
+        rtt: float | None,
+        sample: RateSample | None,
+        acked: int,
+        lost: int,
+        restored: int,
+        in_flight: int,
+        round_ended: bool,
+    ) -> None:
+        """An acknowledgement: packets that came (`acked`) and that are lost by it (`restored` are among them:
+        what was repaired was lost all the same), bytes in flight, and whether one was acknowledged that was
+        sent after the last round ended."""
+        if rtt is not None:
+            self._trip.take(now, rtt)
+        if sample is not None:
+            self._bandwidth.take(sample)
+        self._losses.take(acked, lost)
+        if acked:
+            self._timeouts = 0
+        if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
+            self._paced = math.nan
+        if round_ended:
+            self._end_round(now, in_flight)
+        elif self._phase == "start-up" and rtt is not None:
+            self._watch_queue(now, rtt)
+        if now >= self._granted_until and self._granted < math.inf:
+            self._granted = math.inf
+            self._set(now, "grant", "the receiver's grant has expired")
+
+    def handle_timeout(self, now: float) -> None:
+        """Nothing was heard for a probe timeout."""
+        self._timeouts += 1
+        self._level = max(HALF, self._level * HALF) if self._timeouts == 1 else self._level * HALF
+        self._starting_rate = max(self._starting_rate * HALF, self._settings.initial_rate * HALF)
+        self._gain = 1.0
+        self._losses.forget()
+        self._set(now, "timeout", f"nothing was heard, {self._timeouts} times in a row")
+
+    def handle_grant(self, now: float, rate: float, seconds: float) -> None:
+        """The receiver's word that its link has so much for this sender, for so long."""
+        self._granted, self._granted_until = rate, now + seconds
+        self._set(now, "grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
+
+    def begin_window(self, now: float) -> Decision:
+        """A transfer's window begins: the rate is the estimate's, however long the sender was idle."""
+        if now >= self._granted_until:
+            self._granted = math.inf
+        if self._phase == "start-up":
+            self._set(now, "start-up", "a window begins, and the path is not known yet")
+        else:
+            self._level = 1.0 if not self._timeouts else self._level
+            self._set(now, "window", "a window begins at the estimate")
+        return self.decision
+
+    # Once a round trip.
+
+    def _end_round(self, now: float, in_flight: int) -> None:
+        self._round += 1
+        trip = self._trip
+        queue = max(0.0, trip.round_least - trip.least) if trip.round_least < math.inf else 0.0
+        trip.round_least = math.inf
+        self._queue_rises = 0
+        acked, lost = self._losses.end_round()
+        if self._round < self._deaf_until:
+            self._losses.forget()
+        base = self._losses.base
+        sent, self._paced_before = (
+            self._paced_before,
+            self._paced,
+        )  # what came now was sent in the round before
+        rate, limited = self._bandwidth.end_round(base)
+        if self._phase == "start-up":
+            self._start_up(now, Round(rate, sent, limited, acked, lost, queue))
+        else:
+            round_ = Round(rate, sent, limited, acked, lost, queue)
+            self._bandwidth.measure(round_, base, trip.least, self._round <= self._anew_until)
+            if self._phase == "emptying":
+                self._empty(now, in_flight, queue)
+            if self._phase == "cruise":
+                self._cruise(now, round_)
+        self._paced = self.rate
+
+    def _start_up(self, now: float, round_: Round) -> None:
+        bandwidth, rate, limited, queue = self._bandwidth, round_.rate, round_.limited, round_.queue
+        grew = rate >= GROWTH * bandwidth.estimate or not bandwidth.measured
+        if rate > 0.0 and (not limited or rate > bandwidth.estimate):
+            bandwidth.raise_to(rate)
+        if limited:
+            self._set(now, "start-up", "too little to send to learn the path's rate")
+            return
+        self._flat = 0 if grew else self._flat + 1
+        if self._flat >= FLAT_ROUNDS:
+            self._leave_start_up(now, f"{FLAT_ROUNDS} rounds without growth")
+        elif self._stands(queue):
+            self._leave_start_up(now, "a queue stands")
+        elif rate < SHORT * round_.sent and self._seen().above_fill:
+            self._leave_start_up(now, "loss above the fill threshold, and less came than was sent")
+        else:
+            if grew:
+                self._starting_rate = DOUBLING * max(self._starting_rate, bandwidth.estimate)
+            self._set(now, "start-up", "doubled" if grew else "no growth; it may be chance")
+
+    def _watch_queue(self, now: float, rtt: float) -> None:
+        """Start-up ends as soon as a queue is seen to stand, within a round."""
+        self._queue_rises = self._queue_rises + 1 if self._stands(rtt - self._trip.least) else 0
+        if self._queue_rises >= 8 and self._bandwidth.measured:
+            self._leave_start_up(now, "a queue stands")
+
+    def _leave_start_up(self, now: float, reason: str) -> None:
+        self._phase = "emptying"
+        self._gain, self._level = EMPTYING, 1.0
+        self._emptied_from = self._round
+        self._losses.forget()
+        self._deaf_until = self._round + 3
+        rate = self._bandwidth.most_of_round()
+        if rate > self._bandwidth.estimate:
+            self._bandwidth.raise_to(rate)
+        self._set(now, "emptying", f"start-up ends: {reason}")
+
+    def _empty(self, now: float, in_flight: int, queue: float) -> None:
+        held = self._bandwidth.estimate * self._trip.least
+        if in_flight <= held or (self._round > self._emptied_from + 1 and not self._stands(queue)):
+            self._phase, self._gain = "cruise", 1.0
+            self._probed = self._round
+        elif self._round >= self._emptied_from + DRAIN_ROUNDS:
+            self._phase, self._gain = "cruise", 1.0
+            self._probed = self._round
+        else:
+            self._set(now, "emptying", f"start-up's queue of {queue * 1e3:.1f} ms")
+
+    def _cruise(self, now: float, round_: Round) -> None:
+        rate, limited, lost, queue = round_.rate, round_.limited, round_.lost, round_.queue
+        row = decide(self._seen())
+        stands = self._stands(queue)
+        if not stands:
+            self._foreign, self._drained = False, 0
+        busy = queue > least_busy(self._trip.least)
+        self._busy_rounds = self._busy_rounds + 1 if busy else 0
+        if self._busy_rounds % (2 * PROBE_ROUNDS) == PROBE_ROUNDS:
+            self._pay_back = PROBE_ROUNDS
+        if self._judge and self._round >= self._probed + 2:
+            self._judge_probe(rate, limited)
+        if row.action == "halved":
+            self._halve(now, row, round_)
+        elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
+            self._looked = now
+            self._gain = LOOK
+            self._set(now, "look", "the least round trip was seen too long ago")
+        elif stands and not self._foreign:
+            self._drain(now, queue)
+        elif stands and lost and self._round >= self._deaf_until:
+            self._yield(now)
+        elif self._pay_back and busy:
+            self._pay_back -= 1
+            self._gain = 1.0 - PAY_BACK * self._share
+            self._set(now, row.seen, "a small queue is given time to drain")
+        elif row.action == "up":
+            self._up(now, row, limited)
+        else:
+            self._gain = 1.0
+            self._set(now, row.seen, f"held: {row.reason}")
+
+    def _up(self, now: float, row: Row, limited: bool) -> None:
+        self._gain = 1.0
+        if self._level < 1.0:
+            self._level = min(1.0, self._level * RECOVERY)
+            self._set(now, row.seen, f"up, towards the estimate: {row.reason}")
+        elif self._judge:
+            if self._probe > PROBE:
+                self._gain = 1.0 + self._probe
+            self._set(now, row.seen, "up, and what it did is not yet known")
+        elif limited or self._round < self._probed + (2 if self._probe > PROBE else PROBE_ROUNDS):
+            self._set(now, row.seen, "up not yet: the last probe found nothing")
+        else:
+            self._gain = 1.0 + (MOST_PROBE if self._foreign else self._probe)
+            self._probed, self._judge = self._round, True
+            self._before_probe = self._bandwidth.estimate
+            self._set(now, row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
+
+    def _judge_probe(self, rate: float, limited: bool) -> None:
+        self._judge = False
+        if limited:
+            return
+        step = MOST_PROBE if self._foreign else self._probe
+        grew = (rate / self._before_probe - 1.0) / step
+        self._share += (min(1.0, max(LEAST_SHARE, 1.0 - grew)) - self._share) / 2
+        if grew >= GREW:
+            self._probe = MOST_PROBE
+        else:
+            self._probe = PROBE
+            self._pay_back = PROBE_ROUNDS
+
+    def _halve(self, now: float, row: Row, round_: Round) -> None:
+        """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If
+        half does not lessen the loss and no queue stands, it is not the rate's, and half it stays."""
+        full = round_.sent >= FAIR * self._bandwidth.estimate or self._stands(round_.queue)
+        if full and not round_.limited:
+            was = self._bandwidth.estimate
+            self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
+        self._level, self._gain = max(HALF, self._level * HALF), 1.0
+        self._judge, self._probe, self._pay_back = False, PROBE, 0
+        self._losses.forget()
+        self._deaf_until = self._round + 2
+        self._anew_until = self._round + ANEW_ROUNDS
+        self._set(now, row.seen, f"halved: {row.reason}")
+
+    def _drain(self, now: float, queue: float) -> None:
+        self._drained += 1
+        if self._drained > DRAIN_ROUNDS:
+            self._foreign = True
+            self._gain = 1.0
+            self._set(now, "drain", "the queue stays whatever is done: it is another's")
+            return
+        self._gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / self._trip.least))
+        self._judge, self._probe, self._pay_back = False, PROBE, 0
+        self._set(now, "drain", f"a queue of {queue * 1e3:.1f} ms stands")
+
+    def _yield(self, now: float) -> None:
+        self._level = max(HALF, self._level * YIELD)
+        self._gain = 1.0
+        self._deaf_until = self._round + 2
+        self._set(now, "yield", "loss beside another's queue: the path is full")
+
+    def _stands(self, queue: float) -> bool:
+        return self._trip.measured and queue > max(STANDING * self._trip.least, LEAST_STANDING)
+
+    def _seen(self) -> Seen:
+        lost, counted = self._losses.recent()
+        return Seen(lost, counted, self._losses.quiet_rounds, self._target, self._settings.fill_above)
+
+    def _set(self, now: float, row: str, reason: str) -> None:
+        if self._phase == "start-up":
+            wanted = self._starting_rate
+        else:
+            wanted = self._bandwidth.estimate * self._level * self._gain
+        least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self._trip.smoothed
+        self.rate = min(max(wanted, least), self._granted)
+        self._paced = max(self._paced, self.rate)  # nan stays
+        self.decision = Decision(row, self.rate, reason)

@@ -1,0 +1,43 @@
+"""The order in which a transfer's blocks are sent: both ends know from two counts which of them are high.
+
+A block's index is its turn. The k-th high block, by place, has the index
+floor((2k + 1) blocks / (2 highs)), the low ones have the rest, by place: so the shares of high and low that
+have come rise together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.wire.datagrams import Element
+
+Indices = npt.NDArray[np.int64]
+
+ELEMENTS: dict[np.dtype[Any], Element] = {
+    np.dtype(np.float32): Element.FLOAT32,
+    np.dtype(np.float64): Element.FLOAT64,
+    np.dtype(np.float16): Element.FLOAT16,
+    np.dtype(np.uint16): Element.BFLOAT16,
+    np.dtype(np.uint8): Element.BYTE,
+}
+DTYPES = {int(element): dtype for dtype, element in ELEMENTS.items()}
+
+
+def high_indices(blocks: int, highs: int) -> Indices:
+    """The indices of the high blocks, rising, (highs,)."""
+    turns = np.arange(highs, dtype=np.int64)
+    return (2 * turns + 1) * blocks // (2 * max(highs, 1))
+
+
+def places_of(high: npt.NDArray[np.bool_]) -> Indices:
+    """The place of each index, (blocks,), where `high` is by place."""
+    blocks, highs = len(high), int(np.count_nonzero(high))
+    places = np.empty(blocks, dtype=np.int64)
+    at_high = np.zeros(blocks, dtype=np.bool_)
+    at_high[high_indices(blocks, highs)] = True
+    places[at_high] = np.flatnonzero(high)
+    places[~at_high] = np.flatnonzero(~high)
+    return places

@@ -1,0 +1,465 @@
+"""A transfer that this end receives: where its blocks go, what the code gives back, and when it is handed on.
+
+Source: S3, "The receiver". The first datagram says what the transfer is; one that contradicts it, or itself,
+has the whole transfer refused, with a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import AtollError
+from atoll.ltp import fec, filling
+from atoll.ltp.closing import Seen, Verdict, decide, least
+from atoll.ltp.events import Arrived, Mask, Values
+from atoll.ltp.order import DTYPES, high_indices
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import (
+    CODED_FROM,
+    HEADER,
+    HIGH,
+    NO_GROUP,
+    RELIABLE,
+    SLICE,
+    Bytes,
+    Datagrams,
+    Kind,
+    Records,
+    restored_untrusted,
+)
+
+Items = npt.NDArray[np.int64]
+
+DEVIATIONS = 4  # of the gap between arrivals that are waited for beyond the mean (as TCP's timeout has it)
+LEAST_WAIT = 0.002  # seconds: bursts are up to 2 ms apart
+RATE_SPAN = 0.02  # seconds over which the rate of arrival is a mean, at least; else a round trip
+NEED_RTTS = 2.0  # round trips after which a high block that was passed by is asked for
+_SAME = ("chunk", "iteration", "blocks", "highs", "element")  # that all datagrams of a transfer say alike
+
+
+class RefusedError(AtollError):
+    """A transfer that cannot be taken; the line says why."""
+
+
+class ArrivalRate:
+    """Blocks per second that come while any come, and by how much the gaps between batches vary. Of a whole
+    session: a transfer begins with what the one before has shown."""
+
+    def __init__(self) -> None:
+        self.gap_deviation = 0.0
+        self._gap = 0.0
+        self._last = -math.inf
+        self._blocks = 0.0
+        self._seconds = 0.0
+
+    def handle_blocks(self, now: float, blocks: int, srtt: float) -> None:
+        """A batch of so many came."""
+        gap, self._last = now - self._last, now
+        span = max(srtt, RATE_SPAN)
+        if gap > 4 * span:  # the sender had nothing to send
+            return
+        fade = math.exp(-gap / span)
+        self._blocks = self._blocks * fade + blocks
+        self._seconds = self._seconds * fade + gap
+        self.gap_deviation += (abs(gap - self._gap) - self.gap_deviation) / 16
+        self._gap += (gap - self._gap) / 8
+
+    @property
+    def rate(self) -> float:
+        """Blocks per second; inf where nothing was measured."""
+        return self._blocks / self._seconds if self._seconds > 0.0 else math.inf
+
+    def expected(self, blocks: int) -> float:
+        """Seconds in which so many come."""
+        return blocks / self.rate
+
+
+class Incoming:
+    """One transfer, from its first datagram on. `elements` is the chunk's length, None: not known. Raises
+    RefusedError where the first datagram contradicts it or passes `most_bytes`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        first: Records,
+        payload: int,
+        elements: int | None,
+        most_bytes: int,
+        now: float,
+    ) -> None:
+        self.settings = settings
+        self.transfer, self.chunk = int(first["transfer"]), int(first["chunk"])
+        self.iteration = int(first["iteration"])
+        self.blocks, self.highs = int(first["blocks"]), int(first["highs"])
+        self.reliable = bool(first["flags"] & RELIABLE)
+        self.dtype = DTYPES[int(first["element"])]
+        self.block = payload // self.dtype.itemsize
+        self._like = {name: first[name] for name in _SAME}
+        self._head = first.tobytes()[:CODED_FROM]
+        self._check_size(payload, elements, most_bytes)
+        self._elements = elements
+        self.first_at = self.last_at = now
+        self.usable_at = math.inf
+        self.restored = 0
+        self.datagrams = 0
+        self.early_said = False
+        self.verdict = Verdict("wait", "")
+        self._memory: Bytes = np.empty((self.blocks, payload), dtype=np.uint8)  # by place
+        self._there = np.zeros(self.blocks, dtype=np.bool_)  # by index
+        self._taken = np.zeros(self.blocks, dtype=np.bool_)  # by place
+        self._place = np.zeros(self.blocks, dtype=np.int64)  # by index
+        self._scale: npt.NDArray[np.float32] | None = None  # by place, once one is not 1
+        self._high_at = np.zeros(self.blocks, dtype=np.bool_)  # by index
+        self._high_indices = high_indices(self.blocks, self.highs)
+        self._high_at[self._high_indices] = True
+        self._count, self._highs_there = 0, 0
+        self._furthest = -1  # the highest index that came
+        self._watched: Mask | None = None  # high blocks that were passed by, by index
+        self._groups = _Coded(self.blocks, self.highs, payload + SLICE.itemsize - CODED_FROM)
+        self._grace_at = self._deadline_at = self._need_at = math.inf
+
+    def _check_size(self, payload: int, elements: int | None, most_bytes: int) -> None:
+        name = f"transfer {self.transfer} of chunk {self.chunk}"
+        if self.block < 1:
+            raise RefusedError(f"{name}: datagrams without room for an element")
+        if self.blocks * payload > most_bytes:
+            raise RefusedError(
+                f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most"
+            )
+        if elements is not None and self.blocks != -(-elements // self.block):
+            raise RefusedError(
+                f"{name}: {self.blocks} blocks of {self.block}, where the chunk has {elements} elements"
+            )
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+    # -- what comes -----------------------------------------------------------------------------------------
+
+    def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> int:
+        """Takes DATA or PARITY of this transfer; returns how many blocks are there newly, restored ones too.
+        Raises RefusedError where a datagram contradicts another, or itself."""
+        slices = batch.slices
+        self._check_alike(slices)
+        before = self._count
+        self.last_at = now
+        self.datagrams += len(batch)
+        if batch.kind is Kind.PARITY:
+            self._groups.add_parity(slices, batch.frames[:, HEADER.itemsize + CODED_FROM :])
+            self._furthest = max(
+                self._furthest, self.blocks - 1 + self._groups.parities
+            )  # it follows all data
+        else:
+            self._place_blocks(slices, batch.elements)
+        if self._groups.parities and self._highs_there < self.highs:
+            self._restore(drops)
+        return self._count - before
+
+    def _check_alike(self, slices: Records) -> None:
+        for name, value in self._like.items():
+            if (slices[name] != value).any():
+                raise RefusedError(
+                    f"transfer {self.transfer}: its datagrams differ in {name} ({value} and another)"
+                )
+        if ((slices["flags"] & RELIABLE != 0) != self.reliable).any():
+            raise RefusedError(f"transfer {self.transfer}: some of its datagrams are of a reliable one")
+
+    def _place_blocks(self, slices: Records, elements: Bytes) -> None:
+        index = slices["index"].astype(np.int64)
+        self._furthest = max(self._furthest, int(index.max()))
+        fresh = ~self._there[index]
+        if not fresh.all():
+            slices, elements, index = slices[fresh], elements[fresh], index[fresh]
+            if not len(index):
+                return
+        place, rest = np.divmod(slices["offset"].astype(np.int64), self.block)
+        self._check_places(slices, index, place, rest)
+        self._there[index] = True
+        self._taken[place] = True
+        count = int(np.count_nonzero(self._there))
+        if int(np.count_nonzero(self._taken)) != count:
+            raise RefusedError(f"transfer {self.transfer}: two blocks at one place")
+        self._place[index] = place
+        self._memory[place] = elements
+        self._keep_scale(slices["scale"], place)
+        self._groups.add_data(slices, index)
+        self._count = count
+        self._highs_there = int(np.count_nonzero(self._there[self._high_indices]))
+
+    def _check_places(self, slices: Records, index: Items, place: Items, rest: Items) -> None:
+        high = slices["flags"] & HIGH != 0
+        wrong = (rest != 0) | (place >= self.blocks) | (high != self._high_at[index])
+        wrong |= (slices["count"] != self.block) & (place != self.blocks - 1)
+        if wrong.any():
+            bad = int(np.flatnonzero(wrong)[0])
+            raise RefusedError(
+                f"transfer {self.transfer}: block {index[bad]} of {self.blocks} at element "
+                f"{slices['offset'][bad]}, {slices['count'][bad]} long, "
+                f"{'high' if high[bad] else 'low'}: blocks have {self.block}"
+            )
+        last = np.flatnonzero(place == self.blocks - 1)
+        if len(last):
+            self._check_end(slices, last)
+
+    def _check_end(self, slices: Records, last: Items) -> None:
+        counts = slices["count"][last]
+        elements = (self.blocks - 1) * self.block + int(counts[0])
+        if self._elements is None:
+            self._elements = elements
+        if (counts != counts[0]).any() or self._elements != elements or counts[0] > self.block:
+            raise RefusedError(
+                f"transfer {self.transfer}: {elements} elements, where the chunk has {self._elements}"
+            )
+
+    def _keep_scale(self, scale: npt.NDArray[np.float32], place: Items) -> None:
+        if self._scale is None:
+            if (scale == 1.0).all():
+                return
+            if self.dtype.kind != "f":
+                raise RefusedError(f"transfer {self.transfer}: a scale for {self.dtype}")
+            self._scale = np.ones(self.blocks, dtype=np.float32)
+        self._scale[place] = scale
+
+    def _restore(self, drops: Counter[str]) -> None:
+        """Has the code give back what it can."""
+        for group in self._groups.restorable(self._there):
+            members = self._groups.members(group, self._there)
+            places = self._place[members]
+            heads = self._groups.heads[members]
+            rows = np.concatenate((heads, self._memory[places]), axis=1)
+            try:
+                restored = self._groups.restore(group, members, rows)
+            except ValueError as error:
+                raise RefusedError(f"transfer {self.transfer}: {error}") from None
+            frames = np.zeros(
+                (len(restored), HEADER.itemsize + CODED_FROM + restored.shape[1]), dtype=np.uint8
+            )
+            frames[:, HEADER.itemsize + CODED_FROM :] = restored
+            frames[:, HEADER.itemsize : HEADER.itemsize + CODED_FROM] = np.frombuffer(
+                self._head, dtype=np.uint8
+            )
+            batch = Datagrams(Kind.DATA, frames)
+            slices = batch.slices
+            slices["group"], slices["place"], slices["data"], slices["parity"] = NO_GROUP, 0, 0, 0
+            slices["flags"] = HIGH | (RELIABLE if self.reliable else 0)
+            good = restored_untrusted(batch, drops)
+            if not good.all():
+                raise RefusedError(f"transfer {self.transfer}: what its parity restores is no block")
+            before = self._count
+            self._place_blocks(slices, batch.elements)
+            self.restored += self._count - before
+
+    # -- when it is handed on -------------------------------------------------------------------------------
+
+    def poll_verdict(
+        self, now: float, reorder: float, rates: ArrivalRate, srtt: float, rttvar: float
+    ) -> Verdict:
+        """What is to be done now, by the rules of atoll.ltp.closing."""
+        spread = DEVIATIONS * rates.gap_deviation
+        patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread
+        whole = self._highs_there == self.highs
+        lows, lows_there = self.blocks - self.highs, self._count - self._highs_there
+        usable = lows_there >= least(self.settings.usable, lows)
+        if whole:
+            self._set_deadlines(now, usable, rates, srtt, spread)
+        else:
+            self._watch(now, reorder, rates, patience)
+        seen = Seen(
+            highs=self.highs,
+            highs_there=self._highs_there,
+            lows=lows,
+            lows_there=lows_there,
+            passed=whole and usable and self._count < self.blocks and self._all_passed(reorder),
+            grace_over=now >= self._grace_at,
+            deadline_over=now >= self._deadline_at,
+            early_said=self.early_said,
+            need_over=now >= self._need_at,
+        )
+        self.verdict = decide(seen, self.settings)
+        if self.verdict.name == "early":
+            self.early_said = True
+        return self.verdict
+
+    def poll_need(self, now: float, srtt: float, rttvar: float) -> Mask:
+        """Which blocks to ask for, by index; they are asked for again when that many round trips are over."""
+        missing = self.missing_high
+        asked = missing if self._watched is None else self._watched & missing
+        self._watched, self._need_at = missing, now + NEED_RTTS * srtt + DEVIATIONS * rttvar
+        return asked
+
+    def _set_deadlines(
+        self, now: float, usable: bool, rates: ArrivalRate, srtt: float, spread: float
+    ) -> None:
+        """Every high block is there: how long low ones are waited for."""
+        self._need_at = math.inf
+        if usable and self.usable_at == math.inf:
+            self.usable_at = now
+            self._grace_at = now + rates.expected(self.blocks - self._count) + max(spread, LEAST_WAIT)
+        if self._deadline_at == math.inf:
+            left = max(self.blocks - 1 - self._furthest, 0)
+            self._deadline_at = now + rates.expected(left) + max(srtt / 2, spread, LEAST_WAIT)
+
+    def _watch(self, now: float, reorder: float, rates: ArrivalRate, patience: float) -> None:
+        """Which high blocks were passed by, and until when the sender has time to see that by itself."""
+        if self._watched is not None:
+            if now < self._need_at or (self._watched & ~self._there).any():
+                return
+            self._watched = None
+        elif now >= self._need_at:
+            return  # the end is overdue, and nothing that came has passed them by
+        passed = self.missing_high
+        passed[max(int(self._furthest - reorder), 0) :] = False
+        if passed.any():
+            self._watched, self._need_at = passed, now + patience
+        else:
+            left = max(self.blocks - 1 - self._furthest, 0)
+            self._need_at = self.last_at + rates.expected(left) + patience
+
+    def _all_passed(self, reorder: float) -> bool:
+        """Whether later datagrams have passed by all that is missing, by more than the reordering."""
+        last = self.blocks - 1 - int(self.missing[::-1].argmax())
+        return self._furthest - last > reorder
+
+    @property
+    def deadline(self) -> float:
+        """When poll_verdict may say something new, without a datagram."""
+        return min(self._deadline_at, self._need_at, self._grace_at)
+
+    @property
+    def missing(self) -> Mask:
+        """By index."""
+        return ~self._there
+
+    @property
+    def missing_high(self) -> Mask:
+        """By index."""
+        return ~self._there & self._high_at
+
+    def finish(self, now: float, last: Values | None) -> Arrived:
+        """Hands it on. `last` are the chunk's last values, where they are kept."""
+        assert self._elements is not None  # the last block is of high priority
+        block, present = self.block, self._taken
+        high = np.zeros(self.blocks, dtype=np.bool_)
+        high[self._place[self._high_indices]] = True
+        values = self._memory.reshape(-1).view(self.dtype)[: self._elements]
+        if self._scale is not None:
+            values *= np.repeat(self._scale, block)[: self._elements].astype(self.dtype)
+        choice = self._fill(values, present, high, last)
+        return Arrived(
+            self.transfer,
+            self.chunk,
+            self.iteration,
+            values,
+            present,
+            high,
+            block,
+            self.verdict.name,
+            choice.how,
+            min(self.usable_at, now) - self.first_at,
+            f"{self.verdict.reason}; {choice.reason}",
+        )
+
+    def _fill(self, values: Values, present: Mask, high: Mask, last: Values | None) -> filling.Filling:
+        if last is not None and (last.shape != values.shape or last.dtype != values.dtype):
+            last = None
+        fill = self.settings.fill
+        choice = filling.choose_filling(
+            self.blocks - self._count,
+            self.blocks - self.highs,
+            fill="zero" if fill == "rescale" and values.dtype.kind != "f" else fill,
+            fill_above=self.settings.fill_above,
+            has_last=last is not None,
+        )
+        if choice.how != "none":
+            filling.apply(choice.how, values, present, high, self.block, last)
+        return choice
+
+
+class _Coded:
+    """What came of a transfer's groups of forward error correction."""
+
+    def __init__(self, blocks: int, highs: int, width: int) -> None:
+        self.parities = 0
+        self.heads = np.zeros((0, 0), dtype=np.uint8)  # the coded half of SLICE, by index, once one came
+        self._blocks, self._most = blocks, min(highs, NO_GROUP)
+        self._width = width
+        self._group = np.zeros(0, dtype=np.int64)  # by index
+        self._place = np.zeros(0, dtype=np.int64)
+        self._data = np.zeros(0, dtype=np.int64)  # by group
+        self._done = np.zeros(0, dtype=np.bool_)  # by group: restored
+        self._parity_rows: list[Bytes] = []
+        self._parity_group = np.zeros(0, dtype=np.int64)
+        self._parity_place = np.zeros(0, dtype=np.int64)
+
+    def add_data(self, slices: Records, index: Items) -> None:
+        """Blocks that are there newly, and may be in a group."""
+        grouped = slices["group"] != NO_GROUP
+        if not grouped.any():
+            return
+        self._open()
+        if not grouped.all():
+            slices, index = slices[grouped], index[grouped]
+        self._learn(slices)
+        self._group[index] = slices["group"]
+        self._place[index] = slices["place"]
+        raw = np.ascontiguousarray(slices).view(np.uint8).reshape(len(slices), SLICE.itemsize)
+        self.heads[index] = raw[:, CODED_FROM:]
+
+    def add_parity(self, slices: Records, coded: Bytes) -> None:
+        """Parity that came; a copy is kept."""
+        self._open()
+        self._learn(slices)
+        group, place = slices["group"].astype(np.int64), slices["place"].astype(np.int64)
+        known = set((self._parity_group << 8 | self._parity_place).tolist())
+        keys, first = np.unique(group << 8 | place, return_index=True)
+        fresh = first[[key not in known for key in keys.tolist()]] if known else first
+        if not len(fresh):
+            return
+        self._parity_group = np.concatenate((self._parity_group, group[fresh]))
+        self._parity_place = np.concatenate((self._parity_place, place[fresh]))
+        self._parity_rows.extend(coded[fresh].copy())
+        self.parities = len(self._parity_rows)
+
+    def restorable(self, there: Mask) -> list[int]:
+        """Groups with something missing of which as many datagrams came as they have data."""
+        count = len(self._data)
+        grouped = (self._group >= 0) & there
+        data = np.bincount(self._group[grouped], minlength=count)
+        parity = np.bincount(self._parity_group, minlength=count)
+        enough = (data < self._data) & (data + parity >= self._data) & (parity > 0) & ~self._done
+        return [int(group) for group in np.flatnonzero(enough)]
+
+    def members(self, group: int, there: Mask) -> Items:
+        """The blocks of a group that are there, by index."""
+        return np.flatnonzero((self._group == group) & there)
+
+    def restore(self, group: int, members: Items, rows: Bytes) -> Bytes:
+        """What the group lacks, coded. ValueError: places that contradict one another."""
+        parity = np.flatnonzero(self._parity_group == group)
+        coded = np.concatenate((rows, np.stack([self._parity_rows[each] for each in parity])))
+        places = np.concatenate((self._place[members], self._parity_place[parity]))
+        data = int(self._data[group])
+        self._done[group] = True
+        return fec.restore(coded, places, data)
+
+    def _open(self) -> None:
+        if not len(self._group):
+            self._group = np.full(self._blocks, -1, dtype=np.int64)
+            self._place = np.zeros(self._blocks, dtype=np.int64)
+            self._data = np.zeros(self._most, dtype=np.int64)
+            self._done = np.zeros(self._most, dtype=np.bool_)
+            self.heads = np.zeros((self._blocks, SLICE.itemsize - CODED_FROM), dtype=np.uint8)
+
+    def _learn(self, slices: Records) -> None:
+        group, data = slices["group"].astype(np.int64), slices["data"].astype(np.int64)
+        if (group >= self._most).any():
+            raise RefusedError(f"a group {int(group.max())}, where there are at most {self._most}")
+        known = self._data[group]
+        if ((known != 0) & (known != data)).any():
+            raise RefusedError("datagrams of one group differ in how many data it has")
+        self._data[group] = np.where(known == 0, data, known)

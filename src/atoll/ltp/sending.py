@@ -1,0 +1,370 @@
+"""A transfer that this end sends: what of it goes next, what goes again, and what the receiver says of it.
+
+Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity. Source: S3, "The sender".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import UserError
+from atoll.ltp import fec
+from atoll.ltp.closing import least
+from atoll.ltp.events import Delivered, Mask, Values
+from atoll.ltp.order import ELEMENTS, high_indices, places_of
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import (
+    CODED_FROM,
+    HEADER,
+    HIGH,
+    NO_GROUP,
+    NOT_SAID,
+    RELIABLE,
+    SEAL_BYTES,
+    SLICE,
+    Bytes,
+    Kind,
+    payload_bytes,
+)
+from atoll.wire.linkcontrol import Closed, mark_missing
+
+Items = npt.NDArray[np.int64]
+
+UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4  # GONE: lost, or left out, and not to be sent (again)
+_BODY = HEADER.itemsize
+_ELEMENTS = HEADER.itemsize + SLICE.itemsize
+
+
+class Outgoing:
+    """One transfer. `high` is by block, in the order of place; the last block is made high, for it alone
+    tells where the chunk ends. Raises UserError for values or masks that cannot be sent."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        transfer: int,
+        chunk: int,
+        iteration: int,
+        values: Values,
+        high: Mask | None,
+        reliable: bool,
+    ) -> None:
+        element = ELEMENTS.get(values.dtype)
+        if element is None or values.ndim != 1 or not 1 <= len(values) < 2**32:
+            raise UserError(
+                f"a transfer of {values.dtype} of shape {values.shape}: it takes 1 to 2^32 - 1 values "
+                f"in one dimension, of {', '.join(str(each) for each in ELEMENTS)} (uint16 is bfloat16)"
+            )
+        payload = payload_bytes(settings.datagram_bytes)
+        self.block = payload // values.itemsize
+        self.blocks = -(-len(values) // self.block)
+        if high is not None and high.shape != (self.blocks,):
+            raise UserError(f"high: of shape {high.shape}, where the transfer has {self.blocks} blocks")
+        self.settings, self.transfer, self.chunk, self.iteration = settings, transfer, chunk, iteration
+        self.reliable = reliable
+        self.high = np.full(self.blocks, reliable) if high is None or reliable else high.astype(np.bool_)
+        self.high[-1] = True
+        self.highs = int(np.count_nonzero(self.high))
+        self.size = _ELEMENTS + payload + SEAL_BYTES
+        self.begun = False
+        self.stopped = ""  # why no low block is sent any more
+        self.repaired = 0  # datagrams that were sent again
+        self.closed: Closed | None = None
+        self._payload = payload
+        self._set_values(values)
+        self._places = places_of(self.high)
+        self._high_at = np.zeros(self.blocks, dtype=np.bool_)  # by index
+        self._high_indices = high_indices(self.blocks, self.highs)
+        self._high_at[self._high_indices] = True
+        self._slices = self._describe(int(element))
+        self._groups: fec.Groups | None = None
+        self._protected: Items = np.zeros(0, dtype=np.int64)
+        self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
+        self._parity = np.zeros((0, 0), dtype=np.uint8)
+        self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
+        self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
+        self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
+        self._next = 0
+        self._wanted = 0
+        self._lows_gone = 0
+        self._lows_borne = (self.blocks - self.highs) - least(settings.usable, self.blocks - self.highs)
+        self._missing = np.zeros(self.blocks, dtype=np.bool_)  # by index
+        self._parts: set[int] = set()
+
+    # -- what goes ------------------------------------------------------------------------------------------
+
+    def begin(self, loss: float, burst: float, tail: int) -> str:
+        """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip
+        carries: the high ones among the last so many get parity, for a repair of those would come after the
+        end."""
+        self.begun = True
+        protected = self._high_indices[self._high_indices >= self.blocks - tail]
+        if not self.settings.redundancy or not len(protected):
+            return "no forward error correction"
+        count = len(protected)
+        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs, small=count)
+        if groups.parity:
+            self._protect(protected, groups)
+        return groups.reason
+
+    @property
+    def items(self) -> int:
+        return len(self._state)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it was sent once, or left out."""
+        return self._next >= self.items
+
+    @property
+    def ready(self) -> bool:
+        """Whether something is to be sent."""
+        return self.closed is None and (self._wanted > 0 or self._next < self.items)
+
+    @property
+    def repairs(self) -> bool:
+        return self.closed is None and self._wanted > 0
+
+    def take(self, now: float, most: int) -> tuple[Kind, Items] | None:
+        """The next items, repairs first, at most so many; they count as on their way."""
+        if self._wanted:
+            items = self._take_repairs(most)
+            if len(items):
+                return self._gone_out(now, Kind.DATA, items)
+        while self._next < self.items:
+            if self._next >= self.blocks:
+                items = np.arange(self._next, min(self._next + most, self.items))
+                self._next += len(items)
+                return self._gone_out(now, Kind.PARITY, items)
+            if self.stopped:
+                rest = self._high_indices[np.searchsorted(self._high_indices, self._next) :]
+                items = rest[:most]
+                self._next = int(items[-1]) + 1 if len(rest) > most else self.blocks
+                if not len(items):
+                    continue
+            else:
+                items = np.arange(self._next, min(self._next + most, self.blocks))
+                self._next += len(items)
+            return self._gone_out(now, Kind.DATA, items)
+        return None
+
+    def _take_repairs(self, most: int) -> Items:
+        wanted = np.flatnonzero(self._state[: self.blocks] == WANTED)
+        if self._groups is not None:
+            useless = self._restorable(wanted)
+            self._state[wanted[useless]] = GONE
+            wanted = wanted[~useless]
+        self._wanted = max(len(wanted) - most, 0)
+        self.repaired += min(len(wanted), most)
+        return wanted[:most]
+
+    def _gone_out(self, now: float, kind: Kind, items: Items) -> tuple[Kind, Items]:
+        self._state[items] = FLYING
+        self._copies[items] += 1
+        self._sent_at[items] = now
+        return kind, items
+
+    def write(self, kind: Kind, items: Items, frames: Bytes) -> None:
+        """Writes the bodies of these items into rows with room for header, body and seal, (n, size)."""
+        if kind is Kind.PARITY:
+            self._write_parity(items, frames)
+            return
+        frames[:, _BODY:_ELEMENTS] = self._slices[items]
+        target = frames[:, _ELEMENTS : _ELEMENTS + self._payload]
+        places = self._places[items]
+        first = int(places[0])
+        if int(places[-1]) - first == len(items) - 1 and (
+            len(items) < 3 or bool((np.diff(places) == 1).all())
+        ):
+            end = min(first + len(items), len(self._body))
+            target[: end - first] = self._body[first:end]
+            if first + len(items) > len(self._body) and self._last is not None:
+                target[-1] = self._last
+            return
+        if self._last is not None:
+            tail = np.flatnonzero(places == len(self._body))
+            if len(tail):
+                places[tail] = 0
+                target[:] = self._body[places] if len(self._body) else 0
+                target[tail] = self._last
+                return
+        target[:] = self._body[places]
+
+    # -- what is said of it ---------------------------------------------------------------------------------
+
+    def handle_acked(self, items: Items) -> None:
+        """These came."""
+        np.subtract.at(self._copies, items, 1)
+        if self.repaired:
+            items = np.unique(items)  # two copies of one may be acknowledged together
+        self._wanted -= int(np.count_nonzero(self._state[items] == WANTED))
+        gone = items[self._state[items] == GONE]
+        if len(gone):
+            self._lows_gone -= int(np.count_nonzero(~self._high_at[gone[gone < self.blocks]]))
+        self._state[items] = THERE
+
+    def handle_lost(self, items: Items) -> int:
+        """These were lost: high ones go again unless the receiver can restore them, low ones only where the
+        transfer would not be usable. Returns how many can be restored."""
+        np.subtract.at(self._copies, items, 1)
+        items = np.unique(items)
+        lost = items[(self._state[items] == FLYING) & (self._copies[items] <= 0)]
+        self._state[lost] = GONE
+        data = lost[lost < self.blocks]
+        high = data[self._high_at[data]]
+        self._lows_gone += len(data) - len(high)
+        restorable = self._restorable(high)
+        again = high[~restorable]
+        if self.stopped and self.settings.close_high >= 1.0:
+            again = again[:0]  # the receiver has said that it can restore them
+        self._want(again)
+        self._repair_low()
+        return int(np.count_nonzero(restorable))
+
+    def handle_early(self, reason: str) -> None:
+        """The receiver has enough: no low block goes any more, and high ones only where it has not all."""
+        self.stopped = reason
+        data = self._state[: self.blocks]
+        left = (data == WANTED) if self.settings.close_high >= 1.0 else (data == WANTED) & ~self._high_at
+        data[left] = GONE
+        self._wanted = int(np.count_nonzero(data == WANTED))
+
+    def handle_need(self, now: float, ranges: list[tuple[int, int]], rtt: float) -> None:
+        """The receiver asks for these. What went out within the last round trip may be there by now."""
+        asked = np.zeros(self.blocks, dtype=np.bool_)
+        for start, stop in ranges:
+            asked[start:stop] = True
+        state = self._state[: self.blocks]
+        late = (
+            (state == GONE)
+            | (state == THERE)
+            | ((state == FLYING) & (self._sent_at[: self.blocks] <= now - rtt))
+        )
+        self._want(np.flatnonzero(asked & late))
+
+    def handle_closed(self, part: Closed) -> Delivered | None:
+        """A part of the receiver's last word; with the last part the word is out. Raises WireError for blocks
+        that the transfer has not."""
+        if part.how in ("refused", "dropped"):
+            self._missing[:] = True
+        else:
+            mark_missing(part, self._missing)
+        self._parts.add(part.part)
+        if len(self._parts) < part.parts:
+            return None
+        self.closed = part
+        missing = np.zeros(self.blocks, dtype=np.bool_)
+        missing[self._places] = self._missing
+        reason = f"{part.how}: {int(np.count_nonzero(missing))} of {self.blocks} blocks missing"
+        return Delivered(self.transfer, self.chunk, self.iteration, missing, part.fill, reason)
+
+    def probe(self, item: int) -> bool:
+        """Sends a high block again though nothing says that it is lost; False: it is none, or came."""
+        if item >= self.blocks or not self._high_at[item] or self._state[item] != FLYING:
+            return False
+        self._want(np.array([item]))
+        return True
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _want(self, items: Items) -> None:
+        items = items[self._state[items] != WANTED]
+        low_gone = items[(self._state[items] == GONE) & ~self._high_at[items]]
+        self._lows_gone -= len(low_gone)
+        self._state[items] = WANTED
+        self._wanted += len(items)
+
+    def _repair_low(self) -> None:
+        excess = self._lows_gone - self._lows_borne
+        if excess <= 0 or self.stopped or not self.settings.repair_low:
+            return
+        gone = (self._state[: self.blocks] == GONE) & ~self._high_at
+        self._want(np.flatnonzero(gone)[:excess])
+
+    def _restorable(self, items: Items) -> npt.NDArray[np.bool_]:
+        """Which of these blocks the receiver can restore from what was acknowledged of their group."""
+        if self._groups is None or not len(items):
+            return np.zeros(len(items), dtype=np.bool_)
+        there = self._group[(self._state == THERE) & (self._group >= 0)]
+        enough = np.bincount(there, minlength=self._groups.count) >= self._groups.data_of(
+            np.arange(self._groups.count)
+        )
+        group = self._group[items]
+        return np.asarray((group >= 0) & enough[group])
+
+    def _set_values(self, values: Values) -> None:
+        self.values = values
+        flat = np.ascontiguousarray(values).view(np.uint8)
+        whole = len(values) // self.block * self.block * values.itemsize
+        row = self.block * values.itemsize
+        self._body: Bytes = flat[:whole].reshape(-1, row)
+        self._last: Bytes | None = None
+        if whole < len(flat):
+            self._last = np.zeros(row, dtype=np.uint8)
+            self._last[: len(flat) - whole] = flat[whole:]
+
+    def _describe(self, element: int) -> Bytes:
+        """The SLICE of each block by index, (blocks, bytes)."""
+        slices: npt.NDArray[Any] = np.zeros(self.blocks, dtype=SLICE)
+        for name in ("transfer", "chunk", "iteration", "blocks", "highs"):
+            slices[name] = getattr(self, name)
+        slices["group"] = NO_GROUP
+        slices["element"] = element
+        slices["flags"] = np.where(self._high_at, HIGH, 0) | (RELIABLE if self.reliable else 0)
+        slices["offset"] = self._places * self.block
+        slices["index"] = np.arange(self.blocks)
+        slices["scale"] = 1.0
+        slices["count"] = np.where(
+            self._places < self.blocks - 1, self.block, len(self.values) - (self.blocks - 1) * self.block
+        )
+        slices["nonzero"] = np.where(self._high_at, self._nonzero()[self._places], NOT_SAID)
+        return slices.view(np.uint8).reshape(self.blocks, SLICE.itemsize)
+
+    def _nonzero(self) -> npt.NDArray[np.int64]:
+        """How many elements of each block are not 0, by place; of low ones nothing is said."""
+        counts = np.zeros(self.blocks, dtype=np.int64)
+        whole = np.flatnonzero(self.high[: len(self._body)])
+        rows = self._body.view(self.values.dtype)
+        counts[whole] = np.count_nonzero(rows if len(whole) == len(rows) else rows[whole], axis=1)
+        if self._last is not None:
+            counts[-1] = np.count_nonzero(self._last.view(self.values.dtype))
+        return counts
+
+    def _protect(self, protected: Items, groups: fec.Groups) -> None:
+        self._groups, self._protected = groups, protected
+        turn: Items = np.arange(len(protected))
+        slices = self._slices.view(SLICE)[:, 0]
+        slices["group"][protected] = turn % groups.count
+        slices["place"][protected] = turn // groups.count
+        slices["data"][protected] = groups.data_of(turn % groups.count)
+        slices["parity"][protected] = groups.parity
+        parities = groups.count * groups.parity
+        self._group[protected] = turn % groups.count
+        self._group = np.concatenate((self._group, np.arange(parities) % groups.count))
+        self._state = np.concatenate((self._state, np.zeros(parities, dtype=np.uint8)))
+        self._copies = np.concatenate((self._copies, np.zeros(parities, dtype=np.int64)))
+        self._sent_at = np.concatenate((self._sent_at, np.zeros(parities)))
+        self._parity = np.zeros((parities, self.size - SEAL_BYTES - _BODY), dtype=np.uint8)
+
+    def _write_parity(self, items: Items, frames: Bytes) -> None:
+        assert self._groups is not None
+        turns = items - self.blocks
+        for group in turns[turns < self._groups.count].tolist():
+            self._encode(group)
+        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[turns]
+
+    def _encode(self, group: int) -> None:
+        """The parity of one group, all of it, when its first is sent."""
+        assert self._groups is not None
+        count, parity = self._groups.count, self._groups.parity
+        members = self._protected[group::count]
+        frames = np.empty((len(members), self.size), dtype=np.uint8)
+        self.write(Kind.DATA, members, frames)
+        rows = self._parity[group::count]
+        rows[:, :CODED_FROM] = frames[0, _BODY : _BODY + CODED_FROM]
+        rows[:, CODED_FROM:] = fec.encode(frames[:, _BODY + CODED_FROM : self.size - SEAL_BYTES], parity)
+        slices = rows[:, : SLICE.itemsize].view(SLICE)[:, 0]
+        slices["place"] = len(members) + np.arange(parity)

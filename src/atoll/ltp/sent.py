@@ -1,0 +1,206 @@
+"""What of a stripe's datagrams is on its way: which were acknowledged, and which are lost.
+
+The records are arrays, a place for each number from `first` on; they move down when they are used up. Source:
+S3, "The sender", 4; the rules of loss follow RFC 9002, section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.wire.datagrams import Acknowledgement
+
+Items = npt.NDArray[np.int64]
+
+CONTROL, ACK = -1, -2  # in place of a transfer's id: the item is a control message's sequence, or nothing
+
+IN_FLIGHT, ACKED, LOST, SILENT = 1, 2, 3, 4  # SILENT: asks for no acknowledgement
+
+REORDER_BURSTS = 3  # bursts that must have passed a datagram before it is taken for lost
+RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a later one came (RFC 9002)
+MOST_LATENESS = 0.25  # seconds that are added for reordering, at most
+GRANULARITY = 0.001  # seconds that a user's timer is good to
+_KEPT = 2**14  # numbers, acknowledged or lost, that are kept to see what was taken for lost wrongly
+_ROOM = 2**12  # numbers; doubled when more are on their way
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a burst is sent with, to measure by: what the receiver had last said by then (its own clock and
+    count; `arrived` < 0: nothing since the sender was idle), when what that Ack named was sent, and this
+    end's own count of acknowledged bytes."""
+
+    delivered: int
+    arrived: float
+    sent: float
+    acked: int
+    limited: bool
+
+
+@dataclass
+class Told:
+    """What one Ack, or the passing of time, says of a stripe's datagrams. Items by transfer."""
+
+    acked: dict[int, Items] = field(default_factory=dict)
+    lost: dict[int, Items] = field(default_factory=dict)
+    acked_bytes: int = 0
+    acked_count: int = 0
+    lost_count: int = 0
+    spurious: int = 0
+    runs: int = 0  # of lost numbers that follow one another
+    rtt: float | None = None
+    newest: tuple[float, Mark] | None = None  # when the largest newly acknowledged was sent, and with what
+
+
+class SentRecords:
+    """Of one stripe."""
+
+    def __init__(self) -> None:
+        self.next = 0  # the next datagram's number
+        self.in_flight = 0  # bytes
+        self.largest_acked = -1
+        self.last_sent = -math.inf  # of those that ask for an acknowledgement
+        self.reorder = 0.0  # numbers; at least REORDER_BURSTS bursts
+        self.lateness = 0.0  # seconds by which one came that had been taken for lost by time
+        self.loss_at = math.inf  # when time will say that one is lost
+        self._patience = 0.0
+        self._first = 0
+        self._oldest = 0  # no number below it is in flight
+        self._state = np.zeros(_ROOM, dtype=np.uint8)
+        self._transfer = np.zeros(_ROOM, dtype=np.int64)
+        self._item = np.zeros(_ROOM, dtype=np.int64)
+        self._size = np.zeros(_ROOM, dtype=np.int64)
+        self._time = np.zeros(_ROOM, dtype=np.float64)
+        self._mark = np.zeros(_ROOM, dtype=np.int64)
+        self._marks: list[Mark] = []
+        self._marks_from = 0
+
+    def add(self, now: float, transfer: int, items: Items, size: int, mark: Mark) -> int:
+        """Notes a burst, and returns its first number. `size` of a datagram, seal included."""
+        count = len(items)
+        self._make_room(count)
+        at = self.next - self._first
+        rows = slice(at, at + count)
+        silent = transfer == ACK
+        self._state[rows] = SILENT if silent else IN_FLIGHT
+        self._transfer[rows] = transfer
+        self._item[rows] = items
+        self._size[rows] = size
+        self._time[rows] = now
+        self._mark[rows] = self._marks_from + len(self._marks)
+        self._marks.append(mark)
+        if not silent:
+            self.in_flight += size * count
+            self.last_sent = now
+        number = self.next
+        self.next += count
+        return number
+
+    def handle_ack(self, now: float, ack: Acknowledgement) -> Told:
+        """Takes in an Ack of numbers that were sent; one that names others says nothing at all."""
+        told = Told()
+        if ack.largest >= self.next:
+            return told
+        start, stop = max(ack.base, self._first), min(ack.base + len(ack.received), self.next)
+        if start >= stop:
+            return told
+        rows = slice(start - self._first, stop - self._first)
+        came = ack.received[start - ack.base : stop - ack.base]
+        state = self._state[rows]
+        fresh = np.flatnonzero(came & (state == IN_FLIGHT)) + rows.start
+        wrongly = np.flatnonzero(came & (state == LOST)) + rows.start
+        if len(wrongly):
+            self._learn_reordering(now, wrongly, told)
+        newly = np.concatenate((fresh, wrongly)) if len(wrongly) else fresh
+        if len(newly):
+            sizes = int(self._size[fresh].sum())
+            self.in_flight -= sizes
+            told.acked_bytes = sizes + int(self._size[wrongly].sum())
+            told.acked_count = len(newly)
+            self._state[newly] = ACKED
+            told.acked = self._by_transfer(newly)
+            newest = int(fresh[-1]) if len(fresh) else int(newly[-1])
+            told.newest = float(self._time[newest]), self._mark_of(newest)
+            if newest + self._first == ack.largest and len(fresh):
+                told.rtt = max(now - float(self._time[newest]), 0.0)
+        self.largest_acked = max(self.largest_acked, ack.largest)
+        return told
+
+    def detect(self, now: float, rtt: float, jitter: float, burst: int, told: Told) -> None:
+        """Finds what is lost by now. `rtt` and `jitter` in seconds; `burst` is datagrams of one."""
+        self.loss_at = math.inf
+        low, high = self._oldest - self._first, self.largest_acked - self._first
+        if high > low:
+            waiting = np.flatnonzero(self._state[low:high] == IN_FLIGHT) + low
+            if not len(waiting):
+                self._oldest = self.largest_acked
+                return
+            patience = self._patience = RTT_SHARE * rtt + max(jitter, GRANULARITY) + self.lateness
+            reorder = max(self.reorder, float(REORDER_BURSTS * burst))
+            gone = (waiting < high - reorder) | (self._time[waiting] + patience <= now)
+            lost = waiting[gone]
+            if len(lost):
+                self._lose(lost, told)
+                waiting = waiting[~gone]
+            self._oldest = self._first + (int(waiting[0]) if len(waiting) else high)
+            if len(waiting):
+                self.loss_at = float(self._time[waiting[0]]) + patience
+
+    def oldest_in_flight(self) -> tuple[int, int] | None:
+        """The transfer (or CONTROL) and the item of the oldest datagram on its way."""
+        waiting = self._waiting()
+        if not len(waiting):
+            return None
+        return int(self._transfer[waiting[0]]), int(self._item[waiting[0]])
+
+    def _waiting(self) -> Items:
+        low, stop = self._oldest - self._first, self.next - self._first
+        return np.flatnonzero(self._state[low:stop] == IN_FLIGHT) + low
+
+    def _lose(self, lost: Items, told: Told) -> None:
+        self._state[lost] = LOST
+        self.in_flight -= int(self._size[lost].sum())
+        told.lost_count += len(lost)
+        told.runs += 1 + int(np.count_nonzero(np.diff(lost) > 1))
+        told.lost = self._by_transfer(lost)
+
+    def _learn_reordering(self, now: float, wrongly: Items, told: Told) -> None:
+        told.spurious = len(wrongly)
+        window = self.next - self._oldest + 1.0
+        extent = float(self.largest_acked - self._first - int(wrongly[0]) + 1)
+        self.reorder = max(self.reorder, min(extent, max(window, 1.0)))
+        late = now - float(self._time[wrongly[0]]) - self._patience
+        self.lateness = max(self.lateness, min(late, MOST_LATENESS))
+
+    def _by_transfer(self, rows: Items) -> dict[int, Items]:
+        transfers = self._transfer[rows]
+        if (transfers == transfers[0]).all():
+            return {int(transfers[0]): self._item[rows]}
+        return {int(each): self._item[rows[transfers == each]] for each in np.unique(transfers)}
+
+    def _mark_of(self, row: int) -> Mark:
+        return self._marks[int(self._mark[row]) - self._marks_from]
+
+    def _make_room(self, count: int) -> None:
+        at = self.next - self._first
+        if at + count <= len(self._state):
+            return
+        keep_from = max(min(self._oldest, self.next - _KEPT) - self._first, 0)
+        kept = at - keep_from
+        room = len(self._state)
+        while kept + count > room // 2:
+            room *= 2
+        for name in ("_state", "_transfer", "_item", "_size", "_time", "_mark"):
+            old = getattr(self, name)
+            new = np.zeros(room, dtype=old.dtype)
+            new[:kept] = old[keep_from:at]
+            setattr(self, name, new)
+        self._first += keep_from
+        if kept:
+            gone = int(self._mark[0]) - self._marks_from
+            del self._marks[:gone]
+            self._marks_from += gone

@@ -1,0 +1,636 @@
+"""One end of a session: what came goes in, what is to be sent comes out, with the time of the next step.
+
+No socket, no clock: whoever drives a session opens and seals (atoll.net.ltplink). A session joins the parts
+that decide: the transfers that leave (Sender) and that come (Receiver), SentRecords, Arrivals and Paths of
+each stripe, RateControl. Source: S3; docs/ltp.md has the states and timers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.core.errors import UserError
+from atoll.ltp.acks import Arrivals, ack_delay
+from atoll.ltp.arriving import Receiver
+from atoll.ltp.control import RateControl
+from atoll.ltp.controls import Handled, Message, Outbox
+from atoll.ltp.events import (
+    Arrived,
+    Asked,
+    Delivered,
+    Event,
+    Lost,
+    Mask,
+    Migrated,
+    Opened,
+    Refused,
+    Values,
+)
+from atoll.ltp.leaving import Sender
+from atoll.ltp.metering import Meter
+from atoll.ltp.paths import Paths
+from atoll.ltp.sending import Items
+from atoll.ltp.sent import ACK, CONTROL, GRANULARITY, SentRecords, Told
+from atoll.ltp.settings import Settings
+from atoll.wire.base import WireError
+from atoll.wire.datagrams import (
+    LTP_VERSION,
+    MOST_STRIPES,
+    SEAL_BYTES,
+    Bytes,
+    Datagrams,
+    Kind,
+    ack_bits,
+    ack_datagram,
+    control_datagram,
+    read_ack,
+    write_headers,
+)
+from atoll.wire.linkcontrol import (
+    Answer,
+    Ask,
+    Bye,
+    Challenge,
+    Closed,
+    Early,
+    Grant,
+    Hello,
+    Need,
+    Ping,
+    closed_of,
+    decode_untrusted,
+    need_of,
+    padded,
+)
+
+__all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
+__all__ += ["Session", "Status"]
+
+BURST_SECONDS = 0.002  # of the rate in one burst, at most
+BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
+LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
+TIMEOUT_VARIATIONS = 4  # (RFC 6298)
+PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
+KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
+PHASE_DATAGRAMS = 2**30  # of a stripe that are sealed with one key
+BYE_COPIES = 3  # sent at once: it is not asked for again
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Datagrams to seal and send: `frames` is (n, size), header, body and room for the seal at the end."""
+
+    path: Hashable
+    stripe: int
+    frames: Bytes
+    phase: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A session in figures. Rates in bytes per second, times in seconds; counts since it began."""
+
+    rate: float
+    estimate: float
+    rtt: float
+    min_rtt: float
+    loss: float
+    target: float
+    in_flight: int  # bytes
+    sent: int  # datagrams
+    lost: int  # datagrams, those that were repaired too
+    retransmitted: int  # datagrams
+    repaired: int  # blocks that the code gave back here
+    borne: int  # blocks absent from what was handed on here
+    filled: int
+    reason: str  # of the rate
+
+
+class Session:
+    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
+    where the client first sends, one for each stripe. Raises UserError for stripes and paths that do not
+    fit."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        session: int,
+        client: bool,
+        stripes: int,
+        extents: Mapping[int, int] | None,
+        rng: np.random.Generator,
+        now: float,
+        paths: Sequence[Hashable] = (),
+    ) -> None:
+        if not 1 <= stripes <= MOST_STRIPES:
+            raise UserError(f"stripes = {stripes}: between 1 and {MOST_STRIPES}")
+        if len(paths) != (stripes if client else 0):
+            raise UserError(
+                f"{len(paths)} paths: a client gives one for each of its {stripes} stripes, a server none"
+            )
+        self.settings, self.session = settings, session
+        self.drops: Counter[str] = Counter()  # datagrams and messages that were not used, by reason
+        self.control = RateControl(settings, now, rng)
+        known: Sequence[Hashable | None] = paths if client else [None] * stripes
+        self._paths = [Paths(now, rng, path) for path in known]
+        self._arrivals = [Arrivals(ack_bits(settings.datagram_bytes)) for _ in range(stripes)]
+        self._sent = [SentRecords() for _ in range(stripes)]
+        self._phase = [_Phase() for _ in range(stripes)]
+        self._meter = Meter()
+        self._outbox, self._handled = Outbox(), Handled()
+        self._sender = Sender(settings)
+        self._receiver = Receiver(settings, extents, self.drops)
+        self._events: list[Event] = []
+        self._opened = self._ended = False
+        self._bye: list[Burst] = []
+        self._delivered = 0  # bytes that came
+        self._heard = self._spoke = self._progress = now
+        self._timeouts, self._probes = 0, 0
+        self._next_send = now
+        self._turn = 0  # stripe whose turn it is
+        self._burst_length = 1.0  # datagrams that are lost in a row
+        self._lost = 0
+        if client:
+            for stripe in range(stripes):
+                self._outbox.put(self._hello(rng), stripe=stripe)
+
+    def _hello(self, rng: np.random.Generator) -> Hello:
+        hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION, token=rng.bytes(8))
+        return padded(hello, self.settings.datagram_bytes)
+
+    # -- what the application does --------------------------------------------------------------------------
+
+    def send(
+        self,
+        now: float,  # noqa: ARG002  # like all input
+        chunk: int,
+        iteration: int,
+        values: Values,
+        *,
+        high: Mask | None = None,
+        reliable: bool = False,
+    ) -> int:
+        """Sends `values`, (elements,), as a transfer, whose id it returns; they are not to be written to
+        until Delivered. `high`, by block, (blocks,): None is none of them; the last one always is. Raises
+        UserError."""
+        if self._ended:
+            raise UserError("the session has ended")
+        return self._sender.add(chunk, iteration, values, high, reliable)
+
+    def block(self, itemsize: int) -> int:
+        """Elements in a block of values whose elements have so many bytes."""
+        return self._sender.block(itemsize)
+
+    def change_keys(self) -> None:
+        """Seals with the next keys as soon as the other end has seen the present ones."""
+        for phase in self._phase:
+            phase.wanted = True
+
+    def ask(self, size: int) -> None:
+        """Asks for a share of the receiver's link, for so many bytes."""
+        self._outbox.put(Ask(sequence=self._outbox.sequence, size=size))
+
+    def grant(self, rate: float, seconds: float) -> None:
+        """Gives the other end so many bytes per second of this end's link, for so long."""
+        self._outbox.put(Grant(sequence=self._outbox.sequence, rate=rate, seconds=seconds))
+
+    def close(self, now: float, reason: str) -> None:
+        """Ends the session, and tells the other end why."""
+        if self._ended:
+            return
+        message = Bye(sequence=self._outbox.sequence, reason=reason[:128])
+        self._outbox.put(message, kept=False)
+        entry = self._outbox.take(lambda queued: queued.sequence == message.sequence)
+        for stripe, paths in enumerate(self._paths):
+            if entry is not None and paths.active is not None:
+                frames = np.repeat(control_datagram(entry.body), BYE_COPIES, axis=0)
+                if paths.allowance(paths.active) >= frames.size:
+                    items = np.zeros(BYE_COPIES, dtype=np.int64)
+                    self._bye.append(self._burst(now, stripe, paths.active, Kind.CONTROL, ACK, items, frames))
+        self._end(f"closed here: {reason}")
+
+    def poll_events(self) -> list[Event]:
+        """What has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def status(self) -> Status:
+        """The session in figures."""
+        control, receiver = self.control, self._receiver
+        return Status(
+            rate=control.rate,
+            estimate=control.estimate,
+            rtt=control.srtt,
+            min_rtt=control.min_rtt,
+            loss=control.loss,
+            target=control.target,
+            in_flight=self._in_flight,
+            sent=sum(sent.next for sent in self._sent),
+            lost=self._lost,
+            retransmitted=self._sender.retransmitted,
+            repaired=receiver.repaired,
+            borne=receiver.borne,
+            filled=receiver.filled,
+            reason=control.decision.reason,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session is over."""
+        return self._ended
+
+    # -- what comes -----------------------------------------------------------------------------------------
+
+    def handle_datagrams(self, now: float, path: Hashable, stripe: int, batch: Datagrams) -> None:
+        """Takes opened, fresh datagrams of one kind, size and stripe, in the order in which they came."""
+        if self._ended or not len(batch) or not 0 <= stripe < len(self._sent):
+            return
+        numbers = batch.headers["number"].astype(np.int64)
+        size = len(batch) * (batch.frames.shape[1] + SEAL_BYTES)
+        self._delivered += size
+        self._heard = now
+        self._paths[stripe].handle_received(now, path, size, int(numbers.max()))
+        if not self._opened:
+            self._opened = True
+            self._events.append(Opened(self.session, "a sealed datagram came from the other end"))
+        delay = ack_delay(self.control.srtt)
+        arrivals = self._arrivals[stripe]
+        arrivals.handle_numbers(now, numbers, asks=batch.kind is not Kind.ACK, longest_delay=delay)
+        if batch.kind is Kind.ACK:
+            for frame in batch.frames:
+                self._handle_ack(now, frame)
+        elif batch.kind is Kind.CONTROL:
+            for body in batch.bodies:
+                self._handle_control(now, stripe, path, body)
+        else:
+            touched = self._receiver.handle_slices(now, batch, self.control.srtt)
+            self._settle(now, touched)
+        self._poll_moves(now)
+
+    def _handle_ack(self, now: float, frame: Bytes) -> None:
+        ack = read_ack(frame)
+        if ack.of >= len(self._sent):
+            self.drops["an Ack of a stripe that is not"] += 1
+            return
+        sent, control = self._sent[ack.of], self.control
+        told = sent.handle_ack(now, ack)
+        if told.acked_count:
+            self._timeouts, self._probes, self._progress = 0, 0, now
+        self._detect(now, sent, told)
+        rtt = None
+        if told.rtt is not None:
+            rtt = told.rtt - ack.delay if told.rtt - ack.delay >= 0.5 * control.min_rtt else told.rtt
+            self._paths[ack.of].round_trip = control.srtt
+        sample, ended = self._meter.handle_ack(ack, told, control.min_rtt)
+        restored = self._settle_told(told)
+        if told.acked_count or told.lost_count:
+            control.handle_ack(
+                now,
+                rtt=rtt,
+                sample=sample,
+                acked=told.acked_count,
+                lost=told.lost_count,
+                restored=restored,
+                in_flight=self._in_flight,
+                round_ended=ended,
+            )
+
+    def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
+        sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self._burst_count, told)
+
+    def _settle_told(self, told: Told) -> int:
+        """Tells those whom it concerns what was acknowledged and what is lost; returns how many of these the
+        receiver can restore."""
+        for transfer, items in told.acked.items():
+            if transfer == CONTROL:
+                self._outbox.handle_acked(items.tolist())
+            else:
+                self._sender.handle_acked(transfer, items)
+        if not told.lost_count:
+            return 0
+        self._lost += told.lost_count
+        self._burst_length += (told.lost_count / told.runs - self._burst_length) / 8
+        restored = 0
+        for transfer, items in told.lost.items():
+            if transfer == CONTROL:
+                self._outbox.handle_lost(items.tolist())
+            else:
+                restored += self._sender.handle_lost(transfer, items)
+        return restored
+
+    def _handle_control(self, now: float, stripe: int, path: Hashable, body: Bytes) -> None:
+        try:
+            message = decode_untrusted(body)
+            if not self._handled.fresh(message.sequence):
+                return
+            if isinstance(message, Closed):
+                self._take(self._sender.handle_closed(message))
+            elif isinstance(message, Early):
+                self._sender.handle_early(message.transfer)
+            elif isinstance(message, Need):
+                self._sender.handle_need(now, message, self.control.srtt)
+        except WireError as error:
+            self.drops[f"control message: {str(error)[:80]}"] += 1
+            return
+        if isinstance(message, Challenge):
+            answer = Answer(sequence=self._outbox.sequence, token=message.token)
+            self._outbox.put(answer, kept=False, stripe=stripe, path=path)
+        elif isinstance(message, Answer):
+            self._paths[stripe].handle_answer(now, path, message.token)
+        elif isinstance(message, Grant):
+            self.control.handle_grant(now, message.rate, message.seconds)
+        elif isinstance(message, Ask):
+            self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
+        elif isinstance(message, Hello) and message.version != LTP_VERSION:
+            self.close(now, f"version {message.version} of the protocol, where this end has {LTP_VERSION}")
+        elif isinstance(message, Bye):
+            self._end(f"the other end has closed it: {message.reason}")
+
+    def _take(self, delivered: Delivered | None) -> None:
+        if delivered is not None:
+            self._events.append(delivered)
+
+    def _settle(self, now: float, touched: list[int]) -> None:
+        """Does what the rules say of these transfers that come."""
+        for transfer in touched:
+            reorder = max(each.reorder for each in self._arrivals)
+            done = self._receiver.poll(now, transfer, reorder, self.control.srtt, self.control.rttvar)
+            if done.early:
+                self._outbox.put(Early(sequence=self._outbox.sequence, transfer=transfer))
+            if done.need is not None:
+                need = need_of(self._outbox.sequence, transfer, done.need, self.settings.datagram_bytes)
+                if need is not None:
+                    self._outbox.put(need, kept=False)
+            if done.event is not None:
+                self._events.append(done.event)
+            if done.missing is not None:
+                parts = closed_of(
+                    self._outbox.sequence,
+                    transfer,
+                    done.missing,
+                    done.fill,
+                    done.how,
+                    self.settings.datagram_bytes,
+                )
+                for part in parts:
+                    self._outbox.put(part)
+                for each in self._arrivals:
+                    each.hurry(now)
+
+    def _poll_moves(self, now: float) -> None:
+        for stripe, paths in enumerate(self._paths):
+            moved = paths.poll_moves(now)
+            if moved is not None:
+                self._events.append(Migrated(stripe, moved.path, moved.reason))
+
+    # -- what goes out --------------------------------------------------------------------------------------
+
+    def poll_datagrams(self, now: float) -> Burst | None:
+        """The next burst, if one is to go now. To be called until there is none."""
+        if self._ended:
+            return self._bye.pop(0) if self._bye else None
+        self._poll_timers(now)
+        if self._ended:
+            return None
+        return (
+            self._poll_challenge(now)
+            or self._poll_ack(now)
+            or self._poll_control(now)
+            or self._poll_data(now)
+        )
+
+    def poll_deadline(self) -> float:
+        """When poll_datagrams may have something; inf: only after input."""
+        if self._ended:
+            return -math.inf if self._bye else math.inf
+        if self._outbox and any(self._sendable(message) for message in self._outbox.queued):
+            return -math.inf
+        waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._timeout_at]
+        waits += [sent.loss_at for sent in self._sent]
+        waits += [paths.poll_deadline() for paths in self._paths]
+        waits += [
+            arrivals.due
+            for arrivals, paths in zip(self._arrivals, self._paths, strict=True)
+            if paths.active is not None
+        ]
+        waits.append(self._receiver.deadline)
+        if self._sender.ready and self._room > 0 and self._stripe_for(self.settings.datagram_bytes) is not None:
+            waits.append(-math.inf if self._probes else self._next_send)
+        return min(waits)
+
+    def _poll_timers(self, now: float) -> None:
+        if now >= self._heard + self.settings.idle_seconds:
+            heard = "heard of" if self._opened else "an answer from"
+            self._end(f"nothing was {heard} the other end for {self.settings.idle_seconds:g} s")
+            return
+        for sent in self._sent:
+            if now >= sent.loss_at:
+                told = Told()
+                self._detect(now, sent, told)
+                if told.lost_count:
+                    restored = self._settle_told(told)
+                    self.control.handle_ack(
+                        now,
+                        rtt=None,
+                        sample=None,
+                        acked=0,
+                        lost=told.lost_count,
+                        restored=restored,
+                        in_flight=self._in_flight,
+                        round_ended=False,
+                    )
+        if now >= self._timeout_at:
+            self._probe(now)
+        if now >= self._keep_alive_at:
+            self._spoke = now
+            self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False)
+        self._poll_moves(now)
+        if now >= self._receiver.deadline:
+            self._settle(now, self._receiver.due(now))
+
+    @property
+    def _in_flight(self) -> int:
+        return sum(sent.in_flight for sent in self._sent)
+
+    @property
+    def _keep_alive_at(self) -> float:
+        return max(self._spoke, self._heard) + self.settings.idle_seconds * KEEP_ALIVE_SHARE
+
+    @property
+    def _timeout_at(self) -> float:
+        """When the other end has been silent for too long about what is on its way."""
+        if not self._in_flight:
+            return math.inf
+        control = self.control
+        timeout = (
+            control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + ack_delay(control.srtt)
+        )
+        last = max(max(sent.last_sent for sent in self._sent), self._progress)
+        doubled = timeout * 2.0 ** min(self._timeouts, 16)
+        return last + min(doubled, max(LONGEST_TIMEOUT, timeout))
+
+    def _probe(self, now: float) -> None:
+        """Has the oldest of what is on its way sent again, past rate and window."""
+        self._timeouts += 1
+        self._progress = now
+        self._probes = PROBES
+        if self._timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
+            self.control.handle_timeout(now)
+        for stripe, sent in enumerate(self._sent):
+            oldest = sent.oldest_in_flight()
+            if oldest is None:
+                continue
+            transfer, item = oldest
+            if transfer == CONTROL and self._outbox.resend(item):
+                continue
+            if transfer < 0 or not self._sender.probe(transfer, item):
+                self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
+
+    def _poll_challenge(self, now: float) -> Burst | None:
+        for stripe, paths in enumerate(self._paths):
+            if now < paths.poll_deadline():
+                continue
+            for path, token in paths.poll_challenges(now):
+                challenge = Challenge(sequence=self._outbox.sequence, token=token)
+                self._outbox.put(challenge, kept=False, stripe=stripe, path=path)
+        return None
+
+    def _poll_ack(self, now: float) -> Burst | None:
+        for stripe, arrivals in enumerate(self._arrivals):
+            if now < arrivals.due:
+                continue
+            path = self._paths[stripe].active
+            if path is None:
+                continue
+            told = arrivals.poll_ack(now, stripe, self._delivered)
+            if told is None:
+                continue
+            frames = ack_datagram(told)
+            if self._paths[stripe].allowance(path) < frames.size:
+                continue
+            return self._burst(now, stripe, path, Kind.ACK, ACK, np.zeros(1, dtype=np.int64), frames)
+        return None
+
+    def _sendable(self, message: Message) -> bool:
+        return self._way_of(message) is not None
+
+    def _way_of(self, message: Message) -> tuple[int, Hashable] | None:
+        """Stripe and path for a control message, where its path may take it."""
+        size = len(control_datagram(message.body)[0])
+        stripes = range(len(self._paths)) if message.stripe is None else (message.stripe,)
+        for stripe in stripes:
+            paths = self._paths[stripe]
+            path = paths.active if message.path is None else message.path
+            if path is not None and paths.allowance(path) >= size:
+                return stripe, path
+        return None
+
+    def _poll_control(self, now: float) -> Burst | None:
+        message = self._outbox.take(self._sendable) if self._outbox else None
+        way = self._way_of(message) if message is not None else None
+        if message is None or way is None:
+            return None
+        items = np.array([message.sequence], dtype=np.int64)
+        return self._burst(now, *way, Kind.CONTROL, CONTROL, items, control_datagram(message.body))
+
+    @property
+    def _burst_count(self) -> int:
+        """Datagrams of one burst at the present rate."""
+        second = self.control.rate / self.settings.datagram_bytes
+        return max(int(min(second * BURST_SECONDS, max(BURST_DATAGRAMS, second * BURST_SECONDS / 2))), 1)
+
+    @property
+    def _room(self) -> int:
+        """Datagrams that may still go on their way."""
+        return max(
+            (self.control.in_flight_limit - self._in_flight) // self.settings.datagram_bytes, self._probes
+        )
+
+    def _stripe_for(self, size: int) -> tuple[int, Hashable, int] | None:
+        """The next stripe that can take datagrams of this size, its path, and how many."""
+        for each in range(len(self._paths)):
+            stripe = (self._turn + each) % len(self._paths)
+            path = self._paths[stripe].active
+            if path is not None:
+                count = self._paths[stripe].allowance(path) // size
+                if count:
+                    return stripe, path, count
+        return None
+
+    def _poll_data(self, now: float) -> Burst | None:
+        if now < self._next_send and not self._probes:
+            return None
+        count = min(self._burst_count, self._room)
+        if count <= 0:
+            return None
+        outgoing = self._sender.next(now, self.control, self._burst_length)
+        if outgoing is None:
+            self._meter.handle_limited(self._in_flight)
+            self._probes = 0
+            return None
+        way = self._stripe_for(self.settings.datagram_bytes)
+        if way is None:
+            return None
+        stripe, path, allowed = way
+        taken = outgoing.take(now, min(count, allowed))
+        if taken is None:
+            return None
+        kind, items = taken
+        frames = np.empty((len(items), outgoing.size), dtype=np.uint8)
+        frames[:, -SEAL_BYTES:] = 0
+        outgoing.write(kind, items, frames)
+        self._turn = stripe + 1
+        self._probes = max(self._probes - len(items), 0)
+        # A timer that comes late is caught up with, by a burst at most: else the rate would not be reached.
+        self._next_send = max(self._next_send, now - BURST_SECONDS) + frames.size / self.control.rate
+        burst = self._burst(now, stripe, path, kind, outgoing.transfer, items, frames)
+        if not self._sender.ready:
+            self._meter.handle_limited(self._in_flight)
+        return burst
+
+    def _burst(
+        self,
+        now: float,
+        stripe: int,
+        path: Hashable,
+        kind: Kind,
+        transfer: int,
+        items: Items,
+        frames: Bytes,
+    ) -> Burst:
+        """Gives the datagrams their numbers and headers, and notes them."""
+        sent = self._sent[stripe]
+        phase = self._phase[stripe].of(sent)
+        mark = self._meter.mark(not self._in_flight)
+        first = sent.add(now, transfer, items, frames.shape[1], mark)
+        write_headers(frames, kind, phase, stripe, self.session, first)
+        self._paths[stripe].handle_sent(path, frames.size)
+        self._spoke = now
+        return Burst(path, stripe, frames, phase)
+
+    def _end(self, reason: str) -> None:
+        self._ended = True
+        self._events.append(Lost(self.session, reason, self._sender.end(), self._receiver.end()))
+
+
+class _Phase:
+    """Of a stripe's keys, in this end's direction."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._phase = 0
+        self._since = 0  # the number of its first datagram
+
+    def of(self, sent: SentRecords) -> int:
+        """The phase of the next datagram. It changes only once the other end has acknowledged one of the
+        present phase, for receivers hold one phase ahead and no more."""
+        due = self.wanted or sent.next - self._since >= PHASE_DATAGRAMS
+        if due and (sent.largest_acked >= self._since):
+            self._phase, self._since, self.wanted = (self._phase + 1) & 0xFF, sent.next, False
+        return self._phase

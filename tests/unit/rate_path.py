@@ -1,0 +1,262 @@
+"""A path under a virtual clock, in bursts of a millisecond: a queue with drops at its end, a rate, a delay and
+random loss after the queue; and flows that share it: `RateControl`'s, Cubic's and BBR's, roughly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from atoll.ltp.control import RateControl, RateSample
+from atoll.ltp.settings import Settings
+
+SIZE = 1400  # bytes of a datagram
+TICK = 0.001  # seconds
+
+
+@dataclass
+class Burst:
+    sent: float
+    packets: int
+    delivered: int  # packets acknowledged when it was sent
+    delivered_at: float
+    first_sent: float
+    limited: bool
+    came: int = 0
+    back: float = 0.0  # when its acknowledgement is there
+
+
+class Flow:
+    """A sender whose acknowledgements come burst by burst. `backlog`: packets it has to send."""
+
+    def __init__(self, start: float = 0.0, backlog: float = math.inf) -> None:
+        self.start, self.backlog = start, backlog
+        self.unacked: deque[Burst] = deque()
+        self.in_flight = 0
+        self.delivered, self.delivered_at, self.first_sent = 0, start, start
+        self.round_ends = 0
+        self.budget = 0.0
+        self.log: list[tuple[float, int]] = []  # (when, packets that came)
+        self.heard = start
+
+    def wanted(self, now: float) -> int:
+        raise NotImplementedError
+
+    def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
+        raise NotImplementedError
+
+    def timed_out(self, now: float) -> None:
+        pass
+
+    def send(self, now: float) -> Burst | None:
+        packets = int(min(self.wanted(now), self.backlog))
+        if packets <= 0:
+            return None
+        if not self.in_flight:
+            self.delivered_at = self.first_sent = self.heard = now
+        self.backlog -= packets
+        self.in_flight += packets
+        limited = self.backlog <= 0
+        return Burst(now, packets, self.delivered, self.delivered_at, self.first_sent, limited)
+
+    def handle(self, now: float, burst: Burst) -> None:
+        self.in_flight -= burst.packets
+        self.heard = now
+        self.delivered += burst.came
+        self.log.append((now, burst.came))
+        seconds = max(burst.sent - burst.first_sent, now - burst.delivered_at)
+        sample = RateSample((self.delivered - burst.delivered) * SIZE, seconds, burst.limited)
+        self.delivered_at, self.first_sent = now, burst.sent
+        ended = burst.delivered >= self.round_ends
+        if ended:
+            self.round_ends = self.delivered
+        self.acked(now, burst, sample, ended)
+
+    def rate(self, begin: float, end: float) -> float:
+        """Bytes per second that came."""
+        return SIZE * sum(came for when, came in self.log if begin <= when < end) / (end - begin)
+
+
+class Ltp(Flow):
+    def __init__(
+        self, settings: Settings | None = None, seed: int = 1, start: float = 0.0, backlog: float = math.inf
+    ) -> None:
+        super().__init__(start, backlog)
+        self.control = RateControl(settings or Settings(), start, np.random.default_rng(seed))
+        self.rounds = 0
+        self.rates: list[tuple[float, float, float, str, str]] = []  # a tick each
+        self.started: float | None = None  # when start-up was over
+        self.started_rounds = 0
+
+    def wanted(self, now: float) -> int:
+        control = self.control
+        self.budget = min(self.budget + control.rate * TICK, max(2 * SIZE, control.rate * 0.002))
+        self.rates.append((now, control.rate, control.srtt, control.decision.row, control.decision.reason))
+        room = control.in_flight_limit // SIZE - self.in_flight
+        packets = int(min(self.budget / SIZE, max(room, 0)))
+        self.budget -= min(packets, self.backlog) * SIZE
+        return packets
+
+    def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
+        self.rounds += round_ended
+        self.control.handle_ack(
+            now,
+            rtt=now - burst.sent if burst.came else None,
+            sample=sample if burst.came else None,
+            acked=burst.came,
+            lost=burst.packets - burst.came,
+            restored=0,
+            in_flight=self.in_flight * SIZE,
+            round_ended=round_ended,
+        )
+        if self.started is None and self.control.phase != "start-up":
+            self.started, self.started_rounds = now, self.rounds
+
+    def timed_out(self, now: float) -> None:
+        if now - self.heard > self.control.srtt + 4 * self.control.rttvar + 0.005:
+            self.heard = now
+            self.control.handle_timeout(now)
+
+    def paced(self, begin: float, end: float) -> float:
+        """The mean rate it paced by, bytes per second."""
+        return float(np.mean([rate for now, rate, *_ in self.rates if begin <= now < end]))
+
+    def rtt(self, begin: float, end: float, quantile: float = 0.5) -> float:
+        return float(np.quantile([rtt for now, _, rtt, *_ in self.rates if begin <= now < end], quantile))
+
+
+class Cubic(Flow):
+    """CUBIC (RFC 9438), whose losses are found a round trip later and counted once a round trip."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__(start)
+        self.window, self.threshold = 10.0, math.inf
+        self.most, self.epoch = 0.0, start
+        self.recovered = 0.0
+
+    def wanted(self, now: float) -> int:
+        return int(self.window) - self.in_flight
+
+    def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
+        rtt = now - burst.sent
+        if burst.came < burst.packets and burst.sent >= self.recovered:
+            self.recovered = now
+            self.most, self.epoch = self.window, now
+            self.window = self.threshold = max(2.0, 0.7 * self.window)
+        elif self.window < self.threshold:
+            self.window += burst.came
+        else:
+            since = (self.most * 0.3 / 0.4) ** (1 / 3)
+            cubic = 0.4 * (now - self.epoch + rtt - since) ** 3 + self.most
+            friendly = self.most * 0.7 + 0.53 * (now - self.epoch) / rtt
+            target = min(max(cubic, friendly), 1.5 * self.window)
+            self.window += max(0.0, target - self.window) * burst.came / self.window
+
+
+class Bbr(Flow):
+    """BBR's first version: the greatest of ten rounds' rates, eight gains in turn, twice what the path holds."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__(start)
+        self.rates: deque[float] = deque([1.25e6], maxlen=10)
+        self.round_rate = 0.0
+        self.least = math.inf
+        self.cycle, self.starting, self.flat = 2, True, 0
+        self.draining = False
+
+    def wanted(self, now: float) -> int:
+        best = max(self.rates)
+        gain = (
+            2.885 if self.starting else 0.35 if self.draining else (1.25, 0.75, 1, 1, 1, 1, 1, 1)[self.cycle]
+        )
+        self.budget = min(self.budget + gain * best * TICK, max(2 * SIZE, gain * best * 0.002))
+        least = self.least if self.least < math.inf else 1.0
+        room = int((2.885 if self.starting else 2.0) * best * least / SIZE) + 10 - self.in_flight
+        packets = int(min(self.budget / SIZE, max(room, 0)))
+        self.budget -= packets * SIZE
+        return packets
+
+    def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
+        self.least = min(self.least, now - burst.sent)
+        self.round_rate = max(self.round_rate, sample.delivered / sample.seconds if sample.seconds else 0.0)
+        if not round_ended:
+            return
+        if self.starting:
+            self.flat = 0 if self.round_rate > 1.25 * max(self.rates) else self.flat + 1
+            if self.flat >= 3:
+                self.starting, self.draining = False, True
+        elif self.draining:
+            self.draining = self.in_flight * SIZE > max(self.rates) * self.least
+        else:
+            self.cycle = (self.cycle + 1) % 8
+        self.rates.append(self.round_rate)
+        self.round_rate = 0.0
+
+
+@dataclass
+class Path:
+    """`rate` in bytes per second, `delay` the round trip in seconds, `queue_bytes` of room."""
+
+    rate: float
+    delay: float
+    queue_bytes: float
+    loss: float = 0.0
+    seed: int = 7
+    flows: list[Flow] = field(default_factory=list)
+    now: float = 0.0
+    queued: float = 0.0  # bytes
+    queues: list[tuple[float, float]] = field(default_factory=list)  # (when, seconds)
+    dark: bool = False  # nothing comes through
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end - TICK / 2:
+            self.step()
+
+    def step(self) -> None:
+        now = self.now
+        for flow in self.flows:
+            while flow.unacked and flow.unacked[0].back <= now:
+                flow.handle(now, flow.unacked.popleft())
+            if flow.in_flight:
+                flow.timed_out(now)
+        # Whose burst comes first to the queue's end is chance.
+        for place in self.rng.permutation(len(self.flows)) if len(self.flows) > 1 else range(len(self.flows)):
+            flow = self.flows[place]
+            burst = flow.send(now) if now >= flow.start else None
+            if burst is not None:
+                self.carry(flow, burst)
+        self.queues.append((now, self.queued / self.rate))
+        self.queued = max(0.0, self.queued - self.rate * TICK)
+        self.now = round(now + TICK, 6)
+
+    def carry(self, flow: Flow, burst: Burst) -> None:
+        """In pieces of a tick of the path's rate, each acknowledged when it has left."""
+        piece = max(1, int(self.rate * TICK / SIZE))
+        for first in range(0, burst.packets, piece):
+            self.carry_piece(flow, replace(burst, packets=min(piece, burst.packets - first)))
+
+    def carry_piece(self, flow: Flow, burst: Burst) -> None:
+        room = int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE)
+        taken = max(0, min(burst.packets, room))
+        self.queued += taken * SIZE
+        burst.came = taken - int(self.rng.binomial(taken, self.loss)) if taken and self.loss else taken
+        burst.came = 0 if self.dark else burst.came
+        burst.back = burst.sent + self.delay + max(0.0, self.queued / self.rate - TICK)
+        if self.dark:
+            burst.back += 10 * self.delay
+        flow.unacked.append(burst)
+
+    def queue(self, begin: float, end: float, quantile: float) -> float:
+        """Seconds of queue."""
+        return float(np.quantile([queue for now, queue in self.queues if begin <= now < end], quantile))
+
+
+def jain(rates: list[float]) -> float:
+    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
