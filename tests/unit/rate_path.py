@@ -226,29 +226,34 @@ class Path:
                 flow.handle(now, flow.unacked.popleft())
             if flow.in_flight:
                 flow.timed_out(now)
-        # Whose burst comes first to the queue's end is chance.
-        for place in self.rng.permutation(len(self.flows)) if len(self.flows) > 1 else range(len(self.flows)):
-            flow = self.flows[place]
-            burst = flow.send(now) if now >= flow.start else None
-            if burst is not None:
-                self.carry(flow, burst)
+        sent = [(flow, flow.send(now) if now >= flow.start else None) for flow in self.flows]
+        self.carry([(flow, burst) for flow, burst in sent if burst is not None])
         self.queues.append((now, self.queued / self.rate))
         self.queued = max(0.0, self.queued - self.rate * TICK)
         self.now = round(now + TICK, 6)
 
-    def carry(self, flow: Flow, burst: Burst) -> None:
-        """In pieces of a tick of the path's rate, each acknowledged when it has left."""
+    def carry(self, sent: list[tuple[Flow, Burst]]) -> None:
+        """A tick's packets, in whatever order: who loses when the queue is full is chance, by packet."""
+        packets = [burst.packets for _, burst in sent]
+        room = max(0, int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE))
+        taken = packets
+        if sum(packets) > room:
+            taken = [int(n) for n in self.rng.multivariate_hypergeometric(packets, room)]
+        before, after = self.queued, self.queued + sum(taken) * SIZE
+        self.queued = after
         piece = max(1, int(self.rate * TICK / SIZE))
-        for first in range(0, burst.packets, piece):
-            self.carry_piece(flow, replace(burst, packets=min(piece, burst.packets - first)))
+        for (flow, burst), kept in zip(sent, taken, strict=True):
+            pieces = -(-max(kept, 1) // piece)  # each of a tick of the path's rate, acknowledged when it has left
+            for place in range(pieces):
+                here = kept * (place + 1) // pieces - kept * place // pieces
+                whole = burst.packets * (place + 1) // pieces - burst.packets * place // pieces
+                waits = (before + (after - before) * (place + 1) / pieces) / self.rate
+                self.carry_piece(flow, replace(burst, packets=whole, came=here), waits)
 
-    def carry_piece(self, flow: Flow, burst: Burst) -> None:
-        room = int((self.queue_bytes + self.rate * TICK - self.queued) / SIZE)
-        taken = max(0, min(burst.packets, room))
-        self.queued += taken * SIZE
-        burst.came = taken - int(self.rng.binomial(taken, self.loss)) if taken and self.loss else taken
-        burst.came = 0 if self.dark else burst.came
-        burst.back = burst.sent + self.delay + max(0.0, self.queued / self.rate - TICK)
+    def carry_piece(self, flow: Flow, burst: Burst, waits: float) -> None:
+        lost = int(self.rng.binomial(burst.came, self.loss)) if burst.came and self.loss else 0
+        burst.came = 0 if self.dark else burst.came - lost
+        burst.back = burst.sent + self.delay + max(0.0, waits - TICK)
         if self.dark:
             burst.back += 10 * self.delay
         flow.unacked.append(burst)

@@ -128,7 +128,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round trip showed. Rates in bytes per second of datagrams, corrected for the path's own loss."""
+    """What one round trip showed. Rates in bytes per second, corrected for the path's own loss."""
 
     rate: float  # delivered
     sent: float  # the rate at which its packets were paced
@@ -139,13 +139,14 @@ class Round:
 
     def path_was_limit(self, estimate: float, base: float, min_rtt: float) -> bool:
         """Whether its rate tells what the path can carry: a queue stood all through it, or less came than was
-        sent, or more was lost than the path loses at any rate. Below the estimate the last two are chance
-        unless much is missing."""
-        if self.queue > least_busy(min_rtt):
-            return True
+        sent, or more was lost than the path loses at any rate. Where less was sent than the estimate says, it
+        does not if just that much came, nor if a little less came and no queue stood: that may be chance."""
+        busy = self.queue > least_busy(min_rtt)
         if self.sent < FAIR * estimate:
-            return self.rate < MISSING * self.sent
-        return self.rate < FAIR * self.sent or surely_above(self.lost, max(self.acked + self.lost, 1), base)
+            short = self.rate < (FAIR if busy else MISSING) * self.sent
+            return short or (busy and self.rate * FAIR > self.sent)
+        short = self.rate < FAIR * self.sent
+        return busy or short or surely_above(self.lost, max(self.acked + self.lost, 1), base)
 
 
 def least_busy(min_rtt: float) -> float:
@@ -154,8 +155,8 @@ def least_busy(min_rtt: float) -> float:
 
 
 class Bandwidth:
-    """The estimate: the greatest of the delivery rates of the last rounds, in bytes per second of datagrams as
-    they are sent: what came is corrected for what the path loses at any rate.
+    """The estimate: the greatest of the delivery rates of the last rounds, in bytes per second of datagrams
+    as they are sent: what came is corrected for what the path loses at any rate.
 
     A round's rate is the median of its last third of samples: each spans a round trip, so the first ones
     are still of the round before, and a single one may be off by a burst. It raises the estimate
@@ -176,12 +177,12 @@ class Bandwidth:
             (self._limited if sample.app_limited else self._free).append(rate)
 
     def most_of_round(self) -> float:
-        """The greatest sample of the round that runs, 0 without one: start-up's, whose rate rises within it."""
+        """The greatest sample of the round that runs, 0 without one: in start-up the rate rises within it."""
         return max(self._free, default=0.0)
 
     def end_round(self, base: float) -> tuple[float, bool]:
-        """The round's delivery rate, corrected, and whether it was limited by the application alone; (0, True)
-        without a sample."""
+        """The round's delivery rate, corrected, and whether it was limited by the application alone;
+        (0, True) without a sample."""
         free, limited = self._free, self._limited
         self._free, self._limited = [], []
         rates = free or limited

@@ -14,6 +14,7 @@ import numpy as np
 
 from atoll.ltp.bandwidth import (
     FAIR,
+    LOSS_ROUNDS,
     MIN_RTT_SECONDS,
     Bandwidth,
     Losses,
@@ -24,6 +25,7 @@ from atoll.ltp.bandwidth import (
 )
 from atoll.ltp.rates import Row, Seen, decide
 from atoll.ltp.settings import Settings
+from atoll.ltp.target import Target
 
 __all__ = ["Decision", "RateControl", "RateSample"]
 
@@ -97,10 +99,11 @@ class RateControl:
         self._queue_rises = 0
         self._emptied_from = 0
         self._looked = now
-        self._target = settings.target_loss
+        self._target = Target(settings.target_loss, settings.fill_above)
+        self._came: list[float] = []  # delivery rates, of rounds since the target's last observation
         self.rate = settings.initial_rate
         self.decision = Decision("start-up", self.rate, "nothing is known of the path")
-        self._set(now, "start-up", self.decision.reason)
+        self._set("start-up", self.decision.reason)
 
     @property
     def loss(self) -> float:
@@ -109,7 +112,12 @@ class RateControl:
 
     @property
     def target(self) -> float:
-        return self._target
+        """The loss rate up to which the rate rises: fitted, or the safe value."""
+        return self._target.choice.value
+
+    @property
+    def target_reason(self) -> str:
+        return self._target.choice.reason
 
     @property
     def estimate(self) -> float:
@@ -147,7 +155,7 @@ class RateControl:
         sample: RateSample | None,
         acked: int,
         lost: int,
-        restored: int,
+        restored: int,  # noqa: ARG002  (lost all the same: what was repaired does not count)
         in_flight: int,
         round_ended: bool,
     ) -> None:
@@ -166,34 +174,34 @@ class RateControl:
         if round_ended:
             self._end_round(now, in_flight)
         elif self._phase == "start-up" and rtt is not None:
-            self._watch_queue(now, rtt)
+            self._watch_queue(rtt)
         if now >= self._granted_until and self._granted < math.inf:
             self._granted = math.inf
-            self._set(now, "grant", "the receiver's grant has expired")
+            self._set("grant", "the receiver's grant has expired")
 
-    def handle_timeout(self, now: float) -> None:
+    def handle_timeout(self, now: float) -> None:  # noqa: ARG002  (as the other inputs)
         """Nothing was heard for a probe timeout."""
         self._timeouts += 1
         self._level = max(HALF, self._level * HALF) if self._timeouts == 1 else self._level * HALF
         self._starting_rate = max(self._starting_rate * HALF, self._settings.initial_rate * HALF)
         self._gain = 1.0
         self._losses.forget()
-        self._set(now, "timeout", f"nothing was heard, {self._timeouts} times in a row")
+        self._set("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
         """The receiver's word that its link has so much for this sender, for so long."""
         self._granted, self._granted_until = rate, now + seconds
-        self._set(now, "grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
+        self._set("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
     def begin_window(self, now: float) -> Decision:
         """A transfer's window begins: the rate is the estimate's, however long the sender was idle."""
         if now >= self._granted_until:
             self._granted = math.inf
         if self._phase == "start-up":
-            self._set(now, "start-up", "a window begins, and the path is not known yet")
+            self._set("start-up", "a window begins, and the path is not known yet")
         else:
             self._level = 1.0 if not self._timeouts else self._level
-            self._set(now, "window", "a window begins at the estimate")
+            self._set("window", "a window begins at the estimate")
         return self.decision
 
     # Once a round trip.
@@ -214,43 +222,54 @@ class RateControl:
         )  # what came now was sent in the round before
         rate, limited = self._bandwidth.end_round(base)
         if self._phase == "start-up":
-            self._start_up(now, Round(rate, sent, limited, acked, lost, queue))
+            self._start_up(Round(rate, sent, limited, acked, lost, queue))
         else:
             round_ = Round(rate, sent, limited, acked, lost, queue)
             self._bandwidth.measure(round_, base, trip.least, self._round <= self._anew_until)
             if self._phase == "emptying":
-                self._empty(now, in_flight, queue)
+                self._empty(in_flight, queue)
             if self._phase == "cruise":
+                self._observe(round_)
                 self._cruise(now, round_)
         self._paced = self.rate
 
-    def _start_up(self, now: float, round_: Round) -> None:
+    def _observe(self, round_: Round) -> None:
+        """Every few rounds, what the target is fitted to: the loss, what came, and how late."""
+        if round_.limited or self._round < self._deaf_until:
+            return
+        self._came.append(round_.rate * (1.0 - self._losses.base))
+        if len(self._came) >= LOSS_ROUNDS:
+            came = sum(self._came) / len(self._came)
+            self._came.clear()
+            self._target.handle_observation(self.loss, came, self._trip.smoothed, self._trip.least)
+
+    def _start_up(self, round_: Round) -> None:
         bandwidth, rate, limited, queue = self._bandwidth, round_.rate, round_.limited, round_.queue
         grew = rate >= GROWTH * bandwidth.estimate or not bandwidth.measured
         if rate > 0.0 and (not limited or rate > bandwidth.estimate):
             bandwidth.raise_to(rate)
         if limited:
-            self._set(now, "start-up", "too little to send to learn the path's rate")
+            self._set("start-up", "too little to send to learn the path's rate")
             return
         self._flat = 0 if grew else self._flat + 1
         if self._flat >= FLAT_ROUNDS:
-            self._leave_start_up(now, f"{FLAT_ROUNDS} rounds without growth")
+            self._leave_start_up(f"{FLAT_ROUNDS} rounds without growth")
         elif self._stands(queue):
-            self._leave_start_up(now, "a queue stands")
+            self._leave_start_up("a queue stands")
         elif rate < SHORT * round_.sent and self._seen().above_fill:
-            self._leave_start_up(now, "loss above the fill threshold, and less came than was sent")
+            self._leave_start_up("loss above the fill threshold, and less came than was sent")
         else:
             if grew:
                 self._starting_rate = DOUBLING * max(self._starting_rate, bandwidth.estimate)
-            self._set(now, "start-up", "doubled" if grew else "no growth; it may be chance")
+            self._set("start-up", "doubled" if grew else "no growth; it may be chance")
 
-    def _watch_queue(self, now: float, rtt: float) -> None:
+    def _watch_queue(self, rtt: float) -> None:
         """Start-up ends as soon as a queue is seen to stand, within a round."""
         self._queue_rises = self._queue_rises + 1 if self._stands(rtt - self._trip.least) else 0
         if self._queue_rises >= 8 and self._bandwidth.measured:
-            self._leave_start_up(now, "a queue stands")
+            self._leave_start_up("a queue stands")
 
-    def _leave_start_up(self, now: float, reason: str) -> None:
+    def _leave_start_up(self, reason: str) -> None:
         self._phase = "emptying"
         self._gain, self._level = EMPTYING, 1.0
         self._emptied_from = self._round
@@ -259,18 +278,16 @@ class RateControl:
         rate = self._bandwidth.most_of_round()
         if rate > self._bandwidth.estimate:
             self._bandwidth.raise_to(rate)
-        self._set(now, "emptying", f"start-up ends: {reason}")
+        self._set("emptying", f"start-up ends: {reason}")
 
-    def _empty(self, now: float, in_flight: int, queue: float) -> None:
+    def _empty(self, in_flight: int, queue: float) -> None:
         held = self._bandwidth.estimate * self._trip.least
-        if in_flight <= held or (self._round > self._emptied_from + 1 and not self._stands(queue)):
-            self._phase, self._gain = "cruise", 1.0
-            self._probed = self._round
-        elif self._round >= self._emptied_from + DRAIN_ROUNDS:
+        since = self._round - self._emptied_from
+        if in_flight <= held or since >= DRAIN_ROUNDS or (since > 1 and not self._stands(queue)):
             self._phase, self._gain = "cruise", 1.0
             self._probed = self._round
         else:
-            self._set(now, "emptying", f"start-up's queue of {queue * 1e3:.1f} ms")
+            self._set("emptying", f"start-up's queue of {queue * 1e3:.1f} ms")
 
     def _cruise(self, now: float, round_: Round) -> None:
         rate, limited, lost, queue = round_.rate, round_.limited, round_.lost, round_.queue
@@ -285,41 +302,41 @@ class RateControl:
         if self._judge and self._round >= self._probed + 2:
             self._judge_probe(rate, limited)
         if row.action == "halved":
-            self._halve(now, row, round_)
+            self._halve(row, round_)
         elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
             self._looked = now
             self._gain = LOOK
-            self._set(now, "look", "the least round trip was seen too long ago")
+            self._set("look", "the least round trip was seen too long ago")
         elif stands and not self._foreign:
-            self._drain(now, queue)
+            self._drain(queue)
         elif stands and lost and self._round >= self._deaf_until:
-            self._yield(now)
+            self._yield()
         elif self._pay_back and busy:
             self._pay_back -= 1
             self._gain = 1.0 - PAY_BACK * self._share
-            self._set(now, row.seen, "a small queue is given time to drain")
+            self._set(row.seen, "a small queue is given time to drain")
         elif row.action == "up":
-            self._up(now, row, limited)
+            self._up(row, limited)
         else:
             self._gain = 1.0
-            self._set(now, row.seen, f"held: {row.reason}")
+            self._set(row.seen, f"held: {row.reason}")
 
-    def _up(self, now: float, row: Row, limited: bool) -> None:
+    def _up(self, row: Row, limited: bool) -> None:
         self._gain = 1.0
         if self._level < 1.0:
             self._level = min(1.0, self._level * RECOVERY)
-            self._set(now, row.seen, f"up, towards the estimate: {row.reason}")
+            self._set(row.seen, f"up, towards the estimate: {row.reason}")
         elif self._judge:
             if self._probe > PROBE:
                 self._gain = 1.0 + self._probe
-            self._set(now, row.seen, "up, and what it did is not yet known")
+            self._set(row.seen, "up, and what it did is not yet known")
         elif limited or self._round < self._probed + (2 if self._probe > PROBE else PROBE_ROUNDS):
-            self._set(now, row.seen, "up not yet: the last probe found nothing")
+            self._set(row.seen, "up not yet: the last probe found nothing")
         else:
             self._gain = 1.0 + (MOST_PROBE if self._foreign else self._probe)
             self._probed, self._judge = self._round, True
             self._before_probe = self._bandwidth.estimate
-            self._set(now, row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
+            self._set(row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
 
     def _judge_probe(self, rate: float, limited: bool) -> None:
         self._judge = False
@@ -334,7 +351,7 @@ class RateControl:
             self._probe = PROBE
             self._pay_back = PROBE_ROUNDS
 
-    def _halve(self, now: float, row: Row, round_: Round) -> None:
+    def _halve(self, row: Row, round_: Round) -> None:
         """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If
         half does not lessen the loss and no queue stands, it is not the rate's, and half it stays."""
         full = round_.sent >= FAIR * self._bandwidth.estimate or self._stands(round_.queue)
@@ -346,33 +363,33 @@ class RateControl:
         self._losses.forget()
         self._deaf_until = self._round + 2
         self._anew_until = self._round + ANEW_ROUNDS
-        self._set(now, row.seen, f"halved: {row.reason}")
+        self._set(row.seen, f"halved: {row.reason}")
 
-    def _drain(self, now: float, queue: float) -> None:
+    def _drain(self, queue: float) -> None:
         self._drained += 1
         if self._drained > DRAIN_ROUNDS:
             self._foreign = True
             self._gain = 1.0
-            self._set(now, "drain", "the queue stays whatever is done: it is another's")
+            self._set("drain", "the queue stays whatever is done: it is another's")
             return
         self._gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / self._trip.least))
         self._judge, self._probe, self._pay_back = False, PROBE, 0
-        self._set(now, "drain", f"a queue of {queue * 1e3:.1f} ms stands")
+        self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")
 
-    def _yield(self, now: float) -> None:
+    def _yield(self) -> None:
         self._level = max(HALF, self._level * YIELD)
         self._gain = 1.0
         self._deaf_until = self._round + 2
-        self._set(now, "yield", "loss beside another's queue: the path is full")
+        self._set("yield", "loss beside another's queue: the path is full")
 
     def _stands(self, queue: float) -> bool:
         return self._trip.measured and queue > max(STANDING * self._trip.least, LEAST_STANDING)
 
     def _seen(self) -> Seen:
         lost, counted = self._losses.recent()
-        return Seen(lost, counted, self._losses.quiet_rounds, self._target, self._settings.fill_above)
+        return Seen(lost, counted, self._losses.quiet_rounds, self.target, self._settings.fill_above)
 
-    def _set(self, now: float, row: str, reason: str) -> None:
+    def _set(self, row: str, reason: str) -> None:
         if self._phase == "start-up":
             wanted = self._starting_rate
         else:

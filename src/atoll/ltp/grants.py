@@ -1,0 +1,135 @@
+"""Grants against incast: a receiver shares its link among the senders that have something to send.
+
+Source: S3, "Beyond the paper", incast. Shares are max-min by weight. What was granted binds the receiver until
+it expires, for a sender may not hear of less in time: so a newcomer waits for others' grants to run out, on
+a small reserve, and the sum of all grants in force never passes the link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atoll.core.errors import UserError
+
+GRANT_SECONDS = 0.1  # a grant's life: what a newcomer waits at most for its share, and a few round trips
+RENEWED = (
+    0.5  # of its life, after which a grant is given again: one that was lost is followed by another in time
+)
+ASK_SECONDS = 1.0  # for which a sender counts as having something to send, unless it asks again
+RESERVE = 0.05  # of the link, for those who wait for their share
+LEAST_CHANGE = 0.05  # of a grant, below which a change of the share waits for the renewal
+MOST_SENDERS = 1024
+
+
+@dataclass(frozen=True)
+class Grant:
+    session: int
+    rate: float  # bytes per second of datagrams
+    seconds: float
+    reason: str
+
+
+@dataclass
+class _Sender:
+    weight: float
+    wanted: float  # bytes per second
+    until: float  # when it counts as silent
+    granted: float = 0.0  # the last grant
+    renew_at: float = -math.inf
+    # (until, rate), in force: a lower grant may be lost, so that the higher one binds until it expires.
+    promised: list[tuple[float, float]] = field(default_factory=list)
+
+    def bound(self, now: float) -> float:
+        """The most that it may still send by."""
+        self.promised = [each for each in self.promised if each[0] > now]
+        return max((rate for _, rate in self.promised), default=0.0)
+
+
+class Grants:
+    """One receiver's. `link_rate` in bytes per second of datagrams."""
+
+    def __init__(self, link_rate: float) -> None:
+        if not 0.0 < link_rate < math.inf:
+            raise UserError(f"link_rate = {link_rate:g}: more than 0 bytes per second, and finite")
+        self._link_rate = link_rate
+        self._senders: dict[int, _Sender] = {}
+        self._left: list[tuple[float, float]] = []  # promised to those that are gone, (until, rate)
+
+    def handle_ask(self, now: float, session: int, weight: float = 1.0, wanted: float = math.inf) -> bool:
+        """A sender has something to send, at most `wanted` bytes per second. False: too many do, and it is
+        left to its own estimate."""
+        if not (weight > 0.0 and wanted > 0.0 and math.isfinite(weight)) or math.isnan(wanted):
+            raise UserError(f"session {session} asks for {wanted:g} with weight {weight:g}: both are above 0")
+        self._expire(now)
+        sender = self._senders.get(session)
+        if sender is None:
+            if len(self._senders) + len(self._left) >= MOST_SENDERS:
+                return False
+            self._senders[session] = _Sender(weight, wanted, now + ASK_SECONDS)
+        else:
+            sender.weight, sender.wanted, sender.until = weight, wanted, now + ASK_SECONDS
+        return True
+
+    def handle_done(self, now: float, session: int) -> None:
+        """It has nothing more to send. What it was promised is free when it expires."""
+        sender = self._senders.pop(session, None)
+        if sender is not None and (bound := sender.bound(now)) > 0.0:
+            self._left.append((sender.promised[-1][0], bound))
+
+    def poll_grants(self, now: float) -> list[Grant]:
+        """The grants to be sent now: to those whose share changed or whose grant runs out."""
+        self._expire(now)
+        if not self._senders:
+            return []
+        shares = self._shares()
+        bounds = {session: sender.bound(now) for session, sender in self._senders.items()}
+        free = (1.0 - RESERVE) * self._link_rate - sum(bounds.values()) - sum(rate for _, rate in self._left)
+        waiting = RESERVE * self._link_rate / MOST_SENDERS
+        grants = []
+        for session, sender in sorted(self._senders.items()):
+            # What is above its bound must be free; what is below is its own already.
+            rate = min(shares[session], bounds[session] + max(0.0, free))
+            reason = "its share of the link"
+            if rate < shares[session] * (1.0 - LEAST_CHANGE):
+                reason = "what is free until others' grants expire"
+            if rate < waiting:
+                rate, reason = waiting, "others' grants have yet to expire"
+            if now < sender.renew_at and abs(rate - sender.granted) <= LEAST_CHANGE * sender.granted:
+                continue
+            free -= max(0.0, rate - bounds[session]) if rate > waiting else 0.0
+            sender.granted, sender.renew_at = rate, now + RENEWED * GRANT_SECONDS
+            sender.promised = [*sender.promised, (now + GRANT_SECONDS, rate)]
+            grants.append(Grant(session, rate, GRANT_SECONDS, reason))
+        return grants
+
+    def poll_deadline(self) -> float:
+        """When `poll_grants` may have something; infinity while nobody sends."""
+        return min((sender.renew_at for sender in self._senders.values()), default=math.inf)
+
+    def committed(self, now: float) -> float:
+        """Bytes per second that senders may send by, of all grants in force: never above the link."""
+        self._expire(now)
+        return sum(each.bound(now) for each in self._senders.values()) + sum(rate for _, rate in self._left)
+
+    def _shares(self) -> dict[int, float]:
+        wanted = {session: sender.wanted for session, sender in self._senders.items()}
+        weights = {session: sender.weight for session, sender in self._senders.items()}
+        return max_min((1.0 - RESERVE) * self._link_rate, wanted, weights)
+
+    def _expire(self, now: float) -> None:
+        for session in [session for session, sender in self._senders.items() if sender.until <= now]:
+            self.handle_done(now, session)
+        self._left = [each for each in self._left if each[0] > now]
+
+
+def max_min(total: float, wanted: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+    """Shares of `total`: nobody gets more than wanted, and who gets less gets the same per weight as all
+    others who do, and no less than anyone."""
+    shares: dict[int, float] = {}
+    left, weight = total, sum(weights.values())
+    for key in sorted(wanted, key=lambda key: wanted[key] / weights[key]):
+        shares[key] = min(wanted[key], left * weights[key] / weight) if weight > 0.0 else 0.0
+        left, weight = max(0.0, left - shares[key]), weight - weights[key]
+    return shares
