@@ -101,6 +101,10 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
+    ("put", "_outbox"): "ltp.controls.Outbox: a list of messages",
+    ("send", "_session"): "ltp.session.Session, which knows no socket",
+    ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
+    ("receive", "port"): "UdpPort.receive: takes what has come",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
 }
@@ -109,6 +113,7 @@ _POLLED = "the file is read when poll or select has found it ready, or does not 
 _OWN_DEVICE = "this process's own device, of whose work each collective has come already (Channel.wait)"
 _SLICES = "the socket has a timeout, and who waits in slices looks at a clock between them"
 _PROBE = "the socket has a deadline: create_connection's, or settimeout's"
+_RELEASES = "a condition lets go of its lock while it waits"
 _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
 # file: function: the call, and why it has no deadline of its own.
@@ -141,6 +146,9 @@ REVIEWED: dict[str, str] = {
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (
         _SLICES
     ),
+    "net/linksession.py: LinkSession.events: self._condition.wait(left), holding self._condition": _RELEASES,
+    "net/linksession.py: LinkSession.close: self._condition.wait(left), holding self._condition": _RELEASES,
+    "net/ltplink.py: LtpLink._sleep: os.read(self._woken, 4096)": "the pipe does not block",
     "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",

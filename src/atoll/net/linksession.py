@@ -1,0 +1,267 @@
+"""One session of the loss-tolerant transport, as an application has it: keys, replay windows and events
+around the state machine of `atoll.ltp.session`. Source: S3, "Safe".
+
+Any thread may use a LinkSession. The link's thread drives it (atoll.net.ltplink).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import DeadlineError, RunError
+from atoll.ltp.events import Arrived, Event, Lost
+from atoll.ltp.replay import ReplayWindow
+from atoll.ltp.session import Session, Status
+from atoll.net import context as process
+from atoll.net.seals import Opener, Sealer
+from atoll.net.udp import Address, Bytes, UdpPort
+from atoll.wire.datagrams import Flow, Kind, split_untrusted
+
+MOST_BURSTS = 16  # of a session in one turn of the link, so that the others get theirs
+MOST_WAITING_BYTES = 2**30  # of values that came and were not taken: then data is dropped, as on a full link
+LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
+CLOSE_SECONDS = 2.0  # for the last word to leave
+_ROUND_TRIPS = 3  # for which an old key opens what comes late
+
+
+@dataclass(frozen=True)
+class LinkStatus:
+    """A session's state, and what was dropped of what came for it, by the reason."""
+
+    session: Status
+    drops: dict[str, int]
+    unsealed: bool
+    waiting_bytes: int  # of values that `events` has not given yet
+
+
+class LinkSession:
+    """A session on a link; made by `LtpLink.open`. `name` stands in every error."""
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        secret: bytes,
+        ports: Sequence[UdpPort],
+        wake: Callable[[], None],
+        *,
+        client: bool,
+        seal: bool,
+        name: str,
+    ) -> None:
+        self.number, self.name = number, name
+        self.finished = False  # the link need not drive it any more
+        self.deadline = -math.inf  # when the link is to drive it next
+        self.blocked: UdpPort | None = None  # that has no room for what is to be sent
+        self._session, self._ports, self._wake = session, ports, wake
+        self._generation = process.generation()
+        self._sealed = seal
+        keys = {"client": client, "seal": seal}
+        self._sealers = [Sealer(secret, stripe=stripe, **keys) for stripe in range(len(ports))]
+        self._openers = [Opener(secret, stripe=stripe, **keys) for stripe in range(len(ports))]
+        self._windows = [ReplayWindow() for _ in ports]
+        self._drops: Counter[str] = Counter()
+        self._condition = threading.Condition()  # guards all of this; told of events, and of the end
+        self._events: deque[Event] = deque()
+        self._waiting_bytes = 0
+        self._lost = ""  # why the session is over
+        self._cause: BaseException | None = None
+        self._left: tuple[UdpPort, Bytes, Address] | None = None  # sealed, and there was no room
+
+    # -- for the application ---------------------------------------------------------------------------------
+
+    def send(
+        self,
+        chunk: int,
+        iteration: int,
+        values: npt.NDArray[Any],
+        high: npt.NDArray[np.bool_] | None = None,
+        reliable: bool = False,
+    ) -> int:
+        """Sends a chunk's values, (elements,); the transfer's id. Never waits. `high` is by block
+        (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged until the
+        transfer's Delivered. Raises UserError for what cannot be sent, RunError when the session is over."""
+        with self._condition:
+            self._check()
+            transfer = self._session.send(
+                time.monotonic(), chunk, iteration, values, high=high, reliable=reliable
+            )
+            self.deadline = -math.inf
+        self._wake()
+        return transfer
+
+    def events(self, timeout: float) -> list[Event]:
+        """What has happened since the last call, in order; waits up to `timeout` seconds for something: none
+        came: an empty list. The last event is Lost; after it, this raises RunError."""
+        until = time.monotonic() + timeout
+        with self._condition:
+            while not self._events:
+                self._check()
+                left = until - time.monotonic()
+                if left <= 0 or not self._condition.wait(left):
+                    break
+            events = list(self._events)
+            self._events.clear()
+            self._waiting_bytes = 0
+        return events
+
+    def status(self) -> LinkStatus:
+        """How the session goes; also when it is over."""
+        with self._condition:
+            self._check_process()
+            drops = self._drops + self._session.drops
+            drops["seal"] += sum(opener.refused for opener in self._openers)
+            return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
+
+    def change_keys(self) -> None:
+        """The next datagrams are sealed with new keys."""
+        with self._condition:
+            self._check()
+            self._session.change_keys()
+
+    def ask(self, size: int) -> None:
+        """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
+        with self._condition:
+            self._check()
+            self._session.ask(size)
+            self.deadline = -math.inf
+        self._wake()
+
+    def grant(self, rate: float, seconds: float) -> None:
+        """Gives the other end so many bytes per second of this end's link, for so long; it sends no faster."""
+        with self._condition:
+            self._check()
+            self._session.grant(rate, seconds)
+            self.deadline = -math.inf
+        self._wake()
+
+    def close(self, reason: str = "closed by the application") -> None:
+        """Ends the session, and tells the other end why. Closing twice does no harm."""
+        if self._generation != process.generation():
+            return  # the parent's
+        until = time.monotonic() + CLOSE_SECONDS
+        with self._condition:
+            if not self._lost:
+                self._session.close(time.monotonic(), reason)
+                self.deadline = -math.inf
+        self._wake()
+        with self._condition:
+            while not self.finished:
+                left = until - time.monotonic()
+                if left <= 0 or not self._condition.wait(left):
+                    raise DeadlineError(f"waited {CLOSE_SECONDS:g} s for {self.name} to say that it ends")
+
+    def _check(self) -> None:
+        self._check_process()
+        if self._lost and not self._events:
+            raise RunError(f"{self.name} is over: {self._lost}") from self._cause
+
+    def _check_process(self) -> None:
+        if self._generation != process.generation():
+            raise RunError(f"{self.name}: a forked process cannot use its parent's session")
+
+    # -- for the link's thread -------------------------------------------------------------------------------
+
+    def handle(self, now: float, flow: Flow, address: Address) -> None:
+        """Takes in datagrams that say they are of this session."""
+        with self._condition:
+            if self._lost:
+                return
+            if flow.stripe >= len(self._ports):
+                self._drops["stripe"] += len(flow.frames)
+                return
+            frames, sizes = self._opened(now, flow)
+            if not len(frames):
+                return
+            full = self._waiting_bytes > MOST_WAITING_BYTES
+            for batch in split_untrusted(frames, sizes, self._drops):
+                if full and batch.kind in (Kind.DATA, Kind.PARITY):
+                    self._drops["not taken in time"] += len(batch)
+                else:
+                    self._session.handle_datagrams(now, address, flow.stripe, batch)
+            self.deadline = -math.inf
+
+    def drive(self, now: float) -> None:
+        """Sends what is due, and collects what has happened; then `deadline` tells when to come again."""
+        if now < self.deadline and not (self.blocked is not None and self._left):
+            return
+        with self._condition:
+            for _ in range(MOST_BURSTS):
+                if not self._send_next(now):
+                    next_due = self._session.poll_deadline() if self._left is None else math.inf
+                    self.deadline = max(next_due, now + LEAST_PAUSE)
+                    break
+            else:
+                self.deadline = now
+            events = self._session.poll_events()
+            if events:
+                self._note(events)
+            if self._lost and self._left is None and self.deadline > now:
+                self._finish()
+
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
+        """The session is over at once, unsaid."""
+        with self._condition:
+            if not self._lost:
+                self._cause = cause
+                self._note([Lost(self.number, reason)])
+            self._finish()
+
+    def _opened(self, now: float, flow: Flow) -> tuple[Bytes, npt.NDArray[np.int64]]:
+        """The rows that are genuine and new, and their sizes."""
+        window, opener = self._windows[flow.stripe], self._openers[flow.stripe]
+        frames, sizes, numbers = flow.frames, flow.sizes, flow.numbers
+        good = self._counted(window.fresh(numbers), "replayed")
+        if not good.all():
+            frames, sizes, numbers = frames[good], sizes[good], numbers[good]
+        opener.keep_old = _ROUND_TRIPS * self._session.control.srtt
+        good = opener.open(frames, sizes, now)  # it counts for itself
+        if not good.all():
+            frames, sizes, numbers = frames[good], sizes[good], numbers[good]
+        good = self._counted(window.mark(numbers), "replayed")
+        return (frames, sizes) if good.all() else (frames[good], sizes[good])
+
+    def _counted(self, good: npt.NDArray[np.bool_], reason: str) -> npt.NDArray[np.bool_]:
+        if not good.all():
+            self._drops[reason] += len(good) - int(np.count_nonzero(good))
+        return good
+
+    def _send_next(self, now: float) -> bool:
+        """Sends the next burst, or what is left of the last; False where there is none, or no room."""
+        if self._left is None:
+            burst = self._session.poll_datagrams(now)
+            if burst is None:
+                return False
+            self._sealers[burst.stripe].seal(burst.frames)
+            assert isinstance(burst.path, tuple)  # as `handle` gave it, or `LtpLink.open`
+            port, frames, address = self._ports[burst.stripe], burst.frames, burst.path
+        else:
+            port, frames, address = self._left
+        sent = port.send(frames, address)
+        whole = sent == len(frames)
+        self._left = None if whole else (port, frames[sent:], address)
+        self.blocked = None if whole else port
+        return whole
+
+    def _note(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Arrived):
+                self._waiting_bytes += event.values.nbytes
+            elif isinstance(event, Lost):
+                self._lost = event.reason
+        self._events += events
+        self._condition.notify_all()
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.deadline = math.inf
+        self._condition.notify_all()

@@ -1,0 +1,284 @@
+"""Sessions of the loss-tolerant transport over UDP: one thread receives, opens, hands on, seals and sends.
+
+A link has a port for each stripe, and any number of sessions, told apart by the id in their datagrams. The
+thread sleeps until something comes, an application has something to send, or a session's deadline has come.
+Source: S3, "Beyond the paper".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import socket as sockets
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.ltp.session import Session
+from atoll.ltp.settings import Settings
+from atoll.net import context as process
+from atoll.net.linksession import CLOSE_SECONDS, LinkSession
+from atoll.net.udp import BUFFER_BYTES, Address, Received, UdpPort, resolve, shown_address
+from atoll.wire.datagrams import MOST_STRIPES, headers_untrusted
+
+LONGEST_SLEEP = 1.0  # seconds
+POLL_GRAIN = 0.001  # seconds that `poll` is good to; shorter sleeps are made otherwise
+NO_ROOM_SECONDS = 0.005  # until a port that had no room is tried again, though poll does not say that it has
+
+
+class LtpLink:
+    """UDP ports at `host` (empty: all addresses of this machine), one for each stripe, and their thread.
+
+    `ports` are their numbers (0: any free one); `.addresses` are what they got. `name` stands in every error,
+    and in the thread's name. Raises UserError for an address that is in use or not ours.
+    """
+
+    def __init__(
+        self,
+        host: str = "",
+        ports: Sequence[int] = (0,),
+        *,
+        name: str = "link",
+        buffer_bytes: int = BUFFER_BYTES,
+        offload: bool = True,
+    ) -> None:
+        if not 1 <= len(ports) <= MOST_STRIPES:
+            raise UserError(f"{name}: {len(ports)} ports; a link has between 1 and {MOST_STRIPES}")
+        self.name = name
+        self.drops: Counter[str] = Counter()  # of what came for none of the sessions, by the reason
+        self._generation = process.generation()
+        self._lock = threading.Lock()  # guards the sessions and the end
+        self._sessions: dict[int, LinkSession] = {}
+        self._closed = False
+        self._over = False  # the thread is to end
+        self._failure = ""
+        where = host or ("::" if sockets.has_dualstack_ipv6() else "0.0.0.0")
+        self._ports: list[UdpPort] = []
+        self._pipe: tuple[int, ...] = ()
+        try:
+            for number in ports:
+                self._ports.append(UdpPort((where, number), buffer_bytes, offload=offload))
+            self._pipe = self._woken, self._waker = os.pipe()
+        except BaseException:
+            self._close_handles()
+            raise
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
+        for port in self._ports:
+            self._poll.register(port, select.POLLIN)
+        self._blocked: set[UdpPort] = set()  # that had no room
+        self._thread = threading.Thread(target=self._serve, name=f"atoll link {name}", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> LtpLink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each stripe."""
+        return [(str(port.address[0]), int(port.address[1])) for port in self._ports]
+
+    @property
+    def offload(self) -> str:
+        """Which way the datagrams take through the system, in words."""
+        offload = self._ports[0].offload
+        if offload.sends and offload.receives:
+            return "many datagrams in a call (UDP_SEGMENT, UDP_GRO)"
+        ways = [
+            f"{'many datagrams' if how else 'one datagram'} in a call to {what}"
+            for how, what in ((offload.sends, "send"), (offload.receives, "receive"))
+        ]
+        return f"{', '.join(ways)} ({offload.reason})"
+
+    @property
+    def trouble(self) -> str:
+        """The last thing that kept datagrams from leaving; empty: nothing did."""
+        return next((port.trouble for port in self._ports if port.trouble), "")
+
+    def counts(self) -> dict[str, int]:
+        """What the ports counted, summed over the stripes (atoll.net.udp.Counters)."""
+        total: Counter[str] = Counter()
+        for port in self._ports:
+            total.update(vars(port.count))
+        return dict(total)
+
+    def open(
+        self,
+        session: int,
+        secret: bytes,
+        addresses: Sequence[tuple[str, int]] | None,
+        client: bool,
+        *,
+        settings: Settings | None = None,
+        extents: Mapping[int, int] | None = None,
+        stripes: int | None = None,
+        seal: bool = True,
+    ) -> LinkSession:
+        """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
+        the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
+        learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
+        elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
+        must say so. Raises UserError for what does not fit, RunError when the link is closed."""
+        count = len(self._ports) if stripes is None else stripes
+        if not 1 <= count <= len(self._ports):
+            raise UserError(f"{self.name}: {count} stripes, on a link with {len(self._ports)} ports")
+        paths: list[Address] = []
+        if client:
+            if addresses is None or len(addresses) != count:
+                raise UserError(f"{self.name}: a client gives {count} addresses, one for each stripe")
+            paths = [self._reachable(*address) for address in addresses]
+        shown = f"{self.name}, session {session}" + (f" with {shown_address(paths[0])}" if client else "")
+        made = LinkSession(
+            Session(
+                settings or Settings(),
+                session=session,
+                client=client,
+                stripes=count,
+                extents=extents,
+                rng=np.random.default_rng(),
+                now=time.monotonic(),
+                paths=paths,
+            ),
+            session,
+            secret,
+            self._ports[:count],
+            self._wake,
+            client=client,
+            seal=seal,
+            name=shown,
+        )
+        with self._lock:
+            self._check()
+            if session in self._sessions:
+                raise UserError(f"{self.name}: session {session} is open already")
+            self._sessions[session] = made
+        self._wake()
+        return made
+
+    def close(self) -> None:
+        """Ends all sessions and the thread, and closes the ports. Closing twice does no harm."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            sessions = list(self._sessions.values())
+        if closed:
+            return
+        if self._generation == process.generation():
+            for session in sessions:
+                with contextlib.suppress(DeadlineError):  # its last word is not worth more waiting
+                    session.close("its link is closed")
+            self._over = True
+            self._wake()
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                raise DeadlineError(f"waited {CLOSE_SECONDS:g} s for {self.name}'s thread to end")
+        self._close_handles()
+
+    def _check(self) -> None:
+        if self._generation != process.generation():
+            raise RunError(f"{self.name}: a forked process cannot use its parent's link")
+        if self._failure:
+            raise RunError(self._failure)
+        if self._closed:
+            raise RunError(f"{self.name} is closed")
+
+    def _reachable(self, host: str, port: int) -> Address:
+        """The address as this link's ports have it, in sending and in receiving."""
+        family, address = resolve(host, port)
+        own = self._ports[0].family
+        if family == own:
+            return address
+        if own == sockets.AF_INET6:  # which takes both kinds, and writes one in the other's form
+            return (f"::ffff:{address[0]}", address[1], 0, 0)
+        raise UserError(f"{self.name} has an IPv4 address, and {shown_address(address)} is of IPv6")
+
+    def _wake(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # it is full: the thread wakes up anyway
+            if self._pipe:  # or else its number may be another file's by now
+                os.write(self._waker, b"x")
+
+    def _close_handles(self) -> None:
+        for port in self._ports:
+            port.close()
+        with self._lock:
+            pipe, self._pipe = self._pipe, ()
+        for end in pipe:
+            os.close(end)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._over:
+                self._turn()
+        except Exception as error:
+            with self._lock:
+                self._failure = f"{self.name} has failed: {type(error).__name__}: {error}"
+                sessions = list(self._sessions.values())
+            for session in sessions:
+                session.fail(self._failure, error)
+
+    def _turn(self) -> None:
+        """Waits until something is to be done, and does all of it."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        self._sleep(min((session.deadline for session in sessions), default=math.inf))
+        for port in self._ports:
+            for received in port.receive():
+                self._hand_out(time.monotonic(), received)
+        with self._lock:
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            self._drive(session)
+        blocked = {session.blocked for session in sessions if session.blocked is not None}
+        if blocked != self._blocked:
+            for port in self._ports:
+                self._poll.modify(port, select.POLLIN | (select.POLLOUT if port in blocked else 0))
+            self._blocked = blocked
+
+    def _sleep(self, deadline: float) -> None:
+        """Until `deadline` (monotonic), or until something comes."""
+        seconds = min(deadline - time.monotonic(), LONGEST_SLEEP)
+        if self._blocked:
+            seconds = min(seconds, NO_ROOM_SECONDS)
+        if 0 < seconds < POLL_GRAIN:
+            time.sleep(seconds)  # finer than poll; what comes meanwhile is handled together
+            seconds = 0.0
+        ready = self._poll.poll(int(max(0.0, seconds) * 1e3))
+        if any(handle == self._woken for handle, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
+
+    def _hand_out(self, now: float, received: Received) -> None:
+        """Gives each session what says that it is for it."""
+        for flow in headers_untrusted(received.frames, received.sizes, self.drops):
+            session = self._sessions.get(flow.session)
+            if session is None:
+                self.drops["no such session"] += len(flow.frames)
+                continue
+            try:
+                session.handle(now, flow, received.address)
+            except Exception as error:
+                session.fail(f"an error of its own: {type(error).__name__}: {error}", error)
+
+    def _drive(self, session: LinkSession) -> None:
+        try:
+            session.drive(time.monotonic())
+        except Exception as error:
+            session.fail(f"an error of its own: {type(error).__name__}: {error}", error)
+        if session.finished:
+            with self._lock:
+                self._sessions.pop(session.number, None)

@@ -1,0 +1,571 @@
+"""Sessions over real UDP: links with threads of their own, between threads and between processes."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from atoll.ltp.events import Arrived, Delivered, Event, Lost
+
+from atoll.core.errors import RunError, UserError
+from atoll.ltp.settings import Settings
+from atoll.net import linksession
+from atoll.net.linksession import LinkSession
+from atoll.net.ltplink import LtpLink
+
+SOON = 30.0
+SECRET = bytes(range(32))
+FAST = Settings(initial_rate=50e6)
+SIZE = 500_000  # elements: 2 MB
+T = TypeVar("T")
+
+
+def values(seed: int = 0, size: int = SIZE) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).standard_normal(size, dtype=np.float32)
+
+
+@dataclass
+class Pair:
+    """Two links on this machine, and a session between them."""
+
+    server: LtpLink
+    client: LtpLink
+    here: LinkSession = field(init=False)  # the server's end
+    there: LinkSession = field(init=False)
+
+    def open(self, number: int = 7, **options: Any) -> tuple[LinkSession, LinkSession]:
+        options.setdefault("settings", FAST)
+        here = self.server.open(number, SECRET, None, False, **options)
+        addresses = self.server.addresses[: options.get("stripes")]
+        return here, self.client.open(number, SECRET, addresses, True, **options)
+
+
+@contextmanager
+def links(host: str = "127.0.0.1", stripes: int = 1, **options: Any) -> Iterator[Pair]:
+    with (
+        LtpLink(host, (0,) * stripes, name="server", **options) as server,
+        LtpLink(host, (0,) * stripes, name="client", **options) as client,
+    ):
+        yield Pair(server, client)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with links() as made:
+        made.here, made.there = made.open()
+        yield made
+
+
+def wait_for(session: LinkSession, kind: type[T], seen: list[Event] | None = None) -> T:
+    """The next event of a kind; others are put into `seen`."""
+    until = time.monotonic() + SOON
+    found: list[Event] = []
+    while time.monotonic() < until:
+        for event in session.events(0.2):
+            if isinstance(event, kind) and not found:
+                found.append(event)
+            elif seen is not None:
+                seen.append(event)
+        if found:
+            return found[0]  # type: ignore[return-value]
+    raise AssertionError(f"{session.name}: no {kind.__name__} came")
+
+
+def wait_until(what: Callable[[], bool], why: str) -> None:
+    until = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < until, why
+        time.sleep(0.005)
+
+
+def carries(sender: LinkSession, receiver: LinkSession, seed: int = 0) -> None:
+    """A transfer goes through whole."""
+    sent = values(seed)
+    transfer = sender.send(3, seed, sent, reliable=True)
+    arrived = wait_for(receiver, Arrived)
+    assert np.array_equal(arrived.values, sent)
+    assert (arrived.chunk, arrived.iteration, arrived.transfer, arrived.how) == (
+        3,
+        seed,
+        transfer,
+        "complete",
+    )
+    delivered = wait_for(sender, Delivered)
+    assert (delivered.transfer, delivered.missing.any()) == (transfer, False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_transfers_go_both_ways(host: str) -> None:
+    with links(host) as pair:
+        here, there = pair.open()
+        carries(there, here, 1)
+        carries(here, there, 2)
+
+
+def test_an_address_of_the_other_kind_is_reached_over_a_port_of_all_addresses() -> None:
+    with LtpLink("127.0.0.1", name="server") as server, LtpLink(name="client") as client:
+        if client.addresses[0][0] != "::":
+            pytest.skip("no IPv6 here")
+        here = server.open(1, SECRET, None, False, settings=FAST)
+        there = client.open(1, SECRET, server.addresses, True, settings=FAST)
+        carries(there, here)
+        carries(here, there)
+        with pytest.raises(UserError, match=r"server has an IPv4 address, and \[::1\]:9 is of IPv6"):
+            server.open(2, SECRET, [("::1", 9)], True)
+
+
+def test_a_session_goes_over_all_its_stripes() -> None:
+    with links(stripes=4) as pair:
+        here, there = pair.open()
+        carries(there, here)
+        carries(here, there)
+        for link in (pair.server, pair.client):
+            assert len(set(link.addresses)) == 4
+            assert all(port.count.received > 100 for port in link._ports)
+        carries(*reversed(pair.open(8, stripes=2)))
+
+
+def test_sessions_of_one_link_do_not_meddle_with_each_other() -> None:
+    with links() as pair:
+        ends = [pair.open(number) for number in range(8)]
+        for number, (_, there) in enumerate(ends):
+            there.send(3, number, values(number), reliable=True)
+        for number, (here, there) in enumerate(ends):
+            assert np.array_equal(wait_for(here, Arrived).values, values(number))
+            wait_for(there, Delivered)
+        ends[0][1].close()
+        wait_for(ends[0][0], Lost)
+        carries(*ends[1])
+
+
+def test_without_offload_it_says_so_and_goes_through() -> None:
+    with links(offload=False) as pair:
+        assert pair.server.offload == (
+            "one datagram in a call to send, one datagram in a call to receive (it was turned off)"
+        )
+        here, there = pair.open()
+        carries(there, here)
+        counts = pair.client.counts()
+        assert counts["sent_calls"] == counts["sent"] > 1500
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="segmentation offload is Linux's")
+def test_with_offload_a_call_has_many_datagrams(pair: Pair) -> None:
+    assert pair.server.offload == "many datagrams in a call (UDP_SEGMENT, UDP_GRO)"
+    carries(pair.there, pair.here)
+    counts = pair.client.counts()
+    assert counts["sent_calls"] < counts["sent"] / 4
+
+
+def test_several_threads_send_at_once(pair: Pair) -> None:
+    def send(seed: int) -> None:
+        pair.there.send(seed, 0, values(seed, 50_000), reliable=True)
+
+    threads = [threading.Thread(target=send, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    seen: list[Event] = []
+    while len([event for event in seen if isinstance(event, Arrived)]) < 8:
+        seen.append(wait_for(pair.here, Arrived, seen))
+    for event in seen:
+        if isinstance(event, Arrived):
+            assert np.array_equal(event.values, values(event.chunk, 50_000))
+
+
+def test_keys_change_under_way(pair: Pair) -> None:
+    for seed in range(3):
+        carries(pair.there, pair.here, seed)
+        pair.there.change_keys()
+        pair.here.change_keys()
+    carries(pair.there, pair.here)
+    assert pair.there._sealers[0].phase == pair.here._openers[0].phase == 3
+    assert pair.here.status().drops == {}
+
+
+# -- safe ----------------------------------------------------------------------------------------------------
+
+
+def test_another_secret_is_not_let_in() -> None:
+    quick = Settings(idle_seconds=0.5)
+    with links() as pair:
+        here = pair.server.open(7, SECRET, None, False, settings=quick)
+        there = pair.client.open(7, bytes(32), pair.server.addresses, True, settings=quick)
+        assert wait_for(there, Lost).reason == "nothing was an answer from the other end for 0.5 s"
+        wait_for(here, Lost)
+        assert here.status().drops["seal"] > 0
+        with pytest.raises(RunError, match="client, session 7 with 127.0.0.1:.* is over: nothing was"):
+            there.send(1, 1, values())
+
+
+def test_a_session_without_seals_goes_through_and_says_so() -> None:
+    with links() as pair:
+        here, there = pair.open(seal=False)
+        carries(there, here)
+        carries(here, there)
+        assert here.status().unsealed
+        assert here.status().drops == {}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_ends_that_disagree_on_seals_hear_nothing_of_each_other(sealed: bool) -> None:
+    quick = Settings(idle_seconds=0.5)
+    with links() as pair:
+        here = pair.server.open(7, SECRET, None, False, settings=quick, seal=sealed)
+        there = pair.client.open(7, SECRET, pair.server.addresses, True, settings=quick, seal=not sealed)
+        wait_for(there, Lost)
+        wait_for(here, Lost)
+        assert here.status().drops["seal"] > 0
+
+
+def test_what_is_none_of_ours_is_counted_and_harms_nothing(pair: Pair) -> None:
+    random = np.random.default_rng(0)
+    carries(pair.there, pair.here)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for size in (1, 15, 16, 32, 33, 1400, 9000, 65_507):
+            stranger.sendto(random.bytes(size), pair.server.addresses[0])
+        forged = bytearray(b"\x01\x01\x00\x00" + (7).to_bytes(4, "little") + (10**6).to_bytes(8, "little"))
+        stranger.sendto(forged + bytes(1000), pair.server.addresses[0])  # of this session, its seal wrong
+        forged[4] = 99
+        stranger.sendto(forged + bytes(1000), pair.server.addresses[0])
+        forged[4], forged[3] = 7, 5
+        stranger.sendto(forged + bytes(1000), pair.server.addresses[0])
+    wait_until(lambda: pair.here.status().drops.get("stripe") == 1, "the last one was not counted")
+    drops = pair.server.drops
+    assert drops["too short"] == 4
+    assert drops["no such session"] == 1
+    assert sum(drops.values()) == 9
+    assert pair.here.status().drops == {"seal": 1, "stripe": 1}
+    carries(pair.there, pair.here)
+
+
+class Relay:
+    """Between a client and a server: what it does with each datagram is `fate`'s, given the datagram and how
+    many came so far: how many copies of it go on. `move` gives it another address towards the server."""
+
+    def __init__(self, server: tuple[str, int], fate: Callable[[bytes, int], int]) -> None:
+        self._server, self._fate = server, fate
+        self._front, self._back = self._socket(), self._socket()
+        self._client: Any = None
+        self.address = self._front.getsockname()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _socket() -> socket.socket:
+        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        made.bind(("127.0.0.1", 0))
+        return made
+
+    def move(self) -> None:
+        self._back = self._socket()
+
+    def _carry(self) -> None:
+        count = 0
+        while not self._over.is_set():
+            ready, _, _ = select.select([self._front, self._back], [], [], 0.05)
+            for end in ready:
+                data, address = end.recvfrom(65536)
+                count += 1
+                if end is self._front:
+                    self._client = address
+                for _ in range(self._fate(data, count)):
+                    if end is self._front:
+                        self._back.sendto(data, self._server)
+                    elif self._client is not None:
+                        self._front.sendto(data, self._client)
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(SOON)
+        self._front.close()
+        self._back.close()
+
+
+@contextmanager
+def relayed(fate: Callable[[bytes, int], int]) -> Iterator[tuple[LinkSession, LinkSession, Relay]]:
+    slow = Settings(initial_rate=5e6)  # the relay is no fast one
+    with links() as pair, Relay(pair.server.addresses[0], fate) as relay:
+        here = pair.server.open(7, SECRET, None, False, settings=slow)
+        there = pair.client.open(7, SECRET, [relay.address], True, settings=slow)
+        yield here, there, relay
+
+
+def test_datagrams_that_come_twice_are_taken_once() -> None:
+    with relayed(lambda _data, _count: 2) as (here, there, _):
+        carries(there, here)
+        assert here.status().drops["replayed"] > 1000
+
+
+def test_what_is_lost_goes_again_or_is_told() -> None:
+    with relayed(lambda _data, count: 0 if count % 50 == 0 else 1) as (here, there, _):
+        sent = values()
+        high = np.zeros(-(-SIZE // 330), np.bool_)
+        high[::5] = True
+        there.send(3, 1, sent, high=high)
+        arrived = wait_for(here, Arrived)
+        delivered = wait_for(there, Delivered)
+        assert arrived.present[arrived.high].all()
+        assert np.array_equal(delivered.missing, ~arrived.present)
+        assert arrived.present.mean() > 0.9
+        whole = np.repeat(arrived.present, arrived.block)[:SIZE]
+        assert np.array_equal(arrived.values[whole], sent[whole])
+        assert there.status().session.lost > 10
+
+
+def test_the_client_comes_from_another_address_in_mid_transfer() -> None:
+    with relayed(lambda _data, _count: 1) as (here, there, relay):
+        carries(there, here)
+        there.send(3, 1, values(1), reliable=True)
+        relay.move()
+        seen: list[Event] = []
+        assert np.array_equal(wait_for(here, Arrived, seen).values, values(1))
+        wait_for(there, Delivered)
+        carries(here, there)
+        assert not any(isinstance(event, Lost) for event in seen)
+
+
+# -- ends ----------------------------------------------------------------------------------------------------
+
+
+def test_the_other_end_learns_why_a_session_ends(pair: Pair) -> None:
+    carries(pair.there, pair.here)
+    pair.there.close("enough of it")
+    assert wait_for(pair.here, Lost).reason == "the other end has closed it: enough of it"
+    assert wait_for(pair.there, Lost).reason == "closed here: enough of it"
+    for session in (pair.here, pair.there):
+        with pytest.raises(RunError, match="session 7.* is over: .*enough of it"):
+            session.events(0)
+        with pytest.raises(RunError, match="session 7.* is over: .*enough of it"):
+            session.send(3, 1, values())
+        session.close()
+        assert session.status().session.sent > 0
+    wait_until(lambda: not pair.server._sessions and not pair.client._sessions, "they are kept")
+    carries(*pair.open())  # its id is free again
+
+
+def test_what_waits_for_an_event_wakes_up_when_the_session_ends(pair: Pair) -> None:
+    ended: list[Event] = []
+    thread = threading.Thread(target=lambda: ended.append(wait_for(pair.here, Lost)))
+    thread.start()
+    pair.here.close()
+    thread.join(SOON)
+    assert [type(event) for event in ended] == [Lost]
+
+
+def test_nothing_happens_and_the_wait_ends(pair: Pair) -> None:
+    carries(pair.there, pair.here)
+    while pair.here.events(0.05):
+        pass
+    assert pair.here.events(0) == []
+
+
+def test_an_idle_link_sleeps(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    carries(pair.there, pair.here)
+    while pair.there.events(0.3) or pair.here.events(0.3):
+        pass
+    turns = []
+    turn = LtpLink._turn
+    monkeypatch.setattr(LtpLink, "_turn", lambda self: (turns.append(1), turn(self)))
+    assert pair.here.events(0.5) == []
+    assert len(turns) < 20
+
+
+def handles() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_nothing_is_left_of_a_link() -> None:
+    before = handles()
+    for _ in range(5):
+        with links(stripes=2) as pair:
+            here, there = pair.open()
+            names = [thread.name for thread in threading.enumerate()]
+            assert {"atoll link server", "atoll link client"} <= set(names)
+            there.send(3, 1, values(), reliable=True)
+            wait_for(here, Arrived)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("atoll link")]
+        for session in (here, there):
+            session.close()
+            assert isinstance(session.events(0)[-1], Lost)
+        with pytest.raises(RunError, match="server is closed"):
+            pair.server.open(9, SECRET, None, False)
+        pair.server.close()
+        with pytest.raises(UserError, match="no address of this machine"):
+            LtpLink("192.0.2.1")
+    assert handles() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_cannot_use_its_parents_link(pair: Pair) -> None:
+    carries(pair.there, pair.here)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            refused = 0
+            for call in (
+                lambda: pair.there.send(1, 1, values()),
+                lambda: pair.there.events(SOON),
+                lambda: pair.there.status(),
+                lambda: pair.client.open(8, SECRET, pair.server.addresses, True),
+            ):
+                try:
+                    call()
+                except RunError as error:
+                    refused += "a forked process cannot use its parent's" in str(error)
+            pair.there.close()
+            pair.client.close()
+            status = 0 if refused == 4 else 2
+        finally:
+            os._exit(status)
+    ended = [(0, 1)]
+
+    def is_over() -> bool:
+        ended[0] = os.waitpid(child, os.WNOHANG)
+        return ended[0][0] == child
+
+    wait_until(is_over, "the child does not end")
+    assert ended[0] == (child, 0)
+    carries(pair.there, pair.here)
+
+
+def test_a_link_is_asked_for_what_it_has() -> None:
+    with links(stripes=2) as pair:
+        with pytest.raises(UserError, match="server: 3 stripes, on a link with 2 ports"):
+            pair.server.open(1, SECRET, None, False, stripes=3)
+        with pytest.raises(UserError, match="client: a client gives 2 addresses, one for each stripe"):
+            pair.client.open(1, SECRET, pair.server.addresses[:1], True)
+        pair.open(1)
+        with pytest.raises(UserError, match="server: session 1 is open already"):
+            pair.server.open(1, SECRET, None, False)
+    with pytest.raises(UserError, match="link: 9 ports; a link has between 1 and 8"):
+        LtpLink("127.0.0.1", (0,) * 9)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------
+
+
+def test_an_error_within_a_session_ends_that_one_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = pair.open(8)
+    carries(pair.there, pair.here)
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(pair.here._session, "handle_datagrams", broken)
+    pair.there.send(3, 1, values())
+    assert wait_for(pair.here, Lost).reason == "an error of its own: ZeroDivisionError: by zero"
+    with pytest.raises(RunError) as raised:
+        pair.here.events(0)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    carries(*others)
+
+
+def test_an_error_of_the_thread_ends_all_and_says_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = pair.open(8)
+    carries(pair.there, pair.here)
+
+    def broken() -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(pair.server._ports[0], "receive", broken)
+    pair.there.send(3, 1, values())
+    for session in (pair.here, others[0]):
+        assert wait_for(session, Lost).reason.startswith("server has failed: OSError: ")
+    with pytest.raises(RunError, match="server has failed: OSError"):
+        pair.server.open(9, SECRET, None, False)
+    pair.here.close()
+
+
+def test_a_port_without_room_is_tried_again(pair: Pair) -> None:
+    """Every other call finds no room, as where a device's queue is full."""
+    port = pair.client._ports[0]
+    real, calls = port._socket, [0]
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def sendmsg(self, *arguments: Any) -> int:
+            calls[0] += 1
+            if calls[0] % 2:
+                raise BlockingIOError(errno.EAGAIN, "")
+            return real.sendmsg(*arguments)
+
+    port._socket = Full()  # type: ignore[assignment]
+    carries(pair.there, pair.here)
+    assert pair.client.counts()["full"] > 10
+
+
+def test_what_is_not_taken_in_time_is_dropped_until_it_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that memory is bounded; to the sender it is a full link."""
+    carries(pair.there, pair.here)
+    monkeypatch.setattr(linksession, "MOST_WAITING_BYTES", SIZE)
+    for seed in (1, 2):
+        pair.there.send(3, seed, values(seed), reliable=True)
+    wait_until(lambda: pair.here.status().drops.get("not taken in time", 0) > 0, "nothing was dropped")
+    assert pair.here.status().waiting_bytes == SIZE * 4
+    for seed in (1, 2):
+        assert np.array_equal(wait_for(pair.here, Arrived).values, values(seed))
+    assert pair.here.status().waiting_bytes == 0
+
+
+# -- between processes ---------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection) -> None:
+    """A process: sends each chunk back that arrives."""
+    with LtpLink("127.0.0.1", (0, 0), name="server") as link:
+        session = link.open(7, SECRET, None, False, settings=FAST)
+        pipe.send(link.addresses)
+        while not pipe.poll(0):
+            for event in session.events(0.2):
+                if isinstance(event, Arrived):
+                    session.send(event.chunk, event.iteration, event.values, reliable=True)
+
+
+def test_two_processes_exchange_20_megabytes_and_one_is_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    try:
+        assert here.poll(SOON)
+        with LtpLink("127.0.0.1", (0, 0), name="client") as link:
+            quick = Settings(initial_rate=50e6, idle_seconds=1.0)
+            session = link.open(7, SECRET, here.recv(), True, settings=quick)
+            sent = values(0, 5_000_000)
+            session.send(1, 1, sent, reliable=True)
+            assert np.array_equal(wait_for(session, Arrived).values, sent)
+            session.send(1, 2, sent)
+            process.kill()
+            lost = wait_for(session, Lost)
+            assert lost.reason == "nothing was heard of the other end for 1 s"
+            assert lost.sent
+    finally:
+        process.kill()
+        process.join(SOON)
