@@ -69,7 +69,8 @@ FUNCTIONS: dict[str, tuple[int | None, set[str]]] = {
     "poll": (1, {"timeout"}),  # of Endpoints
     "ThreadPoolExecutor": (None, set()),  # whose end waits for its threads
 }
-NOT_NOW = re.compile(r"\b(NOBLOCK|DONTWAIT|LOCK_NB|WNOHANG|LOCK_UN)\b")  # flags of calls that do not wait
+# Flags of calls that do not wait.
+NOT_NOW = re.compile(r"\b(NOBLOCK|(MSG_)?DONTWAIT|LOCK_NB|WNOHANG|LOCK_UN)\b")
 A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
 
 # (what is called, on what): the last part of each, and why that is no wait.
@@ -99,6 +100,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("read", "stream"): "a pipe that the selector has found ready",
     ("put", "_copies"): "queue.SimpleQueue has no bound, and at most one copy of each chunk is put",
     ("put", "_items"): "queue.SimpleQueue has no bound; `Journal.is_full` says when the shard takes no more",
+    ("put", "_dropped"): "queue.SimpleQueue has no bound; a flow is dropped once",
+    ("put", "_results"): "queue.SimpleQueue has no bound; a client has a few transfers under way",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.controls.Outbox: a list of messages",
@@ -113,6 +116,8 @@ _POLLED = "the file is read when poll or select has found it ready, or does not 
 _OWN_DEVICE = "this process's own device, of whose work each collective has come already (Channel.wait)"
 _SLICES = "the socket has a timeout, and who waits in slices looks at a clock between them"
 _PROBE = "the socket has a deadline: create_connection's, or settimeout's"
+_NEVER = "Client.send never waits"
+_CALLED_OFF = "at least each 50 ms it calls `look`, which looks at the transfer's deadline (--deadline)"
 _RELEASES = "a condition lets go of its lock while it waits"
 _HEARTBEATS = "the thread of heartbeats, until the worker or shard ends it"
 
@@ -146,16 +151,27 @@ REVIEWED: dict[str, str] = {
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (
         _SLICES
     ),
+    "net/linkserver.py: LinkServer._tell_results: os.read(self._woken, 4096)": "a pipe that does not block",
+    "net/linktester.py: LinkTester.__exit__: self._client.send(encode(Goodbye(incarnation=0)))": _NEVER,
+    "net/linktester.py: LinkTester._greet: self._client.send(encode(Hello(version=VERSION, run='', "
+    "role=LINK_ROLE, pid=os.getpid())))": _NEVER,
+    "net/linktester.py: LinkTester._ask: self._client.send(encode(message))": _NEVER,
+    "net/linktester.py: TcpTransport.send: self._link.send(self._data, look)": _CALLED_OFF,
+    "net/linktester.py: _Turns._transfer: sender.send(transfer, look)": _CALLED_OFF,
+    "net/requests.py: ask: client.send(encode(message), payload)": _NEVER,
     "net/linksession.py: LinkSession.events: self._condition.wait(left), holding self._condition": _RELEASES,
     "net/linksession.py: LinkSession.close: self._condition.wait(left), holding self._condition": _RELEASES,
     "net/ltplink.py: LtpLink._sleep: os.read(self._woken, 4096)": "the pipe does not block",
-    "net/requests.py: ask: client.send(encode(message), payload)": "Client.send never waits",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks.handle_welcome: link.client.send(encode(sent.message), sent.payload)": (
         "the same"
     ),
     "net/returning.py: ReturningLinks.send: link.client.send(encode(message), payload)": "the same",
+    "net/tcpflows.py: TcpFlows._accept: self._listener.accept()": "a socket that does not block",
+    "net/tcpflows.py: TcpFlows._drop_asked: os.read(self._woken, 4096)": "a pipe that does not block",
+    "net/tcpflows.py: TcpSender.__init__: self._socket.connect(where)": _PROBE,
+    "net/tcpflows.py: TcpSender.__init__: self._socket.sendall(token)": _PROBE,
     "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
     "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
     "server/journal.py: Journal._work: self._items.get()": (

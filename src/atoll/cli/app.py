@@ -1,4 +1,4 @@
-"""`atoll run`, `atoll check`, `atoll report`; with `cli/services.py`, `cli/lab.py` and `cli/plan.py`, all."""
+"""`atoll run`, `atoll check`, `atoll report`; the rest is in the modules beside this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import atoll
-from atoll.cli import lab, plan, services
+from atoll.cli import lab, link, plan, services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -38,6 +38,7 @@ _SetOption = Annotated[
 
 services.register(app)
 lab.register(app)
+link.register(app)
 plan.register(app)
 
 

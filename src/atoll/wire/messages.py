@@ -1,7 +1,8 @@
 """The messages between workers, hub and shards: a header, MessagePack by msgspec, and for some a payload of
 raw little-endian values behind it (a chunk).
 
-They are in modules by who speaks: `base`, `hub`, `served`, `shards`. Everybody else imports them from here.
+They are in modules by who speaks: `base`, `hub`, `served`, `shards`, `linktest`. Everybody else imports them
+from here.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ from atoll.wire.hub import (
     StoreCall,
     WhereAreShards,
 )
+from atoll.wire.linktest import (
+    ClockRead,
+    FlowLost,
+    LtpOpened,
+    OpenLtp,
+    OpenTcp,
+    ReadClock,
+    Taken,
+    TcpOpened,
+)
 from atoll.wire.served import (
     Arrive,
     Commit,
@@ -102,6 +113,7 @@ __all__ = [
     "AnyMessage",
     "Arrive",
     "Begin",
+    "ClockRead",
     "Commit",
     "Committed",
     "Copy",
@@ -113,6 +125,7 @@ __all__ = [
     "Entry",
     "Fence",
     "Fenced",
+    "FlowLost",
     "Follow",
     "Gather",
     "Gathered",
@@ -132,6 +145,7 @@ __all__ = [
     "Look",
     "Looked",
     "LostTouch",
+    "LtpOpened",
     "Mean",
     "MeasureLink",
     "Meet",
@@ -139,6 +153,8 @@ __all__ = [
     "Met",
     "Missing",
     "Name",
+    "OpenLtp",
+    "OpenTcp",
     "Over",
     "Parameters",
     "Ping",
@@ -147,6 +163,7 @@ __all__ = [
     "PullMean",
     "PullState",
     "Push",
+    "ReadClock",
     "Ready",
     "Reform",
     "Reformed",
@@ -165,6 +182,8 @@ __all__ = [
     "Step",
     "StoreAnswer",
     "StoreCall",
+    "Taken",
+    "TcpOpened",
     "Text",
     "Used",
     "WantState",
@@ -187,6 +206,7 @@ AnyMessage: TypeAlias = Union[
     PullState, State, StateEnd, Meet, Met, Arrive, WantState, GiveState, WhoIsMissing, Missing,
     Follow, Staged, Entry,
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
+    ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,258 @@
+"""What a measured link comes to: figures of each transport, in words and as JSON, and which one to take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from atoll.core.units import format_bytes, format_rate, format_seconds
+
+SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth what it leaves out
+SHORTER_TAIL = 0.8  # of TCP's 99th percentile, where the medians are alike
+_CLOCK_READINGS = 32
+_CLOCK_SECONDS = 60.0  # by then two clocks may have drifted a few milliseconds apart
+
+
+class Clocks:
+    """How far another machine's monotonic clock is ahead of this one's, from readings over the network.
+
+    Of the last minute's readings, that with the shortest round trip counts; its clock is taken to have been
+    read half-way, so where the two ways differ in length the error is half of what they differ by.
+    """
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float, float]] = deque(maxlen=_CLOCK_READINGS)
+
+    def add(self, sent: float, read: float, came: float) -> None:
+        """The other clock said `read`, between `sent` and `came` of this one."""
+        while self._readings and came - self._readings[0][2] > _CLOCK_SECONDS:
+            self._readings.popleft()
+        self._readings.append((sent, read, came))
+
+    @property
+    def ahead(self) -> float:
+        sent, read, came = min(self._readings, key=lambda each: each[2] - each[0])
+        return read - (sent + came) / 2
+
+    @property
+    def round_trip(self) -> float:
+        """The shortest, in seconds."""
+        return min(came - sent for sent, _, came in self._readings)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One transfer: seconds from its sender's start until it was usable, and what of it was there then."""
+
+    seconds: float
+    there: int  # bytes
+    how: str = ""  # it was handed on; empty: TCP
+    highs: int = 0  # blocks
+    highs_there: int = 0
+    lows: int = 0
+    lows_there: int = 0
+    fill: str = "none"  # what took the missing ones' place
+
+    @property
+    def missing(self) -> int:
+        return self.highs - self.highs_there + self.lows - self.lows_there
+
+
+@dataclass(frozen=True)
+class Packets:
+    """What a sender did over all transfers that count: datagrams, or TCP's segments.
+
+    `lost` is what it took for lost. TCP tells only what it sent again, spurious repeats too.
+    """
+
+    sent: int = 0
+    lost: int = 0
+    again: int = 0
+    repaired: int = 0  # restored by forward error correction
+
+    def since(self, before: Packets) -> Packets:
+        return Packets(
+            self.sent - before.sent,
+            self.lost - before.lost,
+            self.again - before.again,
+            self.repaired - before.repaired,
+        )
+
+
+@dataclass
+class Outcome:
+    """A transport's transfers of `size` bytes each."""
+
+    transport: str
+    detail: str  # what ran: the congestion control, the offload
+    size: int
+    turns: list[Turn] = field(default_factory=list)
+    packets: Packets = field(default_factory=Packets)
+    stopped: str = ""  # why it made fewer transfers than were asked for
+
+    @property
+    def seconds(self) -> list[float]:
+        return [turn.seconds for turn in self.turns]
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in seconds, goodput in bits per second, shares from 0 to 1, the rest in packets or blocks."""
+        there = bool(self.turns)
+        blocks = sum(turn.highs + turn.lows for turn in self.turns)
+        return {
+            "transport": self.transport,
+            "detail": self.detail,
+            "transfers": len(self.turns),
+            "median": median(self.seconds) if there else None,
+            "p99": nearest_rank(self.seconds, 0.99) if there else None,
+            "worst": max(self.seconds) if there else None,
+            "goodput": 8 * sum(turn.there for turn in self.turns) / sum(self.seconds) if there else None,
+            "loss": self.packets.lost / self.packets.sent if self.packets.sent else 0.0,
+            **asdict(self.packets),
+            "borne": sum(turn.missing for turn in self.turns if turn.fill == "borne"),
+            "filled": sum(turn.missing for turn in self.turns if turn.fill not in ("none", "borne")),
+            "blocks": blocks,
+            "stopped": self.stopped,
+            "seconds": [round(each, 6) for each in self.seconds],
+        }
+
+
+@dataclass
+class LinkReport:
+    """A link, measured."""
+
+    address: str
+    size: int
+    high: float
+    round_trip: float
+    outcomes: list[Outcome]
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        take, reason = advise(self.outcomes)
+        return {
+            "address": self.address,
+            "bytes": self.size,
+            "high": self.high,
+            "round_trip": self.round_trip,
+            "transports": [outcome.to_json() for outcome in self.outcomes],
+            "notes": self.notes,
+            "take": take,
+            "reason": reason,
+        }
+
+    def lines(self) -> list[str]:
+        """A table, what is to be said of it, and which transport to take."""
+        head = f"{self.address}: round trip {format_seconds(self.round_trip)}"
+        head += f"; transfers of {self.size / 1e6:g} MB; until usable:"
+        titles = [
+            "transport",
+            "median",
+            "99 %",
+            "goodput",
+            "loss",
+            "sent again",
+            "repaired",
+            "borne",
+            "filled",
+            "",
+        ]
+        rows = [titles, *(_row(outcome) for outcome in self.outcomes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(titles))]
+        table = [
+            "  ".join(
+                cell.ljust(width) if not column else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
+            )
+            + f"  {row[-1]}"
+            for row in rows
+        ]
+        stops = [f"{each.transport}: {each.stopped}" for each in self.outcomes if each.stopped]
+        take, reason = advise(self.outcomes)
+        verdict = f"take {take}: {reason}" if take else reason
+        return [head, *(line.rstrip() for line in table), *stops, *self.notes, verdict]
+
+
+def _row(outcome: Outcome) -> list[str]:
+    made = outcome.to_json()
+    if not outcome.turns:
+        return [outcome.transport, *["-"] * 8, outcome.detail]
+    blocks = made["blocks"]
+    shares = [f"{made[key] / blocks:.2%}" if blocks else "-" for key in ("borne", "filled")]
+    return [
+        outcome.transport,
+        format_seconds(made["median"]),
+        format_seconds(made["p99"]),
+        format_rate(made["goodput"]),
+        f"{made['loss']:.2%}",
+        str(made["again"]),
+        str(made["repaired"]) if blocks else "-",
+        *shares,
+        outcome.detail,
+    ]
+
+
+def nearest_rank(values: Sequence[float], share: float) -> float:
+    """The quantile that is one of the values: at least `share` of them are no larger."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """Which transport to take, and why; no name where there is nothing to choose from.
+
+    TCP delivers every byte and needs no choice of what matters, so what is only about as fast is not taken
+    in its place.
+    """
+    measured = [outcome for outcome in outcomes if outcome.turns]
+    if not measured:
+        return "", "nothing was measured"
+    if len(measured) == 1:
+        return "", f"only {measured[0].transport} was measured: nothing to compare it with"
+    tcp = _best([each for each in measured if _is_tcp(each)])
+    ltp = _best([each for each in measured if not _is_tcp(each)])
+    if tcp is None or ltp is None:
+        best = _best(measured)
+        assert best is not None
+        return best.transport, "the shortest median"
+    ours, theirs = median(ltp.seconds), median(tcp.seconds)
+    our_tail, their_tail = (nearest_rank(each.seconds, 0.99) for each in (ltp, tcp))
+    if ours <= SOONER * theirs:
+        return ltp.transport, f"a transfer is usable {theirs / ours:.1f}x sooner than with {tcp.transport}"
+    if ours <= theirs / SOONER and our_tail <= SHORTER_TAIL * their_tail:
+        return (
+            ltp.transport,
+            f"as fast as {tcp.transport} at the median, and {their_tail / our_tail:.1f}x sooner at the 99th "
+            "percentile",
+        )
+    if theirs <= SOONER * ours:
+        return tcp.transport, f"{ours / theirs:.1f}x sooner than {ltp.transport}, and every byte arrives"
+    return tcp.transport, f"about as fast as {ltp.transport}, and every byte arrives"
+
+
+def _is_tcp(outcome: Outcome) -> bool:
+    return outcome.transport.split(":")[0] == "tcp"
+
+
+def _best(outcomes: Sequence[Outcome]) -> Outcome | None:
+    return min(outcomes, key=lambda each: median(each.seconds), default=None)
+
+
+def window_note(most_in_flight: int | None, round_trip: float, outcomes: Sequence[Outcome]) -> str:
+    """A word where the kernel's buffers, and not the link, may have held TCP back; else empty."""
+    tcp = [outcome for outcome in outcomes if _is_tcp(outcome) and outcome.turns]
+    if most_in_flight is None or not tcp or round_trip <= 0:
+        return ""
+    # Half of the buffer goes to the kernel's own accounting of packets.
+    cap = most_in_flight / 2 / round_trip
+    best = max(outcome.size / min(outcome.seconds) for outcome in outcomes if outcome.turns)
+    if best < 0.7 * cap:
+        return ""
+    return (
+        f"TCP: the kernel lets a connection have about {format_bytes(most_in_flight / 2)} on its way, "
+        f"which is {format_rate(8 * cap)} at this round trip; a larger net.ipv4.tcp_wmem here, and tcp_rmem "
+        "there, may help"
+    )

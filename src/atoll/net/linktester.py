@@ -1,0 +1,369 @@
+"""The side of `atoll link test`: opens transports to a server, lets them take turns, and times each transfer.
+
+A transfer's time begins before its sender is called and ends when the server holds it, by the server's
+clock; the two clocks are compared over the channel before each turn. So no word of the server's about it is
+part of it, which may be late on a link that loses packets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import PeerLostError, RunError, UserError
+from atoll.net.endpoint import Client, host_and_port
+from atoll.net.keys import Keys
+from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
+from atoll.net.linkserver import FRAME, NAME
+from atoll.net.requests import RefusedError
+from atoll.net.tcpflows import TcpSender, most_in_flight
+from atoll.wire.linktest import LINK_ROLE, MOST_TRANSFER
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    ClockRead,
+    FlowLost,
+    Goodbye,
+    Hello,
+    Message,
+    OpenTcp,
+    ReadClock,
+    Refused,
+    Taken,
+    TcpOpened,
+    Welcome,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+TRANSPORTS = "ltp, ltp:reliable, tcp, tcp:ALGORITHM (such as tcp:cubic)"
+_READINGS = 3  # of the clock, before each turn
+_LOOK_SECONDS = 0.05
+_SLOW_SECONDS = 5.0
+
+Values = npt.NDArray[np.float32]
+Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for. Raises UserError, one line, for what cannot be."""
+
+    transports: Sequence[str] = ("ltp", "tcp")
+    size: int = 20_000_000  # bytes of a transfer; rounded up to whole float32 values
+    count: int = 20
+    warm: int = 2  # transfers of each before those that count
+    high: float = 0.2  # share of the blocks of high priority
+    timeout: float = 10.0  # seconds, for the server to answer
+    deadline: float = 120.0  # seconds, for one transfer
+    budget: float = 300.0  # seconds, after which a transport makes no more transfers
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for transport in self.transports:
+            if not re.fullmatch(r"ltp(:reliable)?|tcp(:[\w-]{1,15})?", transport):
+                raise UserError(f"--transport {transport}: no such transport; there are {TRANSPORTS}")
+        if not self.transports or len(set(self.transports)) < len(self.transports):
+            raise UserError(f"--transport {','.join(self.transports)}: name each transport once")
+        if not 1 <= self.size <= MOST_TRANSFER:
+            raise UserError(f"--bytes {self.size}: from 1 to {MOST_TRANSFER}")
+        if not 1 <= self.count <= 10_000:
+            raise UserError(f"--count {self.count}: from 1 to 10000 transfers")
+        if not 0 <= self.warm <= 1000:
+            raise UserError(f"--warm {self.warm}: from 0 to 1000 transfers")
+        if not 0 <= self.high <= 1:
+            raise UserError(f"--high {self.high:g}: a share is between 0 and 1")
+        for name in ("timeout", "deadline", "budget"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise UserError(f"--{name} {getattr(self, name):g}: must be more than 0 seconds")
+
+
+class Sender(Protocol):
+    """One transport's open way to the server."""
+
+    number: int  # the flow's
+    detail: str
+
+    def send(self, transfer: int, look: Callable[[], None]) -> None:
+        """Send a transfer; may return before it has left. Calls `look` while it waits, which may raise."""
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """Wait until nothing of the last transfer is under way any more."""
+
+    def packets(self) -> Packets: ...
+
+    def close(self) -> None: ...
+
+
+class TcpTransport:
+    """Transfers over one TCP connection: `values`' bytes, again and again."""
+
+    def __init__(self, number: int, link: TcpSender, values: Values) -> None:
+        self.number, self._link = number, link
+        self._data = memoryview(values.view(np.uint8).data)
+        self.detail = f"{link.congestion}, one connection"
+
+    def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
+        self._link.send(self._data, look)
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """The server has it all."""
+
+    def packets(self) -> Packets:
+        sent, again = self._link.segments()
+        return Packets(sent, again, again)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class LinkTester:
+    """A connection to the server at `address`. Raises UserError where nobody answers there within the test's
+    timeout, or it is no such server, has another key, or speaks another version."""
+
+    def __init__(self, address: str, keys: Keys | None, test: Wish) -> None:
+        self.test, self.clocks = test, Clocks()
+        place = host_and_port(address)
+        if place is None:
+            raise UserError(f"{address!r} is no address; write HOST:PORT")
+        self.host = place[0]
+        elements = -(-test.size // 4)
+        self.values: Values = np.random.default_rng(test.seed).standard_normal(elements, dtype=np.float32)
+        self._numbers = itertools.count(1)
+        self._taken: dict[tuple[int, int], Taken] = {}
+        self._lost: dict[int, str] = {}  # flow: why
+        self._client = Client(address, keys, limit=FRAME, name=NAME)
+        try:
+            self._greet()
+        except BaseException:
+            self._client.abandon()
+            raise
+        self._losses = self._client.losses
+
+    def __enter__(self) -> LinkTester:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, KeyboardInterrupt):
+            self._client.send(encode(Goodbye(incarnation=0)))
+        self._client.close()
+
+    # -- the channel
+
+    def _greet(self) -> None:
+        self._losses = 0
+        self._client.send(encode(Hello(version=VERSION, run="", role=LINK_ROLE, pid=os.getpid())))
+        answer = self._await(Welcome, self.test.timeout)
+        if answer is None:
+            trouble = f": {self._client.trouble}" if self._client.trouble else ""
+            raise UserError(
+                f"no {NAME} answered at {self._client.address} within {self.test.timeout:g} s{trouble}; is "
+                "`atoll link serve` running there, and its port open?"
+            )
+
+    def _ask(self, message: AnyMessage, expected: type[Answer], what: str) -> Answer:
+        """The answer to a request. Raises PeerLostError where none comes."""
+        self._client.send(encode(message))
+        answer = self._await(expected, self.test.timeout, getattr(message, "number", 0))
+        if answer is None:
+            raise PeerLostError(
+                f"waited {self.test.timeout:g} s for {NAME} at {self._client.address} on {what} (deadline "
+                f"--timeout)"
+            )
+        return answer
+
+    def _await(self, expected: type[Answer], seconds: float, number: int = 0) -> Answer | None:
+        """The next answer of this kind and number; None where none comes in time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            message = self._next(min(left, _LOOK_SECONDS))
+            if isinstance(message, expected) and getattr(message, "number", number) == number:
+                return message
+        return None
+
+    def look(self) -> None:
+        """Take in what the server has said. Raises PeerLostError where it is gone."""
+        while self._next(0.0) is not None:
+            pass
+
+    def _next(self, seconds: float) -> AnyMessage | None:
+        received = self._client.receive(seconds)
+        if received is None:
+            self._client.check()
+            if self._client.losses != self._losses:
+                raise PeerLostError(f"{NAME} at {self._client.address} is gone: the connection was lost")
+            return None
+        try:
+            message = decode_untrusted(received[0])
+        except WireError as error:
+            raise RunError(f"{NAME} at {self._client.address} sent {error}") from None
+        if isinstance(message, Refused):
+            raise RefusedError(f"{NAME} at {self._client.address} refused: {message.reason}")
+        if isinstance(message, Taken):
+            self._taken[message.flow, message.transfer] = message
+        elif isinstance(message, FlowLost):
+            self._lost[message.flow] = message.reason
+        return message
+
+    def read_clock(self) -> None:
+        """Compare the clocks, by a few readings."""
+        for _ in range(_READINGS):
+            number = next(self._numbers)
+            sent = time.monotonic()
+            read = self._ask(ReadClock(number=number), ClockRead, "its clock")
+            self.clocks.add(sent, read.at, time.monotonic())
+
+    # -- transports
+
+    def open(self, transport: str) -> Sender:
+        """Raises UserError where it cannot be had, on this side or there."""
+        family, _, variant = transport.partition(":")
+        if family == "tcp":
+            return self._open_tcp(variant)
+        raise UserError(f"--transport {transport}: not there yet")
+
+    def _open_tcp(self, congestion: str) -> Sender:
+        number, size = next(self._numbers), self.values.nbytes
+        opened = self._ask(OpenTcp(number=number, size=size), TcpOpened, "a TCP connection")
+        link = TcpSender((self.host, opened.port), opened.token, congestion, self.test.timeout)
+        return TcpTransport(opened.flow, link, self.values)
+
+    # -- the measuring
+
+    def measure(self, progress: Callable[[str], None] = lambda _line: None) -> LinkReport:
+        """Let the transports take turns, in an order drawn anew for each round. One that is far slower makes
+        the rest of its transfers after the others: on their connections, nothing would be warm any more."""
+        test, order = self.test, np.random.default_rng(self.test.seed)
+        self.read_clock()
+        senders: dict[str, Sender] = {}
+        try:
+            for transport in test.transports:
+                senders[transport] = self.open(transport)
+            outcomes = {
+                name: Outcome(name, sender.detail, self.values.nbytes) for name, sender in senders.items()
+            }
+            turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
+            while quick := [each for each in turns if each.left and not each.slow]:
+                for place in order.permutation(len(quick)):
+                    quick[place].take()
+                made = min(len(each.outcome.turns) for each in quick)
+                progress(f"{made} of {test.count} transfers of each")
+            for each in turns:
+                while each.left:
+                    each.take()
+                    made = len(each.outcome.turns)
+                    progress(f"{made} of {test.count} transfers of {each.outcome.transport}")
+        finally:
+            for sender in senders.values():
+                sender.close()
+        report = LinkReport(
+            self._client.address,
+            self.values.nbytes,
+            test.high,
+            self.clocks.round_trip,
+            list(outcomes.values()),
+        )
+        note = window_note(most_in_flight(), self.clocks.round_trip, report.outcomes)
+        report.notes += [note] if note else []
+        return report
+
+    def wait_taken(self, sender: Sender, transfer: int, until: float) -> Taken | None:
+        """The server's word on a transfer; None where it does not come before `until` (monotonic)."""
+        while time.monotonic() < until:
+            if taken := self._taken.pop((sender.number, transfer), None):
+                return taken
+            self.check_flow(sender)
+            self._next(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+        return None
+
+    def check_flow(self, sender: Sender) -> None:
+        """Raises PeerLostError where the server takes no more of this flow."""
+        if sender.number in self._lost:
+            raise PeerLostError(
+                f"{NAME} at {self._client.address} takes no more transfers: {self._lost[sender.number]}"
+            )
+
+
+class _LateError(Exception):
+    """A transfer was not usable by its deadline."""
+
+
+class _Turns:
+    """One transport's turns."""
+
+    def __init__(self, tester: LinkTester, sender: Sender, outcome: Outcome) -> None:
+        self._tester, self._sender, self.outcome = tester, sender, outcome
+        self.slow = False  # the last one took very long
+        self._made = 0
+        self._spent = 0.0
+        self._before = sender.packets()
+
+    @property
+    def left(self) -> bool:
+        """Whether it is to make more transfers."""
+        return not self.outcome.stopped and len(self.outcome.turns) < self._tester.test.count
+
+    def take(self) -> None:
+        """Make a transfer. The first ones are to warm up, and do not count."""
+        outcome, test = self.outcome, self._tester.test
+        if self._made == test.warm:
+            self._before = self._sender.packets()
+        try:
+            made = self._transfer()
+        except _LateError:
+            outcome.stopped = (
+                f"a transfer was not usable within {test.deadline:g} s (--deadline); no more were made"
+            )
+            return
+        self._spent += made.seconds
+        self.slow = made.seconds > _SLOW_SECONDS
+        if self._made <= test.warm:
+            return
+        outcome.turns.append(made)
+        outcome.packets = self._sender.packets().since(self._before)
+        if self._spent > test.budget and self.left:
+            outcome.stopped = (
+                f"{len(outcome.turns)} of {test.count} transfers: they took more than {test.budget:g} s "
+                "(--budget)"
+            )
+
+    def _transfer(self) -> Turn:
+        tester, sender = self._tester, self._sender
+        tester.read_clock()
+        transfer, self._made = self._made, self._made + 1
+        start = time.monotonic()
+        until = start + tester.test.deadline
+
+        def look() -> None:
+            tester.look()
+            tester.check_flow(sender)
+            if time.monotonic() > until:
+                raise _LateError
+
+        sender.send(transfer, look)
+        taken = tester.wait_taken(sender, transfer, until)
+        if taken is None:
+            raise _LateError
+        sender.settle(look)
+        return Turn(
+            seconds=taken.at - tester.clocks.ahead - start,
+            there=taken.size,
+            how=taken.how,
+            highs=taken.highs,
+            highs_there=taken.highs_there,
+            lows=taken.lows,
+            lows_there=taken.lows_there,
+            fill=taken.fill,
+        )

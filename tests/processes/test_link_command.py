@@ -1,0 +1,479 @@
+"""`atoll link serve` and `atoll link test`, as processes: what they print, and each mistake's one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import PeerLostError, UserError
+from atoll.net import linkserver, linktester, tcpflows
+from atoll.net.keys import make_keys, write_keys
+from atoll.net.linkserver import LinkServer
+from atoll.net.linktester import LinkTester, Wish
+from atoll.net.tcpflows import TcpFlows, TcpSender
+from atoll.wire.messages import FlowLost, Taken
+
+DEADLINE = 60.0  # seconds; a process is up in less than one on an idle machine
+ANY = "tcp://127.0.0.1:0"
+
+
+def command(*arguments: str, code: str = "") -> list[str]:
+    return [sys.executable, "-c", f"{code}\nfrom atoll.cli.app import main; main()", "link", *arguments]
+
+
+def run(*arguments: str, code: str = "") -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of `atoll link ...`."""
+    done = subprocess.run(
+        command(*arguments, code=code), capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def mistake(*arguments: str, code: str = "", status: int = 2) -> str:
+    """The one line of a command that ends with this status."""
+    ended, out, err = run(*arguments, code=code)
+    assert (ended, out) == (status, ""), (ended, out, err)
+    assert err.startswith("atoll: "), err
+    assert err.count("\n") == 1, err
+    return err.removeprefix("atoll: ").rstrip("\n")
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    until = time.monotonic() + DEADLINE
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {DEADLINE:g} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Served:
+    """A process of `atoll link serve`."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            command("serve", "--listen", "127.0.0.1:0", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+        found = re.search(r"tcp://(\S+), ", self.line)
+        assert found, (self.line, self.process.communicate(timeout=DEADLINE))
+        self.address = found[1]
+
+    def end(self, signum: int = signal.SIGINT) -> tuple[int, str, str]:
+        self.process.send_signal(signum)
+        out, err = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, out, err
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[Served]:
+    server = Served(*arguments)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate(timeout=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("keys")
+    paths = (folder / "keys", folder / "others")
+    for path in paths:
+        write_keys(path, make_keys())
+    return paths
+
+
+@pytest.fixture(scope="module")
+def server(keys: tuple[Path, Path]) -> Iterator[Served]:
+    """One with keys, for the tests that do it no harm."""
+    with served("--key-file", str(keys[0])) as each:
+        yield each
+
+
+# -- it measures
+
+
+def test_a_link_is_measured_and_ctrl_c_ends_the_server(keys: tuple[Path, Path]) -> None:
+    with served("--key-file", str(keys[0])) as server:
+        assert "with keys" in server.line
+        asked = ("test", server.address, "--bytes", "1e6", "--key-file", str(keys[0]))
+        status, out, err = run(*asked, "--transport", "tcp,tcp:reno", "--count", "5", "--json")
+        assert (status, err) == (0, "")
+        made = json.loads(out)
+        assert [each["transport"] for each in made["transports"]] == ["tcp", "tcp:reno"]
+        for each in made["transports"]:
+            assert (each["transfers"], len(each["seconds"]), each["stopped"]) == (5, 5, "")
+            assert 0 < each["median"] <= each["p99"] <= each["worst"] < DEADLINE
+            assert each["sent"] > 0
+        assert 0 < made["round_trip"] < 1
+        status, out, err = run(*asked, "--transport", "tcp", "--count", "3", "--warm", "0")
+        assert (status, err) == (0, "")
+        assert "transfers of 1 MB; until usable:" in out
+        assert out.splitlines()[-1].startswith("only tcp was measured")
+        ended = server.end()
+        assert ended == (0, f"stopped, after {2 * (5 + 2) + 3} transfers\n", "")
+
+
+def test_several_clients_are_served_at_once(server: Served, keys: tuple[Path, Path]) -> None:
+    asked = command(
+        "test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "4e6", "--json"
+    )
+    started = [
+        subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, err) == (0, "")
+        assert json.loads(out)["transports"][0]["transfers"] == 20
+
+
+def test_ctrl_c_ends_a_test_and_the_server_goes_on(server: Served, keys: tuple[Path, Path]) -> None:
+    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e8")
+    process = subprocess.Popen(
+        command(*asked, "--count", "10000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: _sockets_of(process.pid) > 1, "the client's second connection")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out, err) == (130, "", "atoll: stopped by Ctrl-C\n")
+    assert run(*asked, "--count", "1")[0] == 0
+
+
+def _sockets_of(pid: int) -> int:
+    """How many sockets a process has open: one is the channel's, the next a transport's."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found += os.readlink(entry.path).startswith("socket:")  # noqa: PTH115
+    return found
+
+
+# -- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--high", "1.5"], "--high 1.5: a share is between 0 and 1"),
+        (["--bytes", "0"], "--bytes 0: from 1 to"),
+        (["--bytes", "much"], "--bytes 'much' is not a size; write it like 2GiB"),
+        (["--count", "0"], "--count 0: from 1"),
+        (["--transport", "quic"], "--transport quic: no such transport"),
+        (["--deadline", "soon"], "--deadline 'soon' is not a span of time"),
+        (["--timeout", "0"], "--timeout 0: must be more than 0 seconds"),
+        (["--key-file", "/nowhere"], "/nowhere: cannot read the keys"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(arguments: list[str], line: str) -> None:
+    assert mistake("test", "127.0.0.1:9", *arguments).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("address", "line"),
+    [
+        ("10.1.2.3:47710", "is on another machine, so the run's key file is needed"),
+        ("somewhere", "'tcp://somewhere' is no address; write"),
+    ],
+)
+def test_an_address_that_cannot_be_measured(address: str, line: str) -> None:
+    assert line in mistake("test", address)
+
+
+def test_nobody_answers_at_an_address(keys: tuple[Path, Path]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        said = mistake("test", address, "--timeout", "500ms", "--key-file", str(keys[0]))
+        assert said.startswith(
+            f"no link server answered at tcp://{address} within 0.5 s: nothing listens there; is `atoll "
+            "link serve` running there"
+        )
+        holder.listen()  # and says nothing
+        said = mistake("test", address, "--timeout", "500ms", "--key-file", str(keys[0]))
+        assert f"no link server answered at tcp://{address} within 0.5 s" in said
+
+
+def test_another_key_is_refused(server: Served, keys: tuple[Path, Path]) -> None:
+    said = mistake("test", server.address, "--key-file", str(keys[1]))
+    assert said == f"link server at tcp://{server.address} refuses this key"
+    assert "wants a key: give the run's key file" in mistake("test", server.address)
+
+
+def test_another_version_of_the_protocol_is_refused(server: Served, keys: tuple[Path, Path]) -> None:
+    older = "import atoll.wire.base as base; base.VERSION -= 1"
+    said = mistake("test", server.address, "--key-file", str(keys[0]), code=older)
+    assert re.search(r"refused: it speaks version (\d+) of the protocol, and this side version (\d+)", said)
+
+
+def test_a_congestion_control_that_the_kernel_has_not(server: Served, keys: tuple[Path, Path]) -> None:
+    said = mistake("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp:bbr7")
+    assert "this kernel has no congestion control 'bbr7'; it has" in said
+    assert "reno" in said
+
+
+def test_addresses_that_cannot_be_listened_at(server: Served, keys: tuple[Path, Path]) -> None:
+    said = mistake("serve", "--listen", server.address)
+    assert said.startswith(f"link server: another process listens at tcp://{server.address} already")
+    assert "so a key file is needed" in mistake("serve", "--listen", "0.0.0.0:47710")
+    elsewhere = ("serve", "--listen", "192.0.2.1:47710", "--key-file", str(keys[0]))
+    assert "no address of this machine" in mistake(*elsewhere)
+    assert "is no address; write" in mistake("serve", "--listen", "47710")
+
+
+def test_the_port_for_transfers_is_taken() -> None:
+    with socket.socket() as holder, socket.socket() as beside:
+        for _ in range(50):
+            holder.bind(("127.0.0.1", 0))
+            port = holder.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                beside.bind(("127.0.0.1", port + 1))
+                beside.listen()
+                break
+            holder.close()
+        holder.close()
+        said = mistake("serve", "--listen", f"127.0.0.1:{port}")
+    assert said == f"cannot take TCP connections at 127.0.0.1:{port + 1}: Address already in use"
+
+
+def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path]) -> None:
+    with served("--key-file", str(keys[0])) as server:
+        asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e8")
+        process = subprocess.Popen(
+            command(*asked, "--count", "10000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: _sockets_of(process.pid) > 1, "the client's second connection")
+        server.process.kill()
+        out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out, err.count("\n")) == (1, "", 1), err
+    assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
+
+
+def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple[Path, Path]) -> None:
+    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "5e8")
+    status, out, err = run(*asked, "--deadline", "1ms")
+    assert (status, err) == (1, "")
+    assert "tcp: a transfer was not usable within 0.001 s (--deadline); no more were made" in out
+    assert out.splitlines()[-1] == "nothing was measured"
+
+
+def test_a_slow_transport_makes_its_transfers_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each is slow as soon as it has made one."""
+    monkeypatch.setattr(linktester, "_SLOW_SECONDS", -1.0)
+    asked = Wish(["tcp", "tcp:reno"], 1000, count=3, warm=1, timeout=DEADLINE)
+    said: list[str] = []
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        report = client.measure(said.append)
+    assert [len(each.turns) for each in report.outcomes] == [3, 3]
+    assert said[1:] == [f"{n} of 3 transfers of {name}" for name in ("tcp", "tcp:reno") for n in (1, 2, 3)]
+
+
+def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]) -> None:
+    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e7")
+    status, out, _ = run(*asked, "--budget", "1ms", "--json")
+    (made,) = json.loads(out)["transports"]
+    assert (status, made["transfers"]) == (0, 1)
+    assert made["stopped"] == "1 of 20 transfers: they took more than 0.001 s (--budget)"
+
+
+# -- the server's bounds, within this process
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[LinkServer]:
+    over = threading.Event()
+    with LinkServer(ANY, None) as server:
+        thread = threading.Thread(target=server.serve, args=(over.is_set,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            over.set()
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
+def wish(size: int = 1000, **others: Any) -> Wish:
+    return Wish(["tcp"], size, count=1, warm=0, timeout=DEADLINE, **others)
+
+
+def test_clients_are_bounded_and_who_is_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linkserver, "MOST_CLIENTS", 2)
+    with serving() as server, LinkTester(server.address, None, wish()) as first:
+        second = LinkTester(server.address, None, wish())
+        with pytest.raises(UserError, match="it serves 2 clients already; try again later"):
+            LinkTester(server.address, None, wish())
+        second._client.abandon()  # as a process that was killed
+
+        def there_is_room() -> bool:
+            with contextlib.suppress(UserError), LinkTester(server.address, None, wish()) as third:
+                return third.measure().outcomes[0].turns[0].there == 1000
+            return False
+
+        wait_for(there_is_room, "room for another client")
+        assert first.measure().outcomes[0].turns[0].there == 1000
+
+
+def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linkserver, "MOST_MEMORY", 5000)
+    with serving() as server:
+        with LinkTester(server.address, None, wish(3000)) as first:
+            taken = first.open("tcp")
+            with (
+                LinkTester(server.address, None, wish(3000)) as second,
+                pytest.raises(UserError, match=r"transfers of 2.9 KiB: it has 2.0 KiB left of 4.9 KiB"),
+            ):
+                second.open("tcp")
+            taken.close()
+            first._client.send(b"\xc0")  # no message: refused, and nothing else happens
+            with pytest.raises(UserError, match="refused: that is no message of this protocol"):
+                wait_for(first.look, "a refusal")
+        with LinkTester(server.address, None, wish(3000)) as third:
+            assert third.measure().outcomes[0].turns[0].there == 3000
+        wait_for(lambda: not server._clients, "all clients to be forgotten")
+
+
+def test_a_client_that_is_silent_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linkserver, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(linkserver, "_PING_SECONDS", 0.1)
+    with serving() as server, LinkTester(server.address, None, wish()) as client:
+        with pytest.raises(UserError, match="refused: nothing was heard for 0 s"):
+            wait_for(client.look, "the server's word")
+        wait_for(lambda: not server._clients, "the client to be forgotten")
+
+
+# -- TCP's end that takes
+
+
+class Taker:
+    """A `TcpFlows`, and what it told."""
+
+    def __init__(self) -> None:
+        self.told: list[Taken | FlowLost] = []
+        self.flows = TcpFlows("127.0.0.1", 0, self.told.append)
+        self.place = ("127.0.0.1", self.flows.port)
+
+    def __enter__(self) -> Taker:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.flows.close()
+
+
+def no_look() -> None:
+    return None
+
+
+def test_transfers_are_told_one_by_one() -> None:
+    with Taker() as taker:
+        sender = TcpSender(taker.place, taker.flows.open(7, 3_000_000), "", DEADLINE)
+        for _ in range(3):
+            sender.send(memoryview(bytes(3_000_000)), no_look)
+        wait_for(lambda: len(taker.told) == 3, "three transfers")
+        sender.close()
+    assert [(each.flow, each.transfer) for each in taker.told if isinstance(each, Taken)] == [
+        (7, 0),
+        (7, 1),
+        (7, 2),
+    ]
+    times = [each.at for each in taker.told if isinstance(each, Taken)]
+    assert times == sorted(times)
+
+
+def test_another_token_and_a_token_said_twice_are_hung_up_on() -> None:
+    with Taker() as taker:
+        token = taker.flows.open(1, 1000)
+        good = TcpSender(taker.place, token, "", DEADLINE)
+        good.send(memoryview(bytes(1000)), no_look)
+        wait_for(lambda: taker.told, "the transfer")
+        for wrong in (token, bytes(16)):
+            with socket.create_connection(taker.place, DEADLINE) as link:
+                link.sendall(wrong + struct.pack("<Q", 1000) + bytes(1000))
+                with contextlib.suppress(ConnectionError):
+                    assert link.recv(1) == b""
+        good.send(memoryview(bytes(1000)), no_look)
+        wait_for(lambda: len(taker.told) == 2, "the next transfer")
+        good.close()
+
+
+def test_who_says_no_token_has_no_room_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcpflows, "GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(tcpflows, "MOST_STRANGERS", 2)
+    with Taker() as taker, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(taker.place, DEADLINE)) for _ in range(3)]
+        assert strangers[2].recv(1) == b""  # at once: there were two already
+        for each in strangers[:2]:
+            assert each.recv(1) == b""  # later
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (struct.pack("<Q", 2**62), "a transfer of another length than was agreed"),
+        (struct.pack("<Q", 1000) + bytes(10), "closed in the middle of a transfer"),
+    ],
+)
+def test_a_sender_that_breaks_off_or_lies_is_told(sent: bytes, reason: str) -> None:
+    with Taker() as taker:
+        with socket.create_connection(taker.place, DEADLINE) as link:
+            link.sendall(taker.flows.open(5, 1000) + sent)
+            link.shutdown(socket.SHUT_WR)
+            wait_for(lambda: taker.told, "the end")
+        (told,) = taker.told
+        assert isinstance(told, FlowLost)
+        assert (told.flow, reason in told.reason) == (5, True)
+
+
+def test_a_sender_that_falls_silent_in_the_middle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcpflows, "SILENCE_SECONDS", 0.1)
+    with Taker() as taker, socket.create_connection(taker.place, DEADLINE) as link:
+        link.sendall(taker.flows.open(5, 1000) + struct.pack("<Q", 1000) + bytes(10))
+        wait_for(lambda: taker.told, "the end")
+        (told,) = taker.told
+        assert isinstance(told, FlowLost)
+        assert "nothing came for 0.1 s in the middle of a transfer" in told.reason
+
+
+def test_a_dropped_flow_ends_its_connection() -> None:
+    with Taker() as taker:
+        sender = TcpSender(taker.place, taker.flows.open(5, 10**6), "", DEADLINE)
+        sender.send(memoryview(bytes(10**6)), no_look)
+        wait_for(lambda: taker.told, "the transfer")
+        taker.flows.drop(5)
+        with pytest.raises(PeerLostError, match="the connection ended"):
+            sender.send(memoryview(bytes(10**8)), no_look)  # more than what buffers hold
+        sender.close()
+
+
+def test_a_sender_that_waits_can_be_called_off() -> None:
+    """A server that stands still: its buffers fill, and the sender looks round while it waits."""
+
+    class CalledOffError(Exception):
+        pass
+
+    def look() -> None:
+        raise CalledOffError
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = TcpSender(listener.getsockname(), bytes(16), "", DEADLINE)
+        with pytest.raises(CalledOffError):
+            sender.send(memoryview(bytes(10**8)), look)
+        sender.close()
