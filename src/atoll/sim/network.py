@@ -58,6 +58,7 @@ class _Way:
         self.source, self.target, self.direction = source, target, direction
         self._rng = rng
         self._flights: list[_Flight] = []
+        self._next: float | None = None  # of next_event, while it holds
 
     def send(self, now: float, frames: Frames, label: Hashable) -> None:
         fates = self.direction.offer(now, len(frames), frames.shape[1] + HEADERS)
@@ -72,13 +73,16 @@ class _Way:
             bit = int(self._rng.integers(8 * frames.shape[1]))
             carried[row, bit // 8] ^= 1 << bit % 8
         self._flights.append(_Flight(fates.due[rows], carried, label))
+        self._next = None
 
     def next_event(self) -> float:
         """When the last one of those that come together next arrives."""
         if not self._flights:
             return math.inf
-        first = min(flight.due[flight.next] for flight in self._flights)
-        return max(float(flight.due[at - 1]) for flight, at in self._come_by(first + TOGETHER))
+        if self._next is None:
+            first = min(flight.due[flight.next] for flight in self._flights)
+            self._next = max(float(flight.due[at - 1]) for flight, at in self._come_by(first + TOGETHER))
+        return self._next
 
     def _come_by(self, when: float) -> list[tuple[_Flight, int]]:
         """The flights of which some arrive by then, each with the place after the last that does."""
@@ -89,6 +93,9 @@ class _Way:
         ]
 
     def take(self, now: float) -> list[Delivery]:
+        if self.next_event() > now:
+            return []
+        self._next = None
         pieces = []
         for flight, at in self._come_by(now):
             pieces.append((flight.due[flight.next : at], flight.frames[flight.next : at], flight.label))
@@ -103,6 +110,7 @@ class _Way:
         """Drop what is on its way; returns how many datagrams that were."""
         count = sum(len(flight.due) - flight.next for flight in self._flights)
         self._flights.clear()
+        self._next = None
         return count
 
 

@@ -40,7 +40,6 @@ Sums: TypeAlias = npt.NDArray[np.float64]
 SESSION = 7
 GIGABIT = LinkModel(rate=125e6, delay=0.02)
 SECRET = bytes(range(32))
-EXTENTS = dict.fromkeys(range(8), 2**22)  # chunk: elements, at most
 MOST_IDLE_TURNS = 100  # at one moment, without a datagram or an event: a deadline that is due for ever
 
 
@@ -120,7 +119,7 @@ class Pair:
         back: LinkModel | None = None,
         server_settings: Settings | None = None,
         stripes: int = 1,
-        extents: Mapping[int, int] | None = EXTENTS,
+        extents: Mapping[int, int] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
         outages: Sequence[tuple[float, float]] = (),
         seal: bool = True,
@@ -357,6 +356,8 @@ class Ledger:
         return transfer
 
     def _watch(self, end: End, event: Event) -> None:
+        if getattr(event, "transfer", None) not in self.sent:
+            return  # of another ledger
         if end is self.sender and isinstance(event, Delivered):
             self._deliver(event)
         elif end is self.receiver and isinstance(event, Arrived):
