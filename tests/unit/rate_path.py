@@ -1,5 +1,5 @@
-"""A path under a virtual clock, in bursts of a millisecond: a queue with drops at its end, a rate, a delay and
-random loss after the queue; and flows that share it: `RateControl`'s, Cubic's and BBR's, roughly.
+"""A path under a virtual clock, in bursts of a millisecond: a queue with drops at its end, a rate, a delay
+and random loss after the queue; and flows that share it: `RateControl`'s, Cubic's and BBR's, roughly.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Ltp(Flow):
     ) -> None:
         super().__init__(start, backlog)
         self.control = RateControl(settings or Settings(), start, np.random.default_rng(seed))
-        self.rounds = 0
+        self.rounds = self.timeouts = 0
         self.rates: list[tuple[float, float, float, str, str]] = []  # a tick each
         self.started: float | None = None  # when start-up was over
         self.started_rounds = 0
@@ -102,6 +102,7 @@ class Ltp(Flow):
 
     def acked(self, now: float, burst: Burst, sample: RateSample, round_ended: bool) -> None:
         self.rounds += round_ended
+        self.timeouts = 0
         self.control.handle_ack(
             now,
             rtt=now - burst.sent if burst.came else None,
@@ -116,8 +117,11 @@ class Ltp(Flow):
             self.started, self.started_rounds = now, self.rounds
 
     def timed_out(self, now: float) -> None:
-        if now - self.heard > self.control.srtt + 4 * self.control.rttvar + 0.005:
-            self.heard = now
+        patience = self.control.srtt + 4 * self.control.rttvar + 0.005
+        if now - self.heard > patience * 2**self.timeouts:
+            self.heard, self.timeouts = now, self.timeouts + 1
+            self.in_flight -= sum(burst.packets for burst in self.unacked if burst.back == math.inf)
+            self.unacked = deque(burst for burst in self.unacked if burst.back < math.inf)
             self.control.handle_timeout(now)
 
     def paced(self, begin: float, end: float) -> float:
@@ -157,7 +161,7 @@ class Cubic(Flow):
 
 
 class Bbr(Flow):
-    """BBR's first version: the greatest of ten rounds' rates, eight gains in turn, twice what the path holds."""
+    """BBR's first version: ten rounds' greatest rate, eight gains in turn, two paths' worth in flight."""
 
     def __init__(self, start: float = 0.0) -> None:
         super().__init__(start)
@@ -243,7 +247,7 @@ class Path:
         self.queued = after
         piece = max(1, int(self.rate * TICK / SIZE))
         for (flow, burst), kept in zip(sent, taken, strict=True):
-            pieces = -(-max(kept, 1) // piece)  # each of a tick of the path's rate, acknowledged when it has left
+            pieces = -(-max(kept, 1) // piece)  # each of a tick of the path's rate, acknowledged once it left
             for place in range(pieces):
                 here = kept * (place + 1) // pieces - kept * place // pieces
                 whole = burst.packets * (place + 1) // pieces - burst.packets * place // pieces
@@ -255,7 +259,7 @@ class Path:
         burst.came = 0 if self.dark else burst.came - lost
         burst.back = burst.sent + self.delay + max(0.0, waits - TICK)
         if self.dark:
-            burst.back += 10 * self.delay
+            burst.back = math.inf
         flow.unacked.append(burst)
 
     def queue(self, begin: float, end: float, quantile: float) -> float:

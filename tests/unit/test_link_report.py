@@ -66,11 +66,11 @@ def test_the_99th_percentile_of_twenty_is_the_worst() -> None:
 def test_what_was_lost_is_borne_or_filled_and_never_both() -> None:
     measured = outcome("ltp")
     measured.turns += [
-        Turn(0.2, 990, "enough", 20, 20, 80, 79, "borne"),
-        Turn(0.3, 900, "deadline", 20, 20, 80, 70, "zero"),
+        Turn(0.2, 990, "enough", 20, 20, 80, 79, "borne", 3),
+        Turn(0.3, 900, "deadline", 20, 20, 80, 70, "zero", 1),
         Turn(0.1, 1000, "complete", 20, 20, 80, 80, "none"),
     ]
-    measured.packets = Packets(sent=400, lost=20, again=5, repaired=4)
+    measured.packets = Packets(sent=400, lost=20, again=5)
     made = measured.to_json()
     assert (made["borne"], made["filled"], made["blocks"]) == (1, 10, 300)
     assert (made["median"], made["p99"], made["worst"]) == (0.2, 0.3, 0.3)
@@ -79,7 +79,7 @@ def test_what_was_lost_is_borne_or_filled_and_never_both() -> None:
 
 
 def test_packets_of_the_warm_up_do_not_count() -> None:
-    assert Packets(100, 9, 8, 7).since(Packets(90, 8, 8, 1)) == Packets(10, 1, 0, 6)
+    assert Packets(100, 9, 8).since(Packets(90, 8, 8)) == Packets(10, 1, 0)
 
 
 def test_a_report_is_one_json_document_and_a_table_of_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import sys
@@ -49,13 +50,22 @@ def serve(
         typer.Option(metavar="HOST:PORT", help="Transfers come to PORT + 1, by TCP and UDP; 0: any free."),
     ] = _DEFAULT_LISTEN,
     key_file: _KeyFileOption = None,
+    stripes: Annotated[int, typer.Option(metavar="N", help="UDP ports that a session uses.")] = 1,
+    seal: Annotated[
+        bool, typer.Option("--seal/--no-seal", help="Whether datagrams are encrypted; in doubt, they are.")
+    ] = True,
 ) -> None:
     """Be the other end of `atoll link test`, until it is stopped."""
     from atoll.net.keys import read_keys
     from atoll.net.linkserver import LinkServer
+    from atoll.net.ltpflows import LtpFlows
+    from atoll.wire.linktest import MOST_PORTS
 
+    if not 1 <= stripes <= MOST_PORTS:
+        raise UserError(f"--stripes {stripes}: from 1 to {MOST_PORTS}")
+    make_ltp = functools.partial(LtpFlows, stripes=stripes, sealed=seal)
     keys = read_keys(key_file) if key_file is not None else None
-    with LinkServer(_address(listen), keys) as server, _told_to_stop() as stop:
+    with LinkServer(_address(listen), keys, make_ltp) as server, _told_to_stop() as stop:
         how = "with keys" if keys is not None else "without keys: only this machine can reach it"
         print(f"measures links at {server.address}, {how}; transfers come to {_ports(server)}", flush=True)
         server.serve(stop.is_set)
@@ -71,7 +81,7 @@ def measure(
         typer.Option(
             metavar="NAMES", help="Of ltp, ltp:reliable, tcp, tcp:ALGORITHM (of congestion control)."
         ),
-    ] = "tcp",
+    ] = "ltp,tcp",
     high: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the blocks, of high priority; for ltp.")
     ] = 0.2,

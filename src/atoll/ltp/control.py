@@ -38,9 +38,12 @@ FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
 PROBE = 0.05  # above the estimate: the first step of a probe. Its queue is a twentieth of a round trip
 MOST_PROBE = 0.25  # above the estimate: the probing gain, which "up" never passes (BBR's 1.25)
-PROBE_ROUNDS = 8  # from a probe that found nothing to the next (BBR's cycle)
+PROBE_ROUNDS = (
+    8  # at least, from a probe that found nothing to the next (BBR's cycle), and at most twice as many:
+)
+# by chance, for flows that see the same queue would probe together, and then none sees its rate grow
 GREW = 0.5  # of a probe's step, by which the delivery rate must have grown for the next to follow at once
-PAY_BACK = 0.03  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
+PAY_BACK = 0.025  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
 LEAST_SHARE = 0.1  # of the path, that a sender takes for its own
 RECOVERY = 1.25  # a round, "up" while below the estimate
 HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
@@ -87,6 +90,7 @@ class RateControl:
         self._foreign = False  # the standing queue is another's
         self._probe = PROBE
         self._probed = 0  # the round of the last probe
+        self._wait = PROBE_ROUNDS  # until the next
         self._before_probe = 0.0  # the delivery rate before it
         self._judge = False  # the last probe is still to be judged
         self._share = 1.0  # of the path, as probes told: of a step up, the share of others is what arrives
@@ -330,7 +334,7 @@ class RateControl:
             if self._probe > PROBE:
                 self._gain = 1.0 + self._probe
             self._set(row.seen, "up, and what it did is not yet known")
-        elif limited or self._round < self._probed + (2 if self._probe > PROBE else PROBE_ROUNDS):
+        elif limited or self._round < self._probed + (2 if self._probe > PROBE else self._wait):
             self._set(row.seen, "up not yet: the last probe found nothing")
         else:
             self._gain = 1.0 + (MOST_PROBE if self._foreign else self._probe)
@@ -350,6 +354,7 @@ class RateControl:
         else:
             self._probe = PROBE
             self._pay_back = PROBE_ROUNDS
+            self._wait = int(self._rng.integers(PROBE_ROUNDS, 2 * PROBE_ROUNDS + 1))
 
     def _halve(self, row: Row, round_: Round) -> None:
         """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If

@@ -24,6 +24,7 @@ MOST_OUTLYING = 0.1  # share of outliers above which the history is not of one p
 BETTER = 2.0  # the greatest score must beat the safe value's by so many standard errors of it
 ILL_CONDITIONED = 1e3  # of the scaled design: then a ridge keeps the coefficients small
 RIDGE = 1e-3  # of the observations' number
+EXACT = 1e-6  # of the value at the range's begin: smaller residuals are rounding
 CHOICES = 201  # loss rates that are compared
 PATH_CHANGE = 0.25  # of the least round trip: a change by more is another path
 
@@ -93,7 +94,7 @@ class Target:
             return self._stay(f"loss was above {self._most:.2%} all the time")
         x = (loss - low) / (high - low)
         fits = _fit(x, throughput), _fit(x, delay)
-        outliers = max(_outliers(fit.residuals) for fit in fits)
+        outliers = max(_outliers(fit) for fit in fits)
         if outliers > MOST_OUTLYING:
             return self._stay(f"{outliers:.0%} of what was seen are outliers")
         choices = np.linspace(low, min(high, self._most), CHOICES)
@@ -142,12 +143,13 @@ def _least_squares(x: Floats, y: Floats, columns: int) -> _Fit:
 def _criterion(fit: _Fit) -> float:
     seen, free = len(fit.residuals), len(fit.coefficients) + 1
     # The least variance that counts: below it two exact fits differ by rounding alone.
-    least = 1e-12 * float(fit.coefficients[0]) ** 2 + 1e-300
+    least = (EXACT * float(fit.coefficients[0])) ** 2 + 1e-300
     square = float(fit.residuals @ fit.residuals) / seen + least
     return float(seen * np.log(square)) + 2 * free + 2 * free * (free + 1) / (seen - free - 1)
 
 
-def _outliers(residuals: Floats) -> float:
+def _outliers(fit: _Fit) -> float:
     """Share of residuals that lie far out, by the median's measure (1.4826 makes it a standard deviation)."""
-    spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
-    return float(np.mean(np.abs(residuals) > OUTLYING * spread)) if spread > 0.0 else 0.0
+    away = np.abs(fit.residuals - np.median(fit.residuals))
+    spread = max(1.4826 * float(np.median(away)), EXACT * abs(float(fit.coefficients[0])))
+    return float(np.mean(away > OUTLYING * spread))

@@ -56,6 +56,7 @@ class Turn:
     lows: int = 0
     lows_there: int = 0
     fill: str = "none"  # what took the missing ones' place
+    repaired: int = 0  # blocks that forward error correction gave back
 
     @property
     def missing(self) -> int:
@@ -72,15 +73,9 @@ class Packets:
     sent: int = 0
     lost: int = 0
     again: int = 0
-    repaired: int = 0  # restored by forward error correction
 
     def since(self, before: Packets) -> Packets:
-        return Packets(
-            self.sent - before.sent,
-            self.lost - before.lost,
-            self.again - before.again,
-            self.repaired - before.repaired,
-        )
+        return Packets(self.sent - before.sent, self.lost - before.lost, self.again - before.again)
 
 
 @dataclass
@@ -112,6 +107,7 @@ class Outcome:
             "goodput": 8 * sum(turn.there for turn in self.turns) / sum(self.seconds) if there else None,
             "loss": self.packets.lost / self.packets.sent if self.packets.sent else 0.0,
             **asdict(self.packets),
+            "repaired": sum(turn.repaired for turn in self.turns),
             "borne": sum(turn.missing for turn in self.turns if turn.fill == "borne"),
             "filled": sum(turn.missing for turn in self.turns if turn.fill not in ("none", "borne")),
             "blocks": blocks,

@@ -51,6 +51,7 @@ MOST_CLIENTS = 16
 MOST_FLOWS = 8  # of a client
 MOST_MEMORY = 2**31  # bytes that all transfers together may take here
 IDLE_SECONDS = 900.0  # without a word, after which a client is sent away
+_LTP_MEMORY = 8  # bytes for each element: while one transfer is told of, the next may come
 _LOOK_SECONDS = 0.2
 _PING_SECONDS = 1.0  # how often it is looked whether clients are still there
 
@@ -208,26 +209,28 @@ class LinkServer:
         if isinstance(message, OpenTcp):
             reason = self._no_room(client, message.size)
             if not reason:
-                flow = self._new_flow(client, "tcp", message.size)
+                flow = next(self._numbers)
+                client.flows[flow] = ("tcp", message.size)
                 token = self.tcp.open(flow, message.size)
                 return TcpOpened(number=message.number, flow=flow, port=self.tcp.port, token=token)
         elif isinstance(message, OpenLtp):
-            size = 4 * message.elements
-            reason = self._no_ltp(message) or self._no_room(client, size)
+            reason = self._no_ltp(message) or self._no_room(client, _LTP_MEMORY * message.elements)
             if not reason and self.ltp is not None:
-                flow = self._new_flow(client, "ltp", size)
-                session, secret, sealed = self.ltp.open(flow, message.elements, message.datagram_bytes)
-                return LtpOpened(
-                    number=message.number,
-                    flow=flow,
-                    session=session,
-                    ports=self.ltp.ports,
-                    secret=secret,
-                    sealed=sealed,
-                )
+                try:
+                    return self._open_ltp(self.ltp, client, message)
+                except UserError as error:
+                    reason = str(error)
         else:
             reason = f"it has no answer to {type(message).__name__}"
         return Refused(reason=reason, request=type(message).__name__, number=getattr(message, "number", 0))
+
+    def _open_ltp(self, ltp: LtpFlows, client: _Client, wish: OpenLtp) -> LtpOpened:
+        flow = next(self._numbers)
+        session, secret, sealed = ltp.open(flow, wish.elements, wish.datagram_bytes)
+        client.flows[flow] = ("ltp", _LTP_MEMORY * wish.elements)
+        return LtpOpened(
+            number=wish.number, flow=flow, session=session, ports=ltp.ports, secret=secret, sealed=sealed
+        )
 
     def _no_ltp(self, wish: OpenLtp) -> str:
         if self.ltp is None:
@@ -249,11 +252,6 @@ class LinkServer:
                 f"{format_bytes(MOST_MEMORY)}"
             )
         return ""
-
-    def _new_flow(self, client: _Client, transport: str, size: int) -> int:
-        flow = next(self._numbers)
-        client.flows[flow] = (transport, size)
-        return flow
 
     # -- who goes
 

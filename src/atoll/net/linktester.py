@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import PeerLostError, RunError, UserError
+from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, host_and_port
 from atoll.net.keys import Keys
 from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
 from atoll.net.linkserver import FRAME, NAME
 from atoll.net.requests import RefusedError
-from atoll.net.tcpflows import TcpSender, most_in_flight
+from atoll.net.tcpflows import TcpSender, UnreachableError, most_in_flight
+from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import LINK_ROLE, MOST_TRANSFER
 from atoll.wire.messages import (
     VERSION,
@@ -34,7 +36,9 @@ from atoll.wire.messages import (
     FlowLost,
     Goodbye,
     Hello,
+    LtpOpened,
     Message,
+    OpenLtp,
     OpenTcp,
     ReadClock,
     Refused,
@@ -232,13 +236,36 @@ class LinkTester:
         family, _, variant = transport.partition(":")
         if family == "tcp":
             return self._open_tcp(variant)
-        raise UserError(f"--transport {transport}: not there yet")
+        return self._open_ltp(reliable=variant == "reliable")
 
     def _open_tcp(self, congestion: str) -> Sender:
         number, size = next(self._numbers), self.values.nbytes
         opened = self._ask(OpenTcp(number=number, size=size), TcpOpened, "a TCP connection")
         link = TcpSender((self.host, opened.port), opened.token, congestion, self.test.timeout)
         return TcpTransport(opened.flow, link, self.values)
+
+    def _open_ltp(self, reliable: bool) -> Sender:
+        # Not imported for TCP alone: it needs a package more.
+        from atoll.net.ltpflows import LtpTransport
+
+        settings, number = Settings(), next(self._numbers)
+        wish = OpenLtp(
+            number=number,
+            version=LTP_VERSION,
+            elements=len(self.values),
+            datagram_bytes=settings.datagram_bytes,
+        )
+        opened = self._ask(wish, LtpOpened, "a session")
+        return LtpTransport(
+            self.host,
+            opened,
+            self.values,
+            high=self.test.high,
+            reliable=reliable,
+            seed=self.test.seed,
+            settings=settings,
+            seconds=self.test.timeout,
+        )
 
     # -- the measuring
 
@@ -249,11 +276,13 @@ class LinkTester:
         self.read_clock()
         senders: dict[str, Sender] = {}
         try:
-            for transport in test.transports:
-                senders[transport] = self.open(transport)
-            outcomes = {
-                name: Outcome(name, sender.detail, self.values.nbytes) for name, sender in senders.items()
-            }
+            outcomes = {name: Outcome(name, "", self.values.nbytes) for name in test.transports}
+            for name, outcome in outcomes.items():
+                try:
+                    senders[name] = self.open(name)
+                    outcome.detail = senders[name].detail
+                except UnreachableError as error:  # the channel gets through, so the rest is worth measuring
+                    outcome.stopped = str(error)
             turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
             while quick := [each for each in turns if each.left and not each.slow]:
                 for place in order.permutation(len(quick)):
@@ -297,7 +326,7 @@ class LinkTester:
 
 
 class _LateError(Exception):
-    """A transfer was not usable by its deadline."""
+    """What was to happen by a transfer's deadline did not."""
 
 
 class _Turns:
@@ -322,10 +351,8 @@ class _Turns:
             self._before = self._sender.packets()
         try:
             made = self._transfer()
-        except _LateError:
-            outcome.stopped = (
-                f"a transfer was not usable within {test.deadline:g} s (--deadline); no more were made"
-            )
+        except _LateError as error:
+            outcome.stopped = f"{error} within {test.deadline:g} s (--deadline); no more were made"
             return
         self._spent += made.seconds
         self.slow = made.seconds > _SLOW_SECONDS
@@ -350,12 +377,12 @@ class _Turns:
             tester.look()
             tester.check_flow(sender)
             if time.monotonic() > until:
-                raise _LateError
+                raise _LateError("a transfer was not over")
 
         sender.send(transfer, look)
         taken = tester.wait_taken(sender, transfer, until)
         if taken is None:
-            raise _LateError
+            raise _LateError("a transfer was not usable")
         sender.settle(look)
         return Turn(
             seconds=taken.at - tester.clocks.ahead - start,
@@ -366,4 +393,5 @@ class _Turns:
             lows=taken.lows,
             lows_there=taken.lows_there,
             fill=taken.fill,
+            repaired=taken.repaired,
         )

@@ -77,7 +77,8 @@ class LtpOpened(Message, frozen=True):
 class Taken(Message, frozen=True):
     """The server has a transfer that is of use. `transfer` counts a flow's transfers from 0; `at` is when, by
     the server's clock; `size` how many of its bytes are there. Of datagrams: `how` it was handed on, the
-    blocks it has of high and low priority and how many of them are there, and what took the lost ones' place.
+    blocks it has of high and low priority and how many of them are there, what took the lost ones' place, and
+    how many blocks forward error correction gave back since the last one.
     """
 
     flow: Count
@@ -90,6 +91,7 @@ class Taken(Message, frozen=True):
     lows: Count = 0
     lows_there: Count = 0
     fill: Text = "none"
+    repaired: Count = 0
 
 
 class FlowLost(Message, frozen=True):

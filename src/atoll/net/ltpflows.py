@@ -1,0 +1,202 @@
+"""Transfers as datagrams, to measure a link with: sessions that take those of several clients, and the end
+that sends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import AtollError, PeerLostError, RunError
+from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused
+from atoll.ltp.settings import Settings
+from atoll.net.linkreport import Packets
+from atoll.net.linksession import LinkSession
+from atoll.net.ltplink import LtpLink
+from atoll.net.tcpflows import Told, UnreachableError
+from atoll.wire.datagrams import payload_bytes
+from atoll.wire.linktest import SECRET_BYTES
+from atoll.wire.messages import FlowLost, LtpOpened, Taken
+
+CHUNK = 0  # which all transfers are of
+_LOOK_SECONDS = 0.05
+_JOIN_SECONDS = 10.0
+
+Values = npt.NDArray[np.float32]
+
+
+class LtpFlows:
+    """Takes transfers at `stripes` UDP ports of `host` from `port` on (0: any free ones), each session's on a
+    thread of its own, and tells each through `told`, from there, until `close`.
+
+    Raises UserError where it cannot listen.
+    """
+
+    def __init__(self, host: str, port: int, told: Told, *, stripes: int = 1, sealed: bool = True) -> None:
+        self._told, self._sealed = told, sealed
+        numbers = [port + stripe if port else 0 for stripe in range(stripes)]
+        everywhere = host in ("0.0.0.0", "::")
+        self._link = LtpLink("" if everywhere else host, numbers, name="link server")
+        self.ports = [number for _, number in self._link.addresses]
+        self.offload = self._link.offload
+        self._open: dict[int, tuple[threading.Event, threading.Thread]] = {}  # by flow
+
+    def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
+        """Wait for a session; returns its id, its secret, and whether its datagrams are sealed. Raises
+        UserError for a size of datagrams that there cannot be."""
+        secret, settings = secrets.token_bytes(SECRET_BYTES), Settings(datagram_bytes=datagram_bytes)
+        session = self._link.open(
+            secrets.randbits(32),
+            secret,
+            None,
+            False,
+            settings=settings,
+            extents={CHUNK: elements},
+            seal=self._sealed,
+        )
+        over = threading.Event()
+        thread = threading.Thread(
+            target=self._take, args=(number, session, over), name=f"atoll link flow {number}", daemon=True
+        )
+        self._open[number] = over, thread
+        thread.start()
+        return session.number, secret, self._sealed
+
+    def drop(self, number: int) -> None:
+        """End a flow, and its session, soon."""
+        if number in self._open:
+            self._open.pop(number)[0].set()
+
+    def close(self) -> None:
+        ending, self._open = list(self._open.values()), {}
+        for over, _ in ending:
+            over.set()
+        for _, thread in ending:
+            thread.join(_JOIN_SECONDS)
+        self._link.close()
+
+    def _take(self, number: int, session: LinkSession, over: threading.Event) -> None:
+        """Tell of what arrives, until the session ends or the flow is dropped."""
+        repaired = 0
+        with contextlib.suppress(RunError):  # the session is over
+            while not over.is_set():
+                for event in session.events(_LOOK_SECONDS):
+                    if isinstance(event, Arrived):
+                        at = time.monotonic()
+                        before, repaired = repaired, session.status().session.repaired
+                        self._told(_taken(number, event, at, repaired - before))
+                    elif isinstance(event, Refused):
+                        self._told(FlowLost(flow=number, reason=f"it refused a transfer: {event.reason}"))
+                    elif isinstance(event, Lost):
+                        self._told(FlowLost(flow=number, reason=event.reason))
+        with contextlib.suppress(AtollError):  # its last word is not worth more waiting
+            session.close("its client has gone")
+
+
+def _taken(number: int, arrived: Arrived, at: float, repaired: int) -> Taken:
+    present, high = arrived.present, arrived.high
+    missing = int(np.count_nonzero(~present)) * arrived.block  # the last block, which may be short, is high
+    return Taken(
+        flow=number,
+        transfer=arrived.iteration,
+        at=at,
+        size=(len(arrived.values) - missing) * arrived.values.itemsize,
+        how=arrived.how,
+        highs=int(np.count_nonzero(high)),
+        highs_there=int(np.count_nonzero(high & present)),
+        lows=int(np.count_nonzero(~high)),
+        lows_there=int(np.count_nonzero(~high & present)),
+        fill=arrived.fill,
+        repaired=repaired,
+    )
+
+
+class LtpTransport:
+    """Transfers over one session: `values`, again and again, a share `high` of whose blocks, drawn anew for
+    each, is of high priority; or all of them, in full-reliability mode.
+
+    Raises UnreachableError where no datagram comes back within `seconds`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        opened: LtpOpened,
+        values: Values,
+        *,
+        high: float,
+        reliable: bool,
+        seed: int,
+        settings: Settings,
+        seconds: float,
+    ) -> None:
+        self.number = opened.flow
+        self._values, self._high, self._reliable = values, high, reliable
+        self._rng = np.random.default_rng(seed)
+        self._blocks = -(-values.nbytes // payload_bytes(settings.datagram_bytes))
+        self._sending = 0  # transfers whose Delivered has not come
+        self._opened = False
+        self._name = f"{host}, UDP port{'s' * (len(opened.ports) > 1)} {', '.join(map(str, opened.ports))}"
+        self._link = LtpLink(ports=[0] * len(opened.ports), name="link test")
+        try:
+            addresses = [(host, port) for port in opened.ports]
+            self._session = self._link.open(
+                opened.session, opened.secret, addresses, True, settings=settings, seal=opened.sealed
+            )
+            self._wait_opened(seconds)
+        except BaseException:
+            self._link.close()
+            raise
+        stripes = "one port" if len(opened.ports) == 1 else f"{len(opened.ports)} ports"
+        how = "all reliable" if reliable else f"{high:.0%} high"
+        sealed = "sealed" if opened.sealed else "NOT sealed"
+        self.detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
+
+    def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
+        self._session.send(CHUNK, transfer, self._values, self._mask(), self._reliable)
+        self._sending += 1
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """Wait until the server's word on what was missing has come: then nothing is under way any more."""
+        while self._sending:
+            look()
+            self._take_events()
+
+    def packets(self) -> Packets:
+        status = self._session.status().session
+        return Packets(status.sent, status.lost, status.retransmitted)
+
+    def close(self) -> None:
+        with contextlib.suppress(AtollError):
+            self._session.close("the test is over")
+        self._link.close()
+
+    def _mask(self) -> npt.NDArray[np.bool_]:
+        high = np.zeros(self._blocks, dtype=np.bool_)
+        high[self._rng.permutation(self._blocks)[: round(self._high * self._blocks)]] = True
+        return high
+
+    def _wait_opened(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self._opened:
+            if time.monotonic() > until:
+                trouble = f" ({self._link.trouble})" if self._link.trouble else ""
+                raise UnreachableError(
+                    f"no datagram came back from {self._name} within {seconds:g} s{trouble}; does a firewall "
+                    "let UDP through, both ways?"
+                )
+            self._take_events()
+
+    def _take_events(self) -> None:
+        for event in self._session.events(_LOOK_SECONDS):
+            if isinstance(event, Opened):
+                self._opened = True
+            elif isinstance(event, Delivered):
+                self._sending -= 1
+            elif isinstance(event, Lost):
+                raise PeerLostError(f"{self._name}: {event.reason}")
