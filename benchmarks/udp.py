@@ -8,8 +8,9 @@ slices and seals; the receiver reads headers, checks the replay window, opens, c
 scatters the elements into the transfer's memory. It is in Python, by whole arrays; only the seal is a call
 for each datagram.
 
-"With sessions" is the whole transport (two links, a session, rate control, acknowledgements): transfers of 20 MB,
-a fifth of their blocks of high priority, two under way at any time. At 1 Gb/s the receiver grants it that.
+"With sessions" is the whole transport (two links, a session, rate control, acknowledgements): transfers of
+20 MB, a fifth of their blocks of high priority, two under way at any time. For 1 Gb/s the receiver grants
+that.
 
 "Flat out" is self-clocked: the receiver tells now and then how much has come, and no more than a few MB are
 on their way, so that nothing is lost; what counts is what was received. "At 1 Gb/s" is paced in bursts of at
@@ -237,7 +238,7 @@ def receive(pipe: Connection, core: int, sealed: bool, tells: bool) -> None:
             if not begin:
                 begin, spent_from = time.perf_counter(), time.process_time()
             address: Address = ()
-            for frames, sizes, address in port.receive():  # noqa: B007
+            for frames, sizes, address, _ in port.receive():  # noqa: B007
                 scatterer.handle(frames, sizes)
             if tells and address:
                 port.send(np.array([[scatterer.came]], np.uint64).view(np.uint8), address)

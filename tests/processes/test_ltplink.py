@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from atoll.ltp.events import Arrived, Delivered, Event, Lost
 
 from atoll.core.errors import RunError, UserError
+from atoll.ltp.events import Arrived, Delivered, Event, Lost
 from atoll.ltp.settings import Settings
 from atoll.net import linksession
 from atoll.net.linksession import LinkSession

@@ -141,6 +141,29 @@ def test_a_shorter_last_datagram_that_the_kernel_joined_is_told_apart() -> None:
         assert b"".join(each.frames.tobytes() for each in received) == data * 2
 
 
+@linux_only
+def test_what_came_is_told_with_when_it_came_and_not_when_it_was_read(ports: tuple[UdpPort, UdpPort]) -> None:
+    sender, receiver = ports
+    before = time.monotonic()
+    sender.send(frames(100, 1400), receiver.address)
+    after = time.monotonic()
+    time.sleep(0.1)
+    (received,) = receiver.receive()
+    assert before - 0.01 < received.arrived < after + 0.01
+
+
+def test_where_no_time_is_told_it_is_that_of_reading(
+    monkeypatch: pytest.MonkeyPatch, ports: tuple[UdpPort, UdpPort]
+) -> None:
+    sender, receiver = ports
+    for told in (0.0, time.time() + 100, time.time() - 100):  # none, or the clock was set meanwhile
+        monkeypatch.setattr(receiver, "_told", lambda _, when=told: (0, when))
+        before = time.monotonic()
+        sender.send(frames(1, 1400), receiver.address)
+        (received,) = take(receiver, 1)
+        assert before <= received.arrived <= time.monotonic()
+
+
 def test_one_receive_has_a_bound(ports: tuple[UdpPort, UdpPort]) -> None:
     """What is to be sent gets its turn though more and more comes in."""
     sender, receiver = ports

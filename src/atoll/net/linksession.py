@@ -137,7 +137,7 @@ class LinkSession:
         self._wake()
 
     def grant(self, rate: float, seconds: float) -> None:
-        """Gives the other end so many bytes per second of this end's link, for so long; it sends no faster."""
+        """Gives the other end so many bytes per second of this end's link, for so long: it sends no more."""
         with self._condition:
             self._check()
             self._session.grant(rate, seconds)
@@ -172,7 +172,7 @@ class LinkSession:
     # -- for the link's thread -------------------------------------------------------------------------------
 
     def handle(self, now: float, flow: Flow, address: Address) -> None:
-        """Takes in datagrams that say they are of this session."""
+        """Takes in datagrams that say they are of this session, and came at `now` (monotonic)."""
         with self._condition:
             if self._lost:
                 return
@@ -190,13 +190,13 @@ class LinkSession:
                     self._session.handle_datagrams(now, address, flow.stripe, batch)
             self.deadline = -math.inf
 
-    def drive(self, now: float) -> None:
+    def drive(self) -> None:
         """Sends what is due, and collects what has happened; then `deadline` tells when to come again."""
-        if now < self.deadline and not (self.blocked is not None and self._left):
+        if self.blocked is None and time.monotonic() < self.deadline:
             return
         with self._condition:
             for _ in range(MOST_BURSTS):
-                if not self._send_next(now):
+                if not self._send_next(now := time.monotonic()):
                     next_due = self._session.poll_deadline() if self._left is None else math.inf
                     self.deadline = max(next_due, now + LEAST_PAUSE)
                     break

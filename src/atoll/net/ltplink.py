@@ -238,7 +238,7 @@ class LtpLink:
         self._sleep(min((session.deadline for session in sessions), default=math.inf))
         for port in self._ports:
             for received in port.receive():
-                self._hand_out(time.monotonic(), received)
+                self._hand_out(received)
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
@@ -262,21 +262,22 @@ class LtpLink:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
 
-    def _hand_out(self, now: float, received: Received) -> None:
-        """Gives each session what says that it is for it."""
+    def _hand_out(self, received: Received) -> None:
+        """Gives each session what says that it is for it, with the time at which it came to this machine: so
+        that a round trip does not have the lateness of threads in it."""
         for flow in headers_untrusted(received.frames, received.sizes, self.drops):
             session = self._sessions.get(flow.session)
             if session is None:
                 self.drops["no such session"] += len(flow.frames)
                 continue
             try:
-                session.handle(now, flow, received.address)
+                session.handle(received.arrived, flow, received.address)
             except Exception as error:
                 session.fail(f"an error of its own: {type(error).__name__}: {error}", error)
 
     def _drive(self, session: LinkSession) -> None:
         try:
-            session.drive(time.monotonic())
+            session.drive()
         except Exception as error:
             session.fail(f"an error of its own: {type(error).__name__}: {error}", error)
         if session.finished:

@@ -12,6 +12,7 @@ import errno
 import socket as sockets
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,23 +40,27 @@ _OFFLOAD_CALLS_OFF = (errno.EIO, errno.EINVAL, errno.ENOPROTOOPT, errno.EOPNOTSU
 
 # Linux's numbers, which Python's socket module lacks.
 _UDP_SEGMENT, _UDP_GRO = 103, 104
-_SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_RXQ_OVFL = 32, 33, 40
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_TIMESTAMPNS, _SO_RXQ_OVFL = 32, 33, 35, 40
 _IP_MTU_DISCOVER, _IP_MTU, _IPV6_MTU_DISCOVER, _IPV6_MTU, _DONT_FRAGMENT = 10, 14, 23, 24, 2
 _INT = struct.Struct("=i")
 _UNSIGNED = struct.Struct("=I")
 _SHORT = struct.Struct("=H")
-_ANCILLARY_BYTES = 64 + sockets.CMSG_SPACE(_INT.size) * 2 if hasattr(sockets, "CMSG_SPACE") else 0
+_TIME = struct.Struct("@ll")  # seconds and nanoseconds
+_ANCILLARY_BYTES = 128  # room for a length, a count and a time
+MOST_LATENESS = 1.0  # seconds from coming to this machine to being read that are believed: a clock may be set
 
 Refused: TypeAlias = Literal["full", "lost", "again"]
 
 
 class Received(NamedTuple):
     """Datagrams of one length that came from one address, one after the other: `frames` is (n, size), and
-    `sizes` (n,) says the same of each. They lie in the port's memory, good until its next `receive`."""
+    `sizes` (n,) says the same of each. They lie in the port's memory, good until its next `receive`.
+    `arrived` (monotonic) is when the last of them came to this machine: a thread may be late in reading."""
 
     frames: Bytes
     sizes: npt.NDArray[np.int64]
     address: Address
+    arrived: float
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ class UdpPort:
         """
         door, memory = self._alive(), self._memory
         parts: list[_Run] = []
+        now = time.monotonic()
+        clock = time.time() - now  # the kernel's clock for what came, less ours
         at = refusals = 0
         while at + _SLOT <= ARENA_BYTES:
             try:
@@ -185,11 +192,14 @@ class UdpPort:
                     raise
                 self.count.refused += 1
                 continue
-            size = self._told(ancillary) or count
+            told, when = self._told(ancillary)
+            size, arrived = told or count, when - clock
+            if not now - MOST_LATENESS <= arrived <= now:
+                arrived = time.monotonic()
             self.count.received_calls += 1
             self.count.received_bytes += count
             if count:
-                at = _note(parts, at, count, size, address)
+                at = _note(parts, at, count, size, address, arrived)
         runs = [run for run in parts if run.rows]
         self.count.received += sum(run.rows for run in runs)
         return [run.received(self._arena) for run in runs]
@@ -217,7 +227,8 @@ class UdpPort:
         door.setsockopt(sockets.IPPROTO_IP, _IP_MTU_DISCOVER, _DONT_FRAGMENT)
         if self.family == sockets.AF_INET6:
             door.setsockopt(sockets.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DONT_FRAGMENT)
-        door.setsockopt(sockets.SOL_SOCKET, _SO_RXQ_OVFL, 1)
+        for option in (_SO_RXQ_OVFL, _SO_TIMESTAMPNS):
+            door.setsockopt(sockets.SOL_SOCKET, option, 1)
 
     def _probe_offload(self) -> Offload:
         if not _IS_LINUX:
@@ -281,15 +292,19 @@ class UdpPort:
             return "again"
         raise error
 
-    def _told(self, ancillary: Sequence[tuple[int, int, bytes]]) -> int:
-        """The length of the datagrams that the kernel joined; 0: it joined none."""
-        size = 0
+    def _told(self, ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[int, float]:
+        """The length of the datagrams that the kernel joined (0: it joined none), and when they came, by the
+        system's clock (0: it does not say)."""
+        size, when = 0, 0.0
         for level, kind, data in ancillary:
             if level == sockets.IPPROTO_UDP and kind == _UDP_GRO:
-                size = int(_INT.unpack(data[: _INT.size])[0])
+                size = int(_INT.unpack_from(data)[0])
+            elif level == sockets.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
+                seconds, nanoseconds = _TIME.unpack_from(data)
+                when = seconds + nanoseconds * 1e-9
             elif level == sockets.SOL_SOCKET and kind == _SO_RXQ_OVFL:
-                self.count.dropped = int(_UNSIGNED.unpack(data[: _UNSIGNED.size])[0])
-        return size
+                self.count.dropped = int(_UNSIGNED.unpack_from(data)[0])
+        return size, when
 
 
 _IS_LINUX = sys.platform == "linux"
@@ -310,6 +325,7 @@ class _Run:
     size: int
     rows: int
     address: Address
+    arrived: float
 
     @property
     def end(self) -> int:
@@ -317,21 +333,22 @@ class _Run:
 
     def received(self, arena: Bytes) -> Received:
         frames = arena[self.start : self.end].reshape(self.rows, self.size)
-        return Received(frames, np.full(self.rows, self.size, np.int64), self.address)
+        return Received(frames, np.full(self.rows, self.size, np.int64), self.address, self.arrived)
 
 
-def _note(runs: list[_Run], at: int, count: int, size: int, address: Address) -> int:
+def _note(runs: list[_Run], at: int, count: int, size: int, address: Address, arrived: float) -> int:
     """Take in `count` bytes that came to byte `at` of the arena; where the next ones may come."""
     whole, rest = divmod(count, size)
     last = runs[-1] if runs else None
     if last is not None and last.size == size and last.end == at and last.address == address:
         last.rows += whole
+        last.arrived = arrived
     else:
-        runs.append(_Run(at, size, whole, address))
+        runs.append(_Run(at, size, whole, address, arrived))
     at += whole * size
     if not rest:
         return at  # what comes next may be of the same kind: then it lies beside this
-    runs.append(_Run(at, rest, 1, address))
+    runs.append(_Run(at, rest, 1, address, arrived))
     return -(-(at + rest) // _ALIGNED) * _ALIGNED
 
 
