@@ -86,6 +86,16 @@ class Wire:
             at = self.now + self.delay + self.jitter()
             heapq.heappush(self._way, (at, next(self._order), not client, source, burst.stripe, frames))
 
+    def shuffle(self, rng: np.random.Generator) -> None:
+        """Reorders what is on its way, rows of different datagrams too."""
+        times = [each[0] for each in self._way]
+        rng.shuffle(times)
+        self._way = [
+            (at, order, to_client, path, stripe, frames[rng.permutation(len(frames))])
+            for at, (_, order, to_client, path, stripe, frames) in zip(times, self._way, strict=True)
+        ]
+        heapq.heapify(self._way)
+
     def step(self) -> bool:
         """Goes on to the next thing that happens; False: nothing will."""
         self.pump()

@@ -4,15 +4,16 @@ each low-priority block what was sent is what was applied and what is held back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from atoll.ltp.events import Lost, Migrated, Opened
 
+from atoll.ltp.events import Lost, Migrated, Opened
 from atoll.ltp.settings import Fill, Settings
 from atoll.sim import LinkModel
 from atoll.testing.ltp import (
@@ -20,18 +21,23 @@ from atoll.testing.ltp import (
     Ledger,
     Pair,
     Passing,
+    Tap,
     Way,
     held_bytes,
     lose,
     whole_numbers,
 )
-from atoll.wire.datagrams import ACK, HEADER, SLICE, Bytes, Kind, payload_bytes, records_of
+from atoll.wire.datagrams import ACK, HEADER, SEAL_BYTES, SLICE, Bytes, Kind, payload_bytes, records_of
+from atoll.wire.linkcontrol import Closed, decode_untrusted
 
 SMALL = Settings(datagram_bytes=256)  # so that a few kilobytes are a transfer of many datagrams
 BLOCK = payload_bytes(256) // 4  # elements
 LINK = LinkModel(rate=12.5e6, delay=0.02)  # 100 Mbit/s
 LONG = 60.0  # virtual seconds in which everything must be over
 WAYS: tuple[Way, Way] = ("up", "down")
+NODES = (("client", "server"), ("server", "client"))
+VALUES = ("bit", "zero", "most", "next")  # what a field is changed to: see `change`
+SMALL_IDLE = 2.0
 
 
 def opened(pair: Pair) -> Pair:
@@ -308,29 +314,32 @@ def test_a_bit_flipped_anywhere_in_a_sealed_datagram_is_seen() -> None:
     assert pair.server.drops.total() == counters.corrupted
 
 
-@pytest.mark.parametrize("field", HEADER.names or ())
 @pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize("value", ["bit", "zero", "most", "next"])
-def test_a_changed_field_of_a_sealed_header_is_refused(kind: Kind, field: str, value: str) -> None:
-    """Of every fourth datagram of this kind, either way."""
+def test_a_changed_field_of_a_sealed_header_is_refused(kind: Kind) -> None:
+    """Every field of the header in turn, of every fourth datagram of this kind, either way."""
     pair = opened(Pair(SMALL, replace(LINK, loss=0.02), seed=2))
-    changed = 0
+    todo = [(field, value) for field in HEADER.names or () for value in VALUES]
+    changed = Counter[tuple[str, str]]()
 
     def tap(passing: Passing) -> Bytes:
-        nonlocal changed
-        frames = passing.frames
         if passing.kind is kind:
-            rows = np.flatnonzero(passing.nth_of_kind % 4 == 0)
-            changed += change(frames, HEADER, 0, field, value, rows)
-        return frames
+            for row in np.flatnonzero(passing.nth_of_kind % 4 == 0):
+                field, value = todo[changed.total() % len(todo)]
+                change(passing.frames, HEADER, 0, field, value, np.array([row]))
+                changed[field, value] += 1
+        return passing.frames
 
     pair.sealed_taps.append(tap)
-    taken = taken_in(pair)
-    transfers(pair, 3, 60)
+    counters = [pair.network.counters(*way) for way in NODES]
+    while len(changed) < len(todo):
+        transfers(pair, 2, 60)
+        transfers(pair, 1, 10, way="down")
+    pair.run(0.5)
     refused = pair.client.drops.total() + pair.server.drops.total()
-    on_wire = sum(pair.network.counters(*way).loss for way in (("client", "server"), ("server", "client")))
-    assert refused <= changed <= refused + on_wire
-    assert taken() == pair.client.sent + pair.server.sent - changed - (on_wire - (changed - refused))
+    harmless = sum(changed[field, "zero"] for field in ("phase", "stripe"))  # these were 0
+    assert harmless <= changed.total() - refused <= harmless + sum(one.loss for one in counters)
+    pair.sealed_taps.clear()
+    transfers(pair, 1)
 
 
 def change(
@@ -351,99 +360,68 @@ def change(
     return int((before != frames).any(axis=1).sum())
 
 
-def taken_in(pair: Pair) -> Callable[[], int]:
-    """How many datagrams the sessions were given, from the beginning of the network on."""
-    counters = [pair.network.counters(*way) for way in (("client", "server"), ("server", "client"))]
-    return lambda: (
-        sum(one.delivered for one in counters) - pair.client.drops.total() - pair.server.drops.total()
-    )
+def forge(pair: Pair, kind: Kind, way: Way, field: str, value: str) -> Tap:
+    """A tap that changes a field of every third datagram of this kind before it is sealed: an insider's."""
+    layout = ACK if kind is Kind.ACK else SLICE
 
-
-def forged(pair: Pair, kind: Kind, way: Way, tap: Callable[[Bytes, npt.NDArray[np.int64]], None]) -> None:
-    """Change datagrams of this kind before they are sealed: so they are an insider's. Every third one."""
-
-    def forge(passing: Passing) -> Bytes:
+    def tap(passing: Passing) -> Bytes:
         if passing.kind is kind and passing.way == way:
-            tap(passing.frames, np.flatnonzero(passing.nth_of_kind % 3 == 0))
+            rows = np.flatnonzero(passing.nth_of_kind % 3 == 0)
+            change(passing.frames, layout, HEADER.itemsize, field, value, rows)
         return passing.frames
 
-    pair.opened_taps.append(forge)
+    return tap
 
 
-def harmless(pair: Pair, ledger: Ledger) -> None:
-    """The forger's own transfer may come to nothing, but for that all is well: the session lives and does not
-    grow, and what is sent honestly comes whole."""
-    pair.run(3.0)
-    pair.opened_taps.clear()
-    pair.watchers.clear()
-    for way in (("client", "server"), ("server", "client")):
-        pair.network.change(*way, LINK)
+def endured(pair: Pair, taps: list[Tap]) -> None:
+    """Under each of these taps in turn some transfers are sent, of which anything may become; afterwards the
+    session lives, has not grown, and what is sent honestly comes whole."""
+    assert pair.client.session
+    assert pair.server.session
+    for index, tap in enumerate(taps):
+        pair.opened_taps.append(tap)
+        for chunk in range(2):
+            pair.client.session.send(
+                pair.now, chunk, index, blocks(pair, 30, chunk), high=np.arange(30) % 5 == 0
+            )
+        pair.run(0.2)
+        pair.opened_taps.remove(tap)
+        pair.client.session.send(pair.now, 0, index, blocks(pair, 4))  # whose id the forger may have used
+        pair.run(SMALL_IDLE + 0.5)  # what of them has no end is given up
+        for end in (pair.client, pair.server):
+            assert not has(end, Lost), the(end, Lost).reason
+        transfers(pair, 1, 12)
+    transfers(pair, 2, 60, way="down")
     for end in (pair.client, pair.server):
-        assert end.session
-        assert not has(end, Lost), the(end, Lost).reason
         assert held_bytes(end.session) < 8_000_000
-    honest = transfers(pair, 2, 60)
-    assert not honest.missing
-    transfers(pair, 1, 60, way="down")
 
 
-SLICE_VALUES = ("bit", "zero", "most", "next")
-
-
-@pytest.mark.parametrize("field", SLICE.names or ())
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.PARITY])
-def test_a_changed_field_under_a_good_seal_does_no_harm(kind: Kind, field: str) -> None:
-    for value in SLICE_VALUES:
-        pair = opened(Pair(SMALL, replace(LINK, loss=0.02), seed=2))
-        forged(
-            pair,
-            kind,
-            "up",
-            lambda frames, rows, value=value: (
-                change(frames, SLICE, HEADER.itemsize, field, value, rows) and None
-            ),
-        )
-        ledger = Ledger(pair, feedback=False)
-        pair.watchers.clear()
-        for index in range(3):
-            ledger.send(index, blocks(pair, 60, index))
-        harmless(pair, ledger)
+@pytest.mark.parametrize("value", VALUES)
+def test_a_changed_slice_under_a_good_seal_does_no_harm(kind: Kind, value: str) -> None:
+    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.02), seed=2))
+    transfers(pair, 2, 60)  # so that loss is known, and there is parity
+    endured(pair, [forge(pair, kind, "up", field, value) for field in SLICE.names or ()])
 
 
-@pytest.mark.parametrize("field", ACK.names or ())
-@pytest.mark.parametrize("value", SLICE_VALUES)
-def test_a_changed_acknowledgement_under_a_good_seal_does_no_harm(field: str, value: str) -> None:
-    pair = opened(Pair(SMALL, LINK))
-    forged(
-        pair,
-        Kind.ACK,
-        "down",
-        lambda frames, rows: change(frames, ACK, HEADER.itemsize, field, value, rows) and None,
-    )
-    ledger = Ledger(pair, feedback=False)
-    pair.watchers.clear()
-    for index in range(3):
-        ledger.send(index, blocks(pair, 60, index))
-    harmless(pair, ledger)
+@pytest.mark.parametrize("value", VALUES)
+def test_a_changed_acknowledgement_under_a_good_seal_does_no_harm(value: str) -> None:
+    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), LINK))
+    endured(pair, [forge(pair, Kind.ACK, "down", field, value) for field in ACK.names or ()])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_control_messages_that_are_none_under_a_good_seal_do_no_harm(way: Way) -> None:
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        pair = opened(Pair(SMALL, replace(LINK, loss=0.02), seed=2))
+    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.02), seed=2))
+    rng = np.random.default_rng(5)
 
-        def scramble(frames: Bytes, rows: npt.NDArray[np.int64], rng: np.random.Generator = rng) -> None:
-            for row in rows:
-                at = int(rng.integers(HEADER.itemsize, frames.shape[1] - 16))
-                frames[row, at] = rng.integers(256)
+    def scramble(passing: Passing) -> Bytes:
+        if passing.kind is Kind.CONTROL and passing.way == way:
+            for row in passing.frames[passing.nth_of_kind % 3 == 0]:
+                row[int(rng.integers(HEADER.itemsize, len(row) - SEAL_BYTES))] = rng.integers(256)
+        return passing.frames
 
-        forged(pair, Kind.CONTROL, way, scramble)
-        ledger = Ledger(pair, feedback=False)
-        pair.watchers.clear()
-        for index in range(3):
-            ledger.send(index, blocks(pair, 60, index))
-        harmless(pair, ledger)
+    endured(pair, [scramble] * 20)
 
 
 # -- changes of the path -----------------------------------------------------------------------------------
@@ -463,12 +441,12 @@ def test_control_messages_that_are_none_under_a_good_seal_do_no_harm(way: Way) -
 def test_rate_and_delay_change_in_mid_transfer(before: LinkModel, after: LinkModel) -> None:
     settings = Settings()
     pair = opened(Pair(settings, before))
-    ledger, elements = Ledger(pair), 500_000
+    ledger, elements = Ledger(pair), 200_000
     ledger.send(0, whole_numbers(np.random.default_rng(1), elements))  # warms it up
     pair.run_until(lambda: ledger.done, LONG)
     begun = pair.now
-    for way in (("client", "server"), ("server", "client")):
-        pair.network.change(*way, after, at=pair.now + 0.08)
+    for way in NODES:
+        pair.network.change(*way, after, at=pair.now + 0.05)
     ledger.send(0, whole_numbers(np.random.default_rng(2), elements))
     ledger.send(1, whole_numbers(np.random.default_rng(3), elements))
     pair.run_until(lambda: ledger.done, LONG)
@@ -646,17 +624,41 @@ def test_an_idle_session_lives() -> None:
 # -- several at once, and both ways ------------------------------------------------------------------------
 
 
+def test_the_word_on_a_transfer_is_lost_and_comes_after_that_on_the_next() -> None:
+    """What took the place of its lost blocks is known by the order in which transfers were handed on."""
+    pair = opened(Pair(replace(SMALL, fill="last", repair_low=False), LINK))
+    ledger = transfers(pair, 1, 60)
+    lost: list[int] = []
+
+    def lose_word(passing: Passing) -> Bytes:
+        if passing.way == "down" and passing.kind is Kind.CONTROL and not lost:
+            message = decode_untrusted(passing.frames[0, HEADER.itemsize : -SEAL_BYTES])
+            if isinstance(message, Closed) and message.fill == "last":
+                lost.append(message.transfer)
+                return passing.frames[:0]
+        return passing.frames
+
+    pair.opened_taps += [lose("up", Kind.DATA, lambda nth: nth % 7 == 3), lose_word]
+    for turn in range(4):
+        ledger.send(0, blocks(pair, 60, turn))
+        pair.run(0.011)
+    pair.run_until(lambda: ledger.done, LONG)
+    assert lost
+    assert [sent.arrived.fill for sent in ledger.sent.values() if sent.arrived].count("last") > 2
+    ledger.check()
+
+
 @pytest.mark.parametrize("fill", ["zero", "last"])
 def test_transfers_of_a_chunk_overlap_on_a_bad_link_both_ways(fill: Fill) -> None:
     bad = replace(
-        LINK, loss=0.08, burst=6.0, reorder=0.05, reorder_by=0.01, duplicate=0.02, corrupt=0.01, jitter=0.004
+        LINK, loss=0.05, burst=6.0, reorder=0.05, reorder_by=0.01, duplicate=0.02, corrupt=0.01, jitter=0.004
     )
     pair = opened(Pair(replace(SMALL, fill=fill), bad, seed=11, stripes=2))
     ledgers = Ledger(pair), Ledger(pair, "down")
-    for turn in range(8):
+    for turn in range(5):
         for ledger in ledgers:
             for chunk in range(2):
-                ledger.send(chunk, blocks(pair, 150, turn))
+                ledger.send(chunk, blocks(pair, 120, turn))
         pair.run(0.03)
     pair.run_until(lambda: all(ledger.done for ledger in ledgers), LONG)
     for ledger in ledgers:
@@ -693,7 +695,7 @@ def endure(seed: int, seconds: float) -> None:
     ledgers = Ledger(pair), Ledger(pair, "down")
     sizes: list[int] = []
     while pair.now < seconds:
-        for way in (("client", "server"), ("server", "client")):
+        for way in NODES:
             pair.network.change(*way, any_link(rng))
             if rng.random() < 0.2:
                 pair.network.outage(
@@ -716,12 +718,13 @@ def endure(seed: int, seconds: float) -> None:
         pair.client.events.clear()
         pair.server.events.clear()
         sizes.append(sum(held_bytes(end.session) for end in (pair.client, pair.server)))
-    late = sizes[len(sizes) // 2 :]
-    assert max(late) < 1.5 * max(sizes[: len(sizes) // 2]), "the sessions grow"
+    assert max(sizes) < 2 * (1_000_000 + 3_000_000 * len(pair.client.addresses))
+    if len(sizes) > 20:
+        assert max(sizes[len(sizes) // 2 :]) < 1.2 * max(sizes[: len(sizes) // 2]), "the sessions grow"
 
 
-def test_two_minutes_of_a_link_that_changes() -> None:
-    endure(1, 120.0)
+def test_half_a_minute_of_a_link_that_changes() -> None:
+    endure(1, 30.0)
 
 
 @pytest.mark.soak

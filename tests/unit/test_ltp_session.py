@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from ltp_wire import Wire
+from ltp_wire import EXTENTS, Wire
 
-from atoll.ltp.session import Arrived, Delivered
+from atoll.core.errors import UserError
+from atoll.ltp.session import Arrived, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import HEADER, SLICE, Kind, records_of
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
@@ -53,3 +57,282 @@ def test_transfers_arrive(loss: float, reliable: bool) -> None:
     sent = [burst for client, burst in wire.sent if client]
     assert all(len(burst.frames) <= 178 for burst in sent)
     assert all(before.stripe == after.stripe == 0 for before, after in pairwise(sent))
+
+
+def start(wire: Wire, chunk: int = 0, client: bool = True, **how: object) -> np.ndarray:
+    """Sends a chunk; returns its values."""
+    count = EXTENTS[chunk]
+    values = some_values(count, seed=len(wire.sent))
+    high = every_fifth(count) if not how.get("reliable") else None
+    wire.end(client).send(wire.now, chunk, 5, values, high=high, **how)  # type: ignore[arg-type]
+    return values
+
+
+def both_done(wire: Wire, count: int, client: bool = True) -> bool:
+    return len(wire.got(client, Delivered)) == count == len(wire.got(not client, Arrived))
+
+
+def opened(wire: Wire) -> Wire:
+    wire.run(lambda: bool(wire.got(True, Opened) and wire.got(False, Opened)))
+    wire.run(lambda: wire.client.status().in_flight == wire.server.status().in_flight == 0)
+    return wire
+
+
+# -- opening, idling, ending ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stripes", [1, 3, 8])
+def test_a_session_opens_in_a_round_trip_and_may_send_before(stripes: int) -> None:
+    wire = Wire(stripes=stripes)
+    values = start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    check(wire.got(False, Arrived)[0], wire.got(True, Delivered)[0], values)
+    assert len(wire.got(True, Opened)) == len(wire.got(False, Opened)) == 1
+    used = {burst.stripe for client, burst in wire.sent if client and burst.frames[0, 1] == Kind.DATA}
+    assert used == set(range(stripes))
+    assert len(wire.got(False, Migrated)) == stripes  # the first address of each
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_an_opening_of_which_datagrams_are_lost_comes_in_the_end(lost: int) -> None:
+    count = iter(range(10**6))
+    wire = Wire(drop=lambda client, burst, now: np.array([next(count) <= lost for _ in burst.frames]))
+    wire.run(lambda: bool(wire.got(True, Opened) and wire.got(False, Opened)), limit=8.0)
+
+
+def test_an_idle_session_is_kept_alive() -> None:
+    wire = opened(Wire(Settings(idle_seconds=3.0)))
+    sent = len(wire.sent)
+    wire.run(lambda: wire.now > 30.0)
+    assert not wire.got(True, Lost)
+    assert not wire.got(False, Lost)
+    assert len(wire.sent) - sent < 150
+
+
+def test_no_answer_ends_the_session_and_says_so() -> None:
+    wire = Wire(Settings(idle_seconds=2.0), drop=losing(1.1))
+    start(wire)
+    wire.run(lambda: bool(wire.got(True, Lost)))
+    (lost,) = wire.got(True, Lost)
+    assert wire.now == pytest.approx(2.0, abs=0.01)
+    assert lost.reason == "no answer came from the other end for 2 s"
+    assert lost.sent == (1,)
+    assert wire.client.poll_deadline() == math.inf
+    with pytest.raises(UserError, match="ended"):
+        start(wire)
+
+
+@pytest.mark.parametrize("client", [True, False])
+def test_an_end_that_dies_is_noticed_and_its_transfers_are_dropped(client: bool) -> None:
+    wire = opened(Wire(Settings(idle_seconds=2.0)))
+    start(wire, client=client)
+    wire.run(lambda: sum(len(burst.frames) for end, burst in wire.sent if end == client) > 60)
+    wire.drop = lambda end, burst, now: np.full(len(burst.frames), end == client)
+    wire.run(lambda: bool(wire.got(not client, Lost)), limit=4.0)
+    assert wire.got(not client, Lost)[0].dropped == (1,)
+
+
+def test_closing_tells_the_other_end_why() -> None:
+    wire = opened(Wire())
+    start(wire)
+    wire.client.close(wire.now, "the run is over")
+    wire.run(lambda: bool(wire.got(False, Lost)))
+    assert "the run is over" in wire.got(False, Lost)[0].reason
+    assert wire.got(True, Lost)[0].sent == (1,)
+    assert wire.client.poll_datagrams(wire.now + 100) is None
+
+
+@pytest.mark.parametrize(
+    ("stripes", "client", "paths"), [(0, True, []), (9, True, ["a"] * 9), (2, True, ["a"]), (1, False, ["a"])]
+)
+def test_stripes_and_paths_must_fit(stripes: int, client: bool, paths: list[str]) -> None:
+    with pytest.raises(UserError):
+        Session(
+            Settings(), session=1, client=client, stripes=stripes, extents=None,
+            rng=np.random.default_rng(0), now=0.0, paths=paths,
+        )  # fmt: skip
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reliable", [False, True])
+def test_a_blackout_is_survived(reliable: bool) -> None:
+    wire = opened(Wire())
+    begun = wire.now
+    wire.drop = lambda client, burst, now: np.full(len(burst.frames), 0.005 < now - begun < 5.0)
+    values = start(wire, reliable=reliable)
+    wire.run(lambda: both_done(wire, 1), limit=begun + 6.6)  # probes are at most a second apart
+    check(wire.got(False, Arrived)[0], wire.got(True, Delivered)[0], values)
+
+
+@pytest.mark.parametrize("kind", [Kind.ACK, Kind.CONTROL])
+def test_most_of_what_is_not_data_may_be_lost(kind: Kind) -> None:
+    lost = losing(0.7)
+    wire = opened(Wire())
+    wire.drop = lambda client, burst, now: lost(client, burst, now) & (burst.frames[0, 1] == kind)
+    for count in range(1, 5):
+        values = start(wire)
+        wire.run(lambda count=count: both_done(wire, count))
+        check(wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1], values)
+
+
+def test_early_stops_the_low_blocks_that_are_not_sent() -> None:
+    settings = Settings(usable=0.5, initial_rate=2e5)
+    wire = opened(Wire(settings))
+    high = np.zeros(122, dtype=bool)
+    values = some_values()
+    wire.client.send(wire.now, 0, 5, values, high=high)
+    wire.run(lambda: both_done(wire, 1))
+    arrived, delivered = wire.got(False, Arrived)[0], wire.got(True, Delivered)[0]
+    check(arrived, delivered, values)
+    data = sum(len(burst.frames) for client, burst in wire.sent if client and burst.frames[0, 1] == Kind.DATA)
+    assert 61 <= data < 122
+    assert delivered.missing.sum() >= 122 - data
+
+
+def test_several_transfers_follow_one_another_and_repairs_go_first() -> None:
+    wire = opened(Wire(Settings(redundancy=False), drop=losing(0.1)))
+    sent = [start(wire) for _ in range(20)]
+    wire.run(lambda: both_done(wire, 20))
+    arrived = sorted(wire.got(False, Arrived), key=lambda each: each.transfer)
+    delivered = wire.got(True, Delivered)
+    assert [each.transfer for each in delivered] == [each.transfer for each in wire.got(False, Arrived)]
+    for values, one in zip(sent, arrived, strict=True):
+        check(one, next(each for each in delivered if each.transfer == one.transfer), values)
+    begun: list[int] = []
+    for client, burst in wire.sent:
+        if client and burst.frames[0, 1] == Kind.DATA:
+            transfers = set(records_of(burst.frames, SLICE, HEADER.itemsize)["transfer"].tolist())
+            assert len(transfers) == 1
+            if not transfers & set(begun):
+                begun += transfers
+    assert begun == list(range(1, 21))
+    assert wire.client.status().retransmitted > 0
+
+
+def test_a_window_of_unclosed_transfers_is_not_passed() -> None:
+    wire = opened(Wire())
+    wire.drop = lambda client, burst, now: np.full(len(burst.frames), not client)  # the receiver is not heard
+    for _ in range(40):
+        wire.client.send(wire.now, 2, 0, np.ones(1, dtype=np.float32))
+    wire.run(lambda: wire.now > 5.0)
+    begun = {
+        int(records_of(burst.frames, SLICE, HEADER.itemsize)["transfer"][0])
+        for client, burst in wire.sent
+        if client and burst.frames[0, 1] == Kind.DATA
+    }
+    assert begun == set(range(1, 17))
+    wire.drop = None
+    wire.run(lambda: both_done(wire, 40))
+
+
+def test_last_values_fill_as_the_sender_knows_them() -> None:
+    settings = Settings(fill="last", fill_above=0.0, target_loss=0.0, repair_low=False)
+    wire = opened(Wire(settings, drop=losing(0.1)))
+    kept = np.zeros(40_000, dtype=np.float32)
+    for count in range(1, 5):
+        values = start(wire)
+        wire.run(lambda count=count: both_done(wire, count))
+        arrived, delivered = wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1]
+        missing = np.repeat(delivered.missing, BLOCK)[:40_000]
+        kept = np.where(missing, kept if delivered.fill == "last" else 0, values).astype(np.float32)
+        assert arrived.values.tobytes() == kept.tobytes()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_an_unknown_chunk_and_one_of_another_length_are_refused_and_nothing_else() -> None:
+    wire = opened(Wire())
+    wire.client.send(wire.now, 77, 0, some_values(100))
+    wire.client.send(wire.now, 1, 0, some_values(5000))
+    start(wire, chunk=1)
+    wire.run(lambda: len(wire.got(True, Delivered)) == 3)
+    reasons = [event.reason for event in wire.got(False, Refused)]
+    assert "no chunk 77" in reasons[0]
+    assert "331 elements" in reasons[1]
+    assert [event.missing.all() for event in wire.got(True, Delivered)] == [True, True, False]
+    assert [event.transfer for event in wire.got(False, Arrived)] == [3]
+
+
+def test_a_transfer_that_contradicts_itself_is_refused_and_nothing_else() -> None:
+    wire = opened(Wire())
+
+    def forge(client: bool, burst: Burst, now: float) -> np.ndarray:
+        if burst.frames[0, 1] == Kind.DATA:
+            slices = records_of(burst.frames, SLICE, HEADER.itemsize)
+            slices["iteration"][(slices["transfer"] == 1) & (slices["index"] == 50)] += 1
+        return np.zeros(len(burst.frames), dtype=bool)
+
+    send = wire._send
+    wire._send = lambda client, burst: (forge(client, burst, 0.0), send(client, burst))[1]  # type: ignore
+    start(wire)
+    second = start(wire)
+    wire.run(lambda: len(wire.got(True, Delivered)) == 2)
+    assert "iteration" in wire.got(False, Refused)[0].reason
+    assert wire.got(True, Delivered)[0].missing.all()
+    check(wire.got(False, Arrived)[0], wire.got(True, Delivered)[1], second)
+
+
+# -- keys and addresses --------------------------------------------------------------------------------------
+
+
+def test_keys_change_one_phase_at_a_time() -> None:
+    wire = opened(Wire(stripes=2))
+    for count in range(1, 6):
+        wire.client.change_keys()
+        wire.client.change_keys()  # the present ones are not yet acknowledged: nothing more happens
+        values = start(wire)
+        wire.run(lambda count=count: both_done(wire, count))
+        check(wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1], values)
+    for stripe in range(2):
+        phases = [burst.phase for client, burst in wire.sent if client and burst.stripe == stripe]
+        assert all(0 <= after - before <= 1 for before, after in pairwise(phases))
+        assert phases[-1] == 5
+        headers = [burst.frames[0, 2] for client, burst in wire.sent if client and burst.stripe == stripe]
+        assert phases == headers
+
+
+def test_a_phase_waits_until_the_one_before_was_seen() -> None:
+    wire = opened(Wire())
+    wire.drop = lambda client, burst, now: np.full(len(burst.frames), client)
+    for _ in range(5):
+        wire.client.change_keys()
+        start(wire)
+        wire.run(lambda until=wire.now + 0.5: wire.now > until)
+    assert {burst.phase for client, burst in wire.sent if client} == {0, 1}
+
+
+def test_data_moves_to_the_address_that_answers() -> None:
+    wire = opened(Wire())
+    first = start(wire, client=False)
+    wire.run(lambda: both_done(wire, 1, client=False))
+    wire.from_path = ("client", 1)
+    wire.run(lambda: wire.now > 3.0)
+    start(wire)
+    second = start(wire, client=False)
+    wire.run(lambda: both_done(wire, 2, client=False) and both_done(wire, 1))
+    for values, one in zip((first, second), wire.got(True, Arrived), strict=True):
+        present = np.repeat(one.present, one.block)[: len(values)]
+        assert (one.values[present] == values[present]).all()
+    assert [event.path for event in wire.got(False, Migrated)] == [("client", 0), ("client", 1)]
+    last = [burst for client, burst in wire.sent if not client][-1]
+    assert last.path == ("client", 1)
+
+
+def test_an_address_that_does_not_answer_gets_three_times_its_bytes() -> None:
+    wire = Wire()
+    wire.server.send(0.0, 0, 0, some_values())
+    blocked = False
+
+    def drop(client: bool, burst: Burst, now: float) -> np.ndarray:
+        return np.full(len(burst.frames), client and blocked)
+
+    wire.drop = drop
+    wire.run(lambda: any(client for client, _ in wire.sent))
+    blocked = True
+    received = sum(burst.frames.size for client, burst in wire.sent if client)
+    wire.run(lambda: wire.now > 5.0)
+    sent = sum(burst.frames.size for client, burst in wire.sent if not client)
+    assert received < sent <= 3 * received

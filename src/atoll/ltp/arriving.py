@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from atoll.wire.linkcontrol import Filled, How
 
 MOST_TRANSFERS = 32  # open at a time: a sender begins half as many
 MOST_BYTES = 2**32  # of all open transfers together, by what they declare
+REPEAT_SECONDS = 0.5  # from one word that a transfer is closed to the next: half of a sender's reminder
+MOST_TOLD = 32  # transfers whose last word is kept, to be said again: those that a sender may have begun
 MOST_CLOSED = 4096  # ids of transfers that are over, which are remembered past a gap
 
 
@@ -34,6 +36,7 @@ class Done:
     missing: Mask | None = None
     fill: Filled = "none"
     how: How = "complete"
+    order: int = 0  # among all that are closed
 
 
 class Receiver:
@@ -44,7 +47,9 @@ class Receiver:
         self._settings, self._extents, self._drops = settings, extents, drops
         self._open: dict[int, Incoming] = {}
         self._refused: dict[int, str] = {}  # that are still to be told
-        self._closed: dict[int, None] = {}
+        self._closed: dict[int, Done | None] = {}  # what was told; None: it is forgotten
+        self._told_at: dict[int, float] = {}
+        self._order = 0
         self._last = LastValues()
         self._rates = ArrivalRate()
 
@@ -64,7 +69,7 @@ class Receiver:
     def _handle_part(self, now: float, transfer: int, part: Datagrams) -> bool:
         if transfer in self._closed:
             self._drops["of a transfer that was handed on"] += len(part)
-            return False
+            return self._repeat(now, transfer)
         try:
             incoming = self._open.get(transfer)
             if incoming is None:
@@ -85,13 +90,22 @@ class Receiver:
         room = MOST_BYTES - sum(each.bytes for each in self._open.values())
         return Incoming(self._settings, first, payload, elements, room, now)
 
+    def _repeat(self, now: float, transfer: int) -> bool:
+        """Whether to say once more that a transfer is closed: its sender, who goes on, may not know."""
+        if now < self._told_at.get(transfer, -math.inf) + REPEAT_SECONDS:
+            return False
+        self._told_at[transfer] = now
+        return True
+
     def poll(self, now: float, transfer: int, reorder: float, srtt: float, rttvar: float) -> Done:
         """What is to be done about it now."""
+        if transfer in self._closed:
+            return self._closed[transfer] or Done(missing=np.zeros(0, dtype=np.bool_), how="dropped")
         if transfer in self._refused:
-            return self._refuse(transfer, self._refused.pop(transfer), "refused")
+            return self._refuse(now, transfer, self._refused.pop(transfer), "refused")
         incoming = self._open[transfer]
         if now - incoming.last_at >= self._settings.idle_seconds:
-            return self._refuse(transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
+            return self._refuse(now, transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
         verdict = incoming.poll_verdict(now, reorder, self._rates, srtt, rttvar)
         if verdict.name == "early":
             return Done(early=True)
@@ -103,10 +117,9 @@ class Receiver:
         arrived = incoming.finish(now, self._last.of(incoming.chunk) if last else None)
         if last:
             self._last.keep(incoming.chunk, arrived.values, arrived.present, arrived.block)
-        self._close(transfer)
-        missing = incoming.missing
-        self._count(arrived, incoming.restored, int(np.count_nonzero(missing)))
-        return Done(event=arrived, missing=missing, fill=arrived.fill, how=arrived.how)  # type: ignore[arg-type]
+        self._count(arrived, incoming.restored, int(np.count_nonzero(incoming.missing)))
+        told = Done(missing=incoming.missing, fill=arrived.fill, how=arrived.how, order=self._order)
+        return self._close(now, transfer, told, arrived)
 
     def _count(self, arrived: Arrived, restored: int, missing: int) -> None:
         self.repaired += restored
@@ -115,15 +128,22 @@ class Receiver:
         else:
             self.filled += missing
 
-    def _refuse(self, transfer: int, reason: str, how: How) -> Done:
-        self._close(transfer)
-        return Done(event=Refused(transfer, reason), missing=np.zeros(0, dtype=np.bool_), how=how)
+    def _refuse(self, now: float, transfer: int, reason: str, how: How) -> Done:
+        told = Done(missing=np.zeros(0, dtype=np.bool_), how=how, order=self._order)
+        return self._close(now, transfer, told, Refused(transfer, reason))
 
-    def _close(self, transfer: int) -> None:
+    def _close(self, now: float, transfer: int, told: Done, event: Event) -> Done:
         self._open.pop(transfer, None)
-        self._closed[transfer] = None
+        self._closed[transfer] = told
+        self._told_at[transfer] = now
+        self._order += 1
+        while len(self._told_at) > MOST_TOLD:
+            forgotten = next(iter(self._told_at))
+            del self._told_at[forgotten]
+            self._closed[forgotten] = None
         if len(self._closed) > MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
+        return replace(told, event=event)
 
     @property
     def deadline(self) -> float:

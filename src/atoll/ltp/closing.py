@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from atoll.ltp.settings import Settings
+from atoll.wire.linkcontrol import How
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Verdict:
     @property
     def hands_on(self) -> bool:
         return self.name in ("complete", "enough", "deadline")
+
+    @property
+    def how(self) -> How:
+        """By which rule it is handed on."""
+        return cast(How, self.name)
 
 
 def least(share: float, blocks: int) -> int:

@@ -23,6 +23,7 @@ from atoll.ltp.bandwidth import (
     RoundTrip,
     least_busy,
 )
+from atoll.ltp.probing import PROBE_ROUNDS, Probing
 from atoll.ltp.rates import Row, Seen, decide
 from atoll.ltp.settings import Settings
 from atoll.ltp.target import Target
@@ -36,15 +37,6 @@ GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path i
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
-PROBE = 0.05  # above the estimate: the first step of a probe. Its queue is a twentieth of a round trip
-MOST_PROBE = 0.25  # above the estimate: the probing gain, which "up" never passes (BBR's 1.25)
-PROBE_ROUNDS = (
-    8  # at least, from a probe that found nothing to the next (BBR's cycle), and at most twice as many:
-)
-# by chance, for flows that see the same queue would probe together, and then none sees its rate grow
-GREW = 0.5  # of a probe's step, by which the delivery rate must have grown for the next to follow at once
-PAY_BACK = 0.025  # below the estimate, for at most PROBE_ROUNDS, to empty a queue too small to drain at once
-LEAST_SHARE = 0.1  # of the path, that a sender takes for its own
 RECOVERY = 1.25  # a round, "up" while below the estimate
 HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while a window runs
 STANDING = 0.25  # of the least round trip: a queue of more is drained
@@ -52,10 +44,12 @@ LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
 MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
+WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
 ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
 YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
 LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
+MOST_GRANT_SECONDS = 10.0  # a receiver that dies must not hold a sender down for longer
 BURST_SECONDS = 0.002  # of the rate: what the engine sends at once
 LEAST_RATE_PACKETS = 2.0  # a round trip: the least rate
 
@@ -74,7 +68,6 @@ class RateControl:
 
     def __init__(self, settings: Settings, now: float, rng: np.random.Generator) -> None:
         self._settings = settings
-        self._rng = rng
         self._trip = RoundTrip()
         self._losses = Losses()
         self._bandwidth = Bandwidth(settings.initial_rate)
@@ -87,22 +80,17 @@ class RateControl:
         self._paced = self._paced_before = settings.initial_rate  # the most in this round and in the last
         self._deaf_until = 0  # round until which loss is of the rate before
         self._drained = 0  # rounds
+        self._probing = Probing(rng)
         self._foreign = False  # the standing queue is another's
-        self._probe = PROBE
-        self._probed = 0  # the round of the last probe
-        self._wait = PROBE_ROUNDS  # until the next
-        self._before_probe = 0.0  # the delivery rate before it
-        self._judge = False  # the last probe is still to be judged
-        self._share = 1.0  # of the path, as probes told: of a step up, the share of others is what arrives
-        self._pay_back = 0  # rounds below the estimate, for a probe's queue
         self._busy_rounds = 0
         self._timeouts = 0
         self._granted = math.inf
         self._granted_until = -math.inf
         self._anew_until = 0
+        self._window_from = 0
         self._queue_rises = 0
         self._emptied_from = 0
-        self._looked = now
+        self._looked = self._heard = now
         self._target = Target(settings.target_loss, settings.fill_above)
         self._came: list[float] = []  # delivery rates, of rounds since the target's last observation
         self.rate = settings.initial_rate
@@ -171,8 +159,11 @@ class RateControl:
         if sample is not None:
             self._bandwidth.take(sample)
         self._losses.take(acked, lost)
-        if acked:
+        self._heard = now
+        if acked and self._timeouts:
             self._timeouts = 0
+            self._level = max(HALF, self._level)
+            self._set("timeout", "heard again: half of the estimate, which may be out of date")
         if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
             self._paced = math.nan
         if round_ended:
@@ -194,6 +185,9 @@ class RateControl:
 
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
         """The receiver's word that its link has so much for this sender, for so long."""
+        if not (rate > 0.0 and seconds > 0.0):
+            return
+        seconds = min(seconds, MOST_GRANT_SECONDS)
         self._granted, self._granted_until = rate, now + seconds
         self._set("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
@@ -205,6 +199,11 @@ class RateControl:
             self._set("start-up", "a window begins, and the path is not known yet")
         else:
             self._level = 1.0 if not self._timeouts else self._level
+            self._window_from = self._round
+            if now - self._heard > self._trip.smoothed + 4.0 * self._trip.variation:
+                # The path had time to empty: what the last rounds were about is over.
+                self._phase, self._gain, self._foreign = "cruise", 1.0, False
+                self._probing.stop()
             self._set("window", "a window begins at the estimate")
         return self.decision
 
@@ -289,7 +288,7 @@ class RateControl:
         since = self._round - self._emptied_from
         if in_flight <= held or since >= DRAIN_ROUNDS or (since > 1 and not self._stands(queue)):
             self._phase, self._gain = "cruise", 1.0
-            self._probed = self._round
+            self._probing.restart(self._round)
         else:
             self._set("emptying", f"start-up's queue of {queue * 1e3:.1f} ms")
 
@@ -302,10 +301,11 @@ class RateControl:
         busy = queue > least_busy(self._trip.least)
         self._busy_rounds = self._busy_rounds + 1 if busy else 0
         if self._busy_rounds % (2 * PROBE_ROUNDS) == PROBE_ROUNDS:
-            self._pay_back = PROBE_ROUNDS
-        if self._judge and self._round >= self._probed + 2:
-            self._judge_probe(rate, limited)
-        if row.action == "halved":
+            self._probing.pay_back = PROBE_ROUNDS
+        self._probing.end_round(self._round, rate, limited)
+        if self._level < 1.0 and self._round >= self._window_from + WINDOW_ROUNDS:
+            self.begin_window(now)
+        elif row.action == "halved":
             self._halve(row, round_)
         elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
             self._looked = now
@@ -315,9 +315,9 @@ class RateControl:
             self._drain(queue)
         elif stands and lost and self._round >= self._deaf_until:
             self._yield()
-        elif self._pay_back and busy:
-            self._pay_back -= 1
-            self._gain = 1.0 - PAY_BACK * self._share
+        elif self._probing.pay_back and busy:
+            self._probing.pay_back -= 1
+            self._gain = self._probing.gain_to_pay_back
             self._set(row.seen, "a small queue is given time to drain")
         elif row.action == "up":
             self._up(row, limited)
@@ -330,31 +330,14 @@ class RateControl:
         if self._level < 1.0:
             self._level = min(1.0, self._level * RECOVERY)
             self._set(row.seen, f"up, towards the estimate: {row.reason}")
-        elif self._judge:
-            if self._probe > PROBE:
-                self._gain = 1.0 + self._probe
+        elif self._probing.asked:
+            self._gain = self._probing.gain_meanwhile
             self._set(row.seen, "up, and what it did is not yet known")
-        elif limited or self._round < self._probed + (2 if self._probe > PROBE else self._wait):
+        elif limited or not self._probing.may_begin(self._round):
             self._set(row.seen, "up not yet: the last probe found nothing")
         else:
-            self._gain = 1.0 + (MOST_PROBE if self._foreign else self._probe)
-            self._probed, self._judge = self._round, True
-            self._before_probe = self._bandwidth.estimate
+            self._gain = self._probing.begin(self._round, self._bandwidth.estimate, self._foreign)
             self._set(row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
-
-    def _judge_probe(self, rate: float, limited: bool) -> None:
-        self._judge = False
-        if limited:
-            return
-        step = MOST_PROBE if self._foreign else self._probe
-        grew = (rate / self._before_probe - 1.0) / step
-        self._share += (min(1.0, max(LEAST_SHARE, 1.0 - grew)) - self._share) / 2
-        if grew >= GREW:
-            self._probe = MOST_PROBE
-        else:
-            self._probe = PROBE
-            self._pay_back = PROBE_ROUNDS
-            self._wait = int(self._rng.integers(PROBE_ROUNDS, 2 * PROBE_ROUNDS + 1))
 
     def _halve(self, row: Row, round_: Round) -> None:
         """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If
@@ -364,7 +347,7 @@ class RateControl:
             was = self._bandwidth.estimate
             self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
         self._level, self._gain = max(HALF, self._level * HALF), 1.0
-        self._judge, self._probe, self._pay_back = False, PROBE, 0
+        self._probing.stop()
         self._losses.forget()
         self._deaf_until = self._round + 2
         self._anew_until = self._round + ANEW_ROUNDS
@@ -378,7 +361,7 @@ class RateControl:
             self._set("drain", "the queue stays whatever is done: it is another's")
             return
         self._gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / self._trip.least))
-        self._judge, self._probe, self._pay_back = False, PROBE, 0
+        self._probing.stop()
         self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")
 
     def _yield(self) -> None:
@@ -400,6 +383,6 @@ class RateControl:
         else:
             wanted = self._bandwidth.estimate * self._level * self._gain
         least = LEAST_RATE_PACKETS * self._settings.datagram_bytes / self._trip.smoothed
-        self.rate = min(max(wanted, least), self._granted)
+        self.rate = max(min(wanted, self._granted), least)
         self._paced = max(self._paced, self.rate)  # nan stays
         self.decision = Decision(row, self.rate, reason)

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, Union
 import numpy as np
 import numpy.typing as npt
 
+from atoll.wire.linkcontrol import Filled, How
+
 Values: TypeAlias = npt.NDArray[Any]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
@@ -33,8 +35,8 @@ class Arrived:
     present: Mask
     high: Mask
     block: int
-    how: str  # "complete", "enough" or "deadline": the rule of atoll.ltp.closing
-    fill: str  # "none", "borne", "zero", "last" or "rescaled"
+    how: How  # the rule of atoll.ltp.closing
+    fill: Filled
     usable_after: float  # seconds from its first datagram until it was of use
     reason: str
 
@@ -48,7 +50,7 @@ class Delivered:
     chunk: int
     iteration: int
     missing: Mask
-    fill: str
+    fill: Filled
     reason: str
 
 

@@ -17,6 +17,8 @@ from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linkcontrol import Closed, Need
 
 MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
+MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
+MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
 TAIL_SECONDS = 0.01  # beyond a round trip, in which what is lost at the end cannot come again in time
 
 
@@ -31,6 +33,9 @@ class Sender:
         self._current: Outgoing | None = None
         self._next = 1
         self._closed_retransmitted = 0
+        self._said: dict[int, Delivered | None] = {}  # by the receiver's order, until those before are said
+        self._order = 0  # of the next
+        self._burnt: set[int] = set()  # ids that the receiver has refused before they were used
 
     def block(self, itemsize: int) -> int:
         """Elements in a block."""
@@ -38,6 +43,9 @@ class Sender:
 
     def add(self, chunk: int, iteration: int, values: Values, high: Mask | None, reliable: bool) -> int:
         """A transfer to send; returns its id."""
+        while self._next in self._burnt:
+            self._burnt.remove(self._next)
+            self._next += 1
         transfer = self._next
         outgoing = Outgoing(self._settings, transfer, chunk, iteration, values, high, reliable)
         self._next += 1
@@ -87,26 +95,61 @@ class Sender:
 
     def handle_early(self, transfer: int) -> None:
         """The receiver has enough of it."""
-        outgoing = self._begun.get(transfer)
+        outgoing = self._known(transfer)
         if outgoing is not None:
             outgoing.handle_early("the receiver said Early")
 
     def handle_need(self, now: float, need: Need, rtt: float) -> None:
         """The receiver asks for blocks of it."""
-        outgoing = self._begun.get(need.transfer)
+        outgoing = self._known(need.transfer)
         if outgoing is not None:
             outgoing.handle_need(now, need.ranges, rtt)
 
-    def handle_closed(self, part: Closed) -> Delivered | None:
-        """A part of the receiver's last word on it. Raises WireError."""
-        outgoing = self._begun.get(part.transfer)
-        if outgoing is None:
-            return None
-        delivered = outgoing.handle_closed(part)
-        if delivered is not None:
-            del self._begun[part.transfer], self._transfers[part.transfer]
+    def _known(self, transfer: int) -> Outgoing | None:
+        """The transfer that the receiver speaks of. An id of which it has something before it was used (a
+        datagram was forged, or damaged before it was sealed) is not used any more."""
+        if self._next <= transfer and len(self._burnt) < MOST_BURNT:
+            self._burnt.add(transfer)
+        return self._begun.get(transfer)
+
+    def handle_closed(self, part: Closed) -> list[Delivered]:
+        """A part of the receiver's last word on a transfer; returns what is told by now, in the order in
+        which the receiver has closed them: both ends keep books by it. Raises WireError."""
+        delivered = None
+        outgoing = self._transfers.get(part.transfer)
+        if outgoing is not None:
+            delivered = outgoing.handle_closed(part)
+            if delivered is None:
+                return []
             self._closed_retransmitted += outgoing.repaired
-        return delivered
+            for each in (self._transfers, self._begun, self._waiting):
+                each.pop(part.transfer, None)
+        else:
+            self._known(part.transfer)
+        if part.order < self._order or len(self._said) >= MOST_SAID:
+            return [delivered] if delivered is not None else []
+        self._said[part.order] = delivered
+        return self._in_order()
+
+    def _in_order(self) -> list[Delivered]:
+        """What can be told: without a gap, or when there is no transfer that could fill one."""
+        ready = []
+        while self._said and (self._order in self._said or not self._begun):
+            self._order = min(self._said)
+            ready.append(self._said.pop(self._order))
+            self._order += 1
+        return [each for each in ready if each is not None]
+
+    @property
+    def remind_at(self) -> float:
+        """When a receiver is to be reminded of a transfer that it has not closed."""
+        return min((each.remind_at for each in self._begun.values()), default=math.inf)
+
+    def remind(self, now: float) -> None:
+        """Reminds it."""
+        for outgoing in self._begun.values():
+            if now >= outgoing.remind_at:
+                outgoing.remind()
 
     def probe(self, transfer: int, item: int) -> bool:
         """Sends an item again, if it is worth it."""

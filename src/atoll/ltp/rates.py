@@ -15,7 +15,9 @@ from typing import Literal, TypeAlias
 Action: TypeAlias = Literal["up", "held", "halved"]
 
 QUIET_ROUNDS = 4  # "several" round trips without loss in a row: as many as the loss is taken over
-SURE = 3.0  # standard deviations that a loss must lie above the fill threshold to count as above it
+# Standard deviations that a loss must lie above a share to count as above it: it is asked every round trip,
+# and by chance a path that loses just that share would be above three in one of a few hundred.
+SURE = 4.0
 LEAST_LOST = 3  # lost packets of which a rate of loss is spoken at all
 
 

@@ -358,7 +358,7 @@ class Incoming:
             present,
             high,
             block,
-            self.verdict.name,
+            self.verdict.how,
             choice.how,
             min(self.usable_at, now) - self.first_at,
             f"{self.verdict.reason}; {choice.reason}",

@@ -5,6 +5,7 @@ Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from atoll.wire.linkcontrol import Closed, mark_missing
 Items = npt.NDArray[np.int64]
 
 UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4  # GONE: lost, or left out, and not to be sent (again)
+REMIND_SECONDS, MOST_REMIND_SECONDS = 1.0, 8.0  # without the receiver's word, once all was sent; doubled
 _BODY = HEADER.itemsize
 _ELEMENTS = HEADER.itemsize + SLICE.itemsize
 
@@ -87,6 +89,8 @@ class Outgoing:
         self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
         self._copies: Items = np.zeros(self.blocks, dtype=np.int64)  # datagrams on their way, by item
         self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
+        self.remind_at = math.inf
+        self._reminders = 0
         self._next = 0
         self._wanted = 0
         self._lows_gone = 0
@@ -165,6 +169,8 @@ class Outgoing:
         self._state[items] = FLYING
         self._copies[items] += 1
         self._sent_at[items] = now
+        if self.whole and not self._wanted:
+            self.remind_at = now + min(REMIND_SECONDS * 2.0**self._reminders, MOST_REMIND_SECONDS)
         return kind, items
 
     def write(self, kind: Kind, items: Items, frames: Bytes) -> None:
@@ -260,6 +266,13 @@ class Outgoing:
         missing[self._places] = self._missing
         reason = f"{part.how}: {int(np.count_nonzero(missing))} of {self.blocks} blocks missing"
         return Delivered(self.transfer, self.chunk, self.iteration, missing, part.fill, reason)
+
+    def remind(self) -> None:
+        """All of it came or is given up, and the receiver's word is overdue: a block that comes once more has
+        it say it again."""
+        self._reminders += 1
+        self.remind_at = math.inf
+        self._want(self._high_indices[-1:])
 
     def probe(self, item: int) -> bool:
         """Sends a high block again though nothing says that it is lost; False: it is none, or came."""

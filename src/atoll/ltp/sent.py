@@ -24,8 +24,8 @@ REORDER_BURSTS = 3  # bursts that must have passed a datagram before it is taken
 RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a later one came (RFC 9002)
 MOST_LATENESS = 0.25  # seconds that are added for reordering, at most
 GRANULARITY = 0.001  # seconds that a user's timer is good to
-_KEPT = 2**14  # numbers, acknowledged or lost, that are kept to see what was taken for lost wrongly
-_ROOM = 2**12  # numbers; doubled when more are on their way
+_KEPT = 2**12  # numbers, acknowledged or lost, that are kept to see what was taken for lost wrongly
+_ROOM = 2**14  # numbers; doubled when more are on their way
 
 
 @dataclass(frozen=True)

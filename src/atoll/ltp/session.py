@@ -330,7 +330,7 @@ class Session:
             if not self._handled.fresh(message.sequence):
                 return
             if isinstance(message, Closed):
-                self._take(self._sender.handle_closed(message))
+                self._events += self._sender.handle_closed(message)
             elif isinstance(message, Early):
                 self._sender.handle_early(message.transfer)
             elif isinstance(message, Need):
@@ -351,10 +351,6 @@ class Session:
             self.close(now, f"version {message.version} of the protocol, where this end has {LTP_VERSION}")
         elif isinstance(message, Bye):
             self._end(f"the other end has closed it: {message.reason}")
-
-    def _take(self, delivered: Delivered | None) -> None:
-        if delivered is not None:
-            self._events.append(delivered)
 
     def _settle(self, now: float, touched: list[int]) -> None:
         """Does what the rules say of these transfers that come."""
@@ -377,6 +373,7 @@ class Session:
                     done.fill,
                     done.how,
                     self.settings.datagram_bytes,
+                    done.order,
                 )
                 for part in parts:
                     self._outbox.put(part)
@@ -419,15 +416,19 @@ class Session:
             for arrivals, paths in zip(self._arrivals, self._paths, strict=True)
             if paths.active is not None
         ]
-        waits.append(self._receiver.deadline)
-        if self._sender.ready and self._room > 0 and self._stripe_for(self.settings.datagram_bytes) is not None:
+        waits += [self._receiver.deadline, self._sender.remind_at]
+        if (
+            self._sender.ready
+            and self._room > 0
+            and self._stripe_for(self.settings.datagram_bytes) is not None
+        ):
             waits.append(-math.inf if self._probes else self._next_send)
         return min(waits)
 
     def _poll_timers(self, now: float) -> None:
         if now >= self._heard + self.settings.idle_seconds:
-            heard = "heard of" if self._opened else "an answer from"
-            self._end(f"nothing was {heard} the other end for {self.settings.idle_seconds:g} s")
+            nothing = "nothing" if self._opened else "no answer"
+            self._end(f"{nothing} came from the other end for {self.settings.idle_seconds:g} s")
             return
         for sent in self._sent:
             if now >= sent.loss_at:
@@ -447,6 +448,8 @@ class Session:
                     )
         if now >= self._timeout_at:
             self._probe(now)
+        if now >= self._sender.remind_at:
+            self._sender.remind(now)
         if now >= self._keep_alive_at:
             self._spoke = now
             self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False)

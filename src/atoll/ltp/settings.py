@@ -17,12 +17,8 @@ class Settings:
 
     datagram_bytes: int = DATAGRAM_BYTES
     usable: float = 0.97  # share of the low-priority blocks with which a transfer is of use
-    close_high: float = (
-        1.0  # share of the high-priority blocks, restored ones too, at which the receiver says Early
-    )
-    fill_above: float = (
-        0.03  # loss of low-priority blocks up to which it is borne, and above which it is filled
-    )
+    close_high: float = 1.0  # share of the high-priority blocks, restored ones too, at which the receiver says Early
+    fill_above: float = 0.03  # loss of low-priority blocks up to which it is borne, and above which it is filled
     fill: Fill = "zero"
     target_loss: float = 0.01  # the safe value, where none can be fitted; never above `fill_above`
     redundancy: bool = True  # forward error correction of high-priority blocks

@@ -23,6 +23,7 @@ HEADERS = 28  # bytes: IPv4's and UDP's, which a datagram brings on the wire bes
 _LEAST_QUEUE = 2**16  # bytes, where none is named
 _LEAST_OVERTAKEN = 1e-3  # seconds, where none is named
 _PERIODS = 8  # standard deviations between two knots of the jitter's course, as in the lab
+_KEPT_KNOTS = 256
 _SHARES = ("loss", "reorder", "duplicate", "corrupt")
 
 
@@ -151,6 +152,7 @@ class Direction:
         self._course = _Course.of([(0.0, model)])
         self._loss, self._reorder, self._duplicate, self._corrupt, jitter = rng.spawn(5)
         self._jitter_key = int(jitter.integers(2**63))
+        self._values: dict[int, float] = {}  # at knots of the jitter's course
         self._taken = 0.0  # of the wire's work, by the datagrams so far
         self._left = -math.inf  # when the last of them has left
         self._bad = False  # the burst chain's state
@@ -275,6 +277,13 @@ class Direction:
     def _knots(self, knot: Floats) -> Floats:
         """A standard normal value for each, always the same for the same knot."""
         numbers, places = np.unique(knot, return_inverse=True)
-        values = [np.random.default_rng((self._jitter_key, int(one))).standard_normal() for one in numbers]
+        values = [self._knot(int(number)) for number in numbers]
         found: Floats = np.array(values)[places]
         return found
+
+    def _knot(self, number: int) -> float:
+        if number not in self._values:
+            if len(self._values) >= _KEPT_KNOTS:
+                self._values.clear()
+            self._values[number] = np.random.default_rng((self._jitter_key, number)).standard_normal()
+        return self._values[number]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from atoll.ltp.blocks import mean_abs
 from atoll.ltp.events import Arrived, Delivered, Event
 from atoll.ltp.feedback import Feedback
-from atoll.ltp.filling import How, LastValues
+from atoll.ltp.filling import LastValues
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -373,8 +373,7 @@ class Ledger:
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
         filled = self._last.of(sent.chunk)
         filled = np.zeros_like(sent.values) if filled is None else filled
-        fill = cast(How, event.fill)
-        self._feedback[sent.chunk].delivered(sent.values, event.missing, fill, filled)
+        self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
 
     def _apply(self, event: Arrived) -> None:

@@ -83,7 +83,8 @@ class Need(Control, frozen=True):
 
 
 class Closed(Control, frozen=True):
-    """The receiver is done with a transfer. `missing` has a bit for each block from `first` on (a multiple
+    """The receiver is done with a transfer, the `order`-th that it is done with, from 0 on: its sender tells of
+    them in that order. `missing` has a bit for each block from `first` on (a multiple
     of 8), by index, the lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
 
     transfer: U32
@@ -93,6 +94,7 @@ class Closed(Control, frozen=True):
     missing: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)]
     fill: Filled
     how: How
+    order: Count = 0
 
     def __post_init__(self) -> None:
         if self.part >= self.parts:
@@ -162,7 +164,13 @@ def need_of(sequence: int, transfer: int, missing: npt.NDArray[np.bool_], datagr
 
 
 def closed_of(
-    sequence: int, transfer: int, missing: npt.NDArray[np.bool_], fill: Filled, how: How, datagram_bytes: int
+    sequence: int,
+    transfer: int,
+    missing: npt.NDArray[np.bool_],
+    fill: Filled,
+    how: How,
+    datagram_bytes: int,
+    order: int = 0,
 ) -> list[Closed]:
     """The parts that tell which blocks are missing (bool, by index); their sequences follow one another."""
     room = datagram_bytes - HEADER.itemsize - SEAL_BYTES - FRAME_BYTES
@@ -178,6 +186,7 @@ def closed_of(
             missing=bitmap[part * room : (part + 1) * room],
             fill=fill,
             how=how,
+            order=order,
         )
         for part in range(parts)
     ]

@@ -1,0 +1,148 @@
+"""What is measured of the path: round trips, losses, and the estimate of its rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.ltp.bandwidth import (
+    BASE_PACKETS,
+    LOSS_ROUNDS,
+    MIN_RTT_SECONDS,
+    MOST_BASE,
+    RATE_ROUNDS,
+    Bandwidth,
+    Losses,
+    RateSample,
+    Round,
+    RoundTrip,
+)
+
+
+def test_round_trips_are_smoothed_as_rfc_6298_says():
+    trip = RoundTrip()
+    trip.take(0.0, 0.100)
+    assert (trip.smoothed, trip.variation) == (0.100, 0.050)
+    trip.take(0.1, 0.140)
+    assert trip.smoothed == pytest.approx(0.105)
+    assert trip.variation == pytest.approx(0.0475)
+
+
+def test_the_least_round_trip_is_that_of_the_last_ten_seconds():
+    trip = RoundTrip()
+    for now, rtt in [(0.0, 0.05), (1.0, 0.04), (2.0, 0.06), (3.0, 0.045), (11.0, 0.07)]:
+        trip.take(now, rtt)
+    assert trip.least == 0.04
+    assert trip.age(11.0) == 10.0
+    trip.take(1.0 + MIN_RTT_SECONDS + 0.1, 0.08)
+    assert trip.least == 0.045
+    trip.take(30.0, 0.08)
+    assert trip.least == 0.08
+
+
+def test_loss_is_that_of_the_last_rounds_and_of_the_one_that_runs():
+    losses = Losses()
+    losses.take(90, 10)
+    assert losses.share == 0.1
+    losses.end_round()
+    for _ in range(LOSS_ROUNDS - 1):
+        losses.take(100, 0)
+        losses.end_round()
+    assert losses.share == pytest.approx(10 / 400)
+    assert losses.quiet_rounds == LOSS_ROUNDS - 1
+    losses.take(100, 0)
+    losses.end_round()
+    assert losses.share == 0.0
+    losses.take(99, 1)
+    assert losses.quiet_rounds == 0
+
+
+def test_the_path_s_own_loss_is_the_least_of_several_spans():
+    losses = Losses()
+    for lost in (30, 20, 50, 400, 25, 40, 60, 22, 23):
+        losses.take(BASE_PACKETS - lost, lost)
+        losses.end_round()
+    assert losses.base == pytest.approx(20 / BASE_PACKETS)
+    losses = Losses()
+    for _ in range(20):
+        losses.take(BASE_PACKETS // 2, BASE_PACKETS // 2)
+        losses.end_round()
+    assert losses.base == MOST_BASE
+
+
+def round_of(
+    rate: float, *, sent: float = 100.0, limited: bool = False, lost: int = 0, queue: float = 0.0
+) -> Round:
+    return Round(rate, sent, limited, acked=1000 - lost, lost=lost, queue=queue)
+
+
+def measured(estimate: float = 100.0) -> Bandwidth:
+    bandwidth = Bandwidth(1.0)
+    bandwidth.raise_to(estimate)
+    return bandwidth
+
+
+def measure(bandwidth: Bandwidth, round_: Round, rounds: int = 1, anew: bool = False) -> float:
+    for _ in range(rounds):
+        bandwidth.measure(round_, base=0.0, min_rtt=0.04, anew=anew)
+    return bandwidth.estimate
+
+
+def test_a_round_s_rate_is_the_median_of_its_last_third_corrected_for_the_path_s_own_loss():
+    bandwidth = Bandwidth(1.0)
+    for delivered in (10, 10, 10, 20, 20, 20, 30, 90, 31):
+        bandwidth.take(RateSample(delivered, 1.0, False))
+    assert bandwidth.end_round(0.0) == (31.0, False)
+    bandwidth.take(RateSample(90, 1.0, False))
+    assert bandwidth.end_round(0.1) == (pytest.approx(100.0), False)
+    assert bandwidth.end_round(0.0) == (0.0, True)
+    bandwidth.take(RateSample(50, 1.0, True))
+    bandwidth.take(RateSample(0, 1.0, False))
+    bandwidth.take(RateSample(50, 0.0, False))
+    assert bandwidth.end_round(0.0) == (50.0, True)
+
+
+def test_a_greater_rate_raises_the_estimate_at_once_whoever_limited_it():
+    assert measure(measured(), round_of(120.0)) == 120.0
+    assert measure(measured(), round_of(120.0, limited=True)) == 120.0
+
+
+@pytest.mark.parametrize(
+    "round_",
+    [
+        round_of(60.0, limited=True),
+        round_of(99.0),
+        round_of(50.0, sent=50.0),
+        round_of(46.0, sent=50.0),  # chance, where less is sent than the estimate says
+        round_of(50.0, sent=50.0, queue=0.02),  # all came, beside another's queue
+    ],
+    ids=["application", "all came", "half sent", "half sent, some lost", "half sent beside a queue"],
+)
+def test_what_the_path_did_not_limit_does_not_lower_it(round_):
+    assert measure(measured(), round_, 50) == 100.0
+
+
+@pytest.mark.parametrize(
+    "round_",
+    [
+        round_of(80.0),
+        round_of(98.5, queue=0.02),
+        round_of(98.5, lost=40),
+        round_of(40.0, sent=50.0),
+        round_of(60.0, sent=50.0, queue=0.02),
+    ],
+    ids=["less came", "a queue", "loss", "half sent, less came", "half sent, a queue drains"],
+)
+def test_what_the_path_limited_lowers_it_after_ten_rounds_or_at_once_when_it_is_taken_anew(round_):
+    assert measure(measured(), round_, RATE_ROUNDS - 1) == 100.0
+    bandwidth = measured()
+    measure(bandwidth, round_, 1)
+    assert measure(bandwidth, round_, RATE_ROUNDS) == round_.rate
+    assert measure(measured(), round_, 1, anew=True) == round_.rate
+
+
+def test_one_good_round_among_bad_ones_keeps_the_estimate():
+    bandwidth = measured()
+    for _ in range(10):
+        measure(bandwidth, round_of(80.0), RATE_ROUNDS - 1)
+        measure(bandwidth, round_of(99.0))
+    assert bandwidth.estimate == 100.0
