@@ -171,8 +171,10 @@ def test_one_receive_has_a_bound(ports: tuple[UdpPort, UdpPort]) -> None:
     sender.send(frames(rows, 1400), receiver.address)
     first = sum(len(each.frames) for each in receiver.receive())
     assert 0 < first * 1400 <= udp.ARENA_BYTES
+    assert not receiver.drained
     assert sum(len(each.frames) for each in take(receiver, rows - first)) == rows - first
     assert receiver.receive() == []
+    assert receiver.drained
 
 
 def test_rows_that_do_not_lie_side_by_side_are_sent_all_the_same(ports: tuple[UdpPort, UdpPort]) -> None:

@@ -103,6 +103,7 @@ class UdpPort:
         self._generation = process.generation()
         self._socket = sockets.socket(self.family, sockets.SOCK_DGRAM)
         self.count = Counters()
+        self.drained = True
         self.trouble = ""  # the last thing that kept datagrams from leaving, in words
         self._closed = False
         self._arena = np.zeros(ARENA_BYTES, np.uint8)
@@ -175,16 +176,19 @@ class UdpPort:
         """What has come, up to ARENA_BYTES of it, in order. Never waits; nothing: an empty list.
 
         A kernel joins datagrams of one length, the last of which may be shorter: that one is another element.
+        Afterwards `drained` says whether that was all.
         """
         door, memory = self._alive(), self._memory
         parts: list[_Run] = []
         now = time.monotonic()
         clock = time.time() - now  # the kernel's clock for what came, less ours
         at = refusals = 0
+        self.drained = False
         while at + _SLOT <= ARENA_BYTES:
             try:
                 count, ancillary, _, address = door.recvmsg_into((memory[at : at + _SLOT],), _ANCILLARY_BYTES)
             except BlockingIOError:
+                self.drained = True
                 break
             except OSError as error:  # of a datagram sent before: the network's word about it
                 refusals += 1
