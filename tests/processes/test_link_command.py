@@ -24,6 +24,7 @@ from atoll.net import linkserver, linktester, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkserver import LinkServer
 from atoll.net.linktester import LinkTester, Wish
+from atoll.net.ltpflows import LtpFlows
 from atoll.net.tcpflows import TcpFlows, TcpSender
 from atoll.wire.messages import FlowLost, Taken
 
@@ -167,6 +168,32 @@ def _sockets_of(pid: int) -> int:
     return found
 
 
+def test_the_loss_tolerant_transport_is_measured_beside_tcp(server: Served, keys: tuple[Path, Path]) -> None:
+    assert re.search(r"transfers come to TCP port \d+ and UDP port \d+$", server.line)
+    asked = ("--bytes", "2e6", "--count", "3", "--warm", "1", "--high", "0.25", "--json")
+    named = ("--transport", "ltp,ltp:reliable,tcp")
+    status, out, err = run("test", server.address, "--key-file", str(keys[0]), *asked, *named)
+    assert (status, err) == (0, "")
+    ours, reliable, tcp = json.loads(out)["transports"]
+    assert [each["transfers"] for each in (ours, reliable, tcp)] == [3, 3, 3]
+    assert ours["detail"].startswith("25% high, sealed, one port; ")
+    assert reliable["detail"].startswith("all reliable, sealed, one port; ")
+    assert ours["blocks"] == reliable["blocks"] > 3 * 2e6 / 1400
+    assert ours["sent"] >= ours["blocks"]
+    assert tcp["blocks"] == 0
+    for each in (ours, reliable):
+        assert 0 < each["median"] <= each["worst"] < DEADLINE
+        assert (each["borne"] + each["filled"]) / each["blocks"] < 0.03
+    assert reliable["borne"] == reliable["filled"] == 0
+
+
+def test_several_ports_and_no_seal_are_what_the_server_says() -> None:
+    with served("--stripes", "2", "--no-seal") as server:
+        status, out, _ = run("test", server.address, "--bytes", "1e5", "--count", "1", "--transport", "ltp")
+        assert (status, "NOT sealed, 2 ports; " in out) == (0, True), out
+    assert mistake("serve", "--stripes", "9") == "--stripes 9: from 1 to 8"
+
+
 # -- mistakes
 
 
@@ -174,12 +201,7 @@ def _sockets_of(pid: int) -> int:
     ("arguments", "line"),
     [
         (["--high", "1.5"], "--high 1.5: a share is between 0 and 1"),
-        (["--bytes", "0"], "--bytes 0: from 1 to"),
         (["--bytes", "much"], "--bytes 'much' is not a size; write it like 2GiB"),
-        (["--count", "0"], "--count 0: from 1"),
-        (["--transport", "quic"], "--transport quic: no such transport"),
-        (["--deadline", "soon"], "--deadline 'soon' is not a span of time"),
-        (["--timeout", "0"], "--timeout 0: must be more than 0 seconds"),
         (["--key-file", "/nowhere"], "/nowhere: cannot read the keys"),
     ],
 )
@@ -218,6 +240,14 @@ def test_another_key_is_refused(server: Served, keys: tuple[Path, Path]) -> None
     assert "wants a key: give the run's key file" in mistake("test", server.address)
 
 
+def test_another_version_of_the_datagrams_is_refused(server: Served, keys: tuple[Path, Path]) -> None:
+    newer = "import atoll.wire.datagrams as datagrams; datagrams.LTP_VERSION += 1"
+    said = mistake("test", server.address, "--key-file", str(keys[0]), code=newer)
+    assert re.search(
+        r"refused: it speaks version (\d+) of the loss-tolerant transport, and this side version (\d+)", said
+    )
+
+
 def test_another_version_of_the_protocol_is_refused(server: Served, keys: tuple[Path, Path]) -> None:
     older = "import atoll.wire.base as base; base.VERSION -= 1"
     said = mistake("test", server.address, "--key-file", str(keys[0]), code=older)
@@ -254,9 +284,19 @@ def test_the_port_for_transfers_is_taken() -> None:
     assert said == f"cannot take TCP connections at 127.0.0.1:{port + 1}: Address already in use"
 
 
-def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "ltp"])
+def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], transport: str) -> None:
     with served("--key-file", str(keys[0])) as server:
-        asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e8")
+        asked = (
+            "test",
+            server.address,
+            "--key-file",
+            str(keys[0]),
+            "--transport",
+            transport,
+            "--bytes",
+            "1e8",
+        )
         process = subprocess.Popen(
             command(*asked, "--count", "10000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -298,9 +338,9 @@ def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[LinkServer]:
+def serving(make_ltp: Any = LtpFlows) -> Iterator[LinkServer]:
     over = threading.Event()
-    with LinkServer(ANY, None) as server:
+    with LinkServer(ANY, None, make_ltp) as server:
         thread = threading.Thread(target=server.serve, args=(over.is_set,))
         thread.start()
         try:
@@ -358,6 +398,63 @@ def test_a_client_that_is_silent_is_sent_away(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(UserError, match="refused: nothing was heard for 0 s"):
             wait_for(client.look, "the server's word")
         wait_for(lambda: not server._clients, "the client to be forgotten")
+
+
+class _Deaf:
+    """Has a UDP port at which nothing listens, as behind a firewall."""
+
+    def __init__(self, host: str, _port: int, _told: object) -> None:
+        self._holder = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._holder.bind((host, 0))
+        self.ports = [self._holder.getsockname()[1]]
+        self.dropped: list[int] = []
+
+    def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
+        return number, bytes(32), True
+
+    def drop(self, number: int) -> None:
+        self.dropped.append(number)
+
+    def close(self) -> None:
+        self._holder.close()
+
+
+def test_where_datagrams_do_not_get_through_tcp_is_measured_and_it_is_said() -> None:
+    asked = Wish(["ltp", "tcp"], 1000, count=2, warm=0, timeout=0.5)
+    with serving(_Deaf) as server:
+        with LinkTester(server.address, None, asked) as client:
+            report = client.measure()
+        wait_for(lambda: server.ltp.dropped, "the session to be dropped")  # type: ignore[union-attr]
+    ltp, tcp = report.outcomes
+    assert len(tcp.turns) == 2
+    assert re.fullmatch(
+        r"no datagram came back from 127.0.0.1, UDP port \d+ within 0.5 s.*; does a firewall let UDP "
+        r"through, both ways\?",
+        ltp.stopped,
+    )
+    assert f"ltp: {ltp.stopped}" in report.lines()
+
+
+def test_a_server_may_take_no_datagrams() -> None:
+    asked = Wish(["ltp", "tcp"], 1000, count=1, warm=0, timeout=DEADLINE)
+    with (
+        serving(None) as server,
+        LinkTester(server.address, None, asked) as client,
+        pytest.raises(UserError, match="refused: it takes no datagrams: it was started for TCP alone"),
+    ):
+        client.measure()
+
+
+def test_a_session_whose_client_is_gone_is_closed() -> None:
+    asked = Wish(["ltp"], 100_000, count=1, warm=0, timeout=DEADLINE)
+    with serving() as server:
+        client = LinkTester(server.address, None, asked)
+        client.open("ltp")  # and its sender is kept from saying good-bye
+        client._client.abandon()
+        flows = server.ltp
+        assert isinstance(flows, LtpFlows)
+        wait_for(lambda: not server._clients and not flows._open, "the client to be forgotten")
+        wait_for(lambda: not flows._link._sessions, "its session's end")
 
 
 # -- TCP's end that takes

@@ -73,6 +73,7 @@ def test_what_was_lost_is_borne_or_filled_and_never_both() -> None:
     measured.packets = Packets(sent=400, lost=20, again=5)
     made = measured.to_json()
     assert (made["borne"], made["filled"], made["blocks"]) == (1, 10, 300)
+    assert (made["short"], made["highs_missing"]) == (1, 0)  # 70 of 80 are less than 97 %
     assert (made["median"], made["p99"], made["worst"]) == (0.2, 0.3, 0.3)
     assert made["goodput"] == pytest.approx(8 * 2890 / 0.6)  # what was not there is no goodput
     assert (made["loss"], made["repaired"], made["again"]) == (0.05, 4, 5)
@@ -94,6 +95,10 @@ def test_a_report_is_one_json_document_and_a_table_of_words() -> None:
     assert lines[0] == "tcp://h:1: round trip 40.2 ms; transfers of 20 MB; until usable:"
     assert lines[2].split()[:3] == ["ltp", "210.0", "ms"]
     assert "tcp: 2 of 20 transfers: they took more than 10 s (--budget)" in lines
+    report.outcomes[0].turns[0] = Turn(0.21, SIZE, "deadline", 1, 1, 100, 96, "zero")
+    assert any(
+        line.startswith("ltp: 1 of 1 transfers were handed on with less than 97%") for line in report.lines()
+    )
     assert lines[-1].startswith("take ltp: a transfer is usable 32.1x sooner")
 
 

@@ -157,7 +157,9 @@ REVIEWED: dict[str, str] = {
     "role=LINK_ROLE, pid=os.getpid())))": _NEVER,
     "net/linktester.py: LinkTester._ask: self._client.send(encode(message))": _NEVER,
     "net/linktester.py: TcpTransport.send: self._link.send(self._data, look)": _CALLED_OFF,
-    "net/linktester.py: _Turns._transfer: sender.send(transfer, look)": _CALLED_OFF,
+    "net/linktester.py: _Turns._transfer: sender.send(transfer, partial(self._look, until, 'usable'))": (
+        _CALLED_OFF
+    ),
     "net/requests.py: ask: client.send(encode(message), payload)": _NEVER,
     "net/linksession.py: LinkSession.events: self._condition.wait(left), holding self._condition": _RELEASES,
     "net/linksession.py: LinkSession.close: self._condition.wait(left), holding self._condition": _RELEASES,

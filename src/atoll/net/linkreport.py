@@ -10,9 +10,11 @@ from statistics import median
 from typing import Any
 
 from atoll.core.units import format_bytes, format_rate, format_seconds
+from atoll.ltp.settings import Settings
 
 SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth what it leaves out
 SHORTER_TAIL = 0.8  # of TCP's 99th percentile, where the medians are alike
+USABLE = Settings().usable
 _CLOCK_READINGS = 32
 _CLOCK_SECONDS = 60.0  # by then two clocks may have drifted a few milliseconds apart
 
@@ -90,6 +92,11 @@ class Outcome:
     stopped: str = ""  # why it made fewer transfers than were asked for
 
     @property
+    def short(self) -> int:
+        """Transfers that were handed on, late, with less than makes one usable (S3, "The receiver", 3)."""
+        return sum(turn.lows_there < USABLE * turn.lows for turn in self.turns)
+
+    @property
     def seconds(self) -> list[float]:
         return [turn.seconds for turn in self.turns]
 
@@ -111,6 +118,8 @@ class Outcome:
             "borne": sum(turn.missing for turn in self.turns if turn.fill == "borne"),
             "filled": sum(turn.missing for turn in self.turns if turn.fill not in ("none", "borne")),
             "blocks": blocks,
+            "highs_missing": sum(turn.highs - turn.highs_there for turn in self.turns),
+            "short": self.short,
             "stopped": self.stopped,
             "seconds": [round(each, 6) for each in self.seconds],
         }
@@ -166,10 +175,16 @@ class LinkReport:
             + f"  {row[-1]}"
             for row in rows
         ]
+        shorts = [
+            f"{each.transport}: {each.short} of {len(each.turns)} transfers were handed on with less than "
+            f"{USABLE:.0%} of their blocks of low priority"
+            for each in self.outcomes
+            if each.short
+        ]
         stops = [f"{each.transport}: {each.stopped}" for each in self.outcomes if each.stopped]
         take, reason = advise(self.outcomes)
         verdict = f"take {take}: {reason}" if take else reason
-        return [head, *(line.rstrip() for line in table), *stops, *self.notes, verdict]
+        return [head, *(line.rstrip() for line in table), *shorts, *stops, *self.notes, verdict]
 
 
 def _row(outcome: Outcome) -> list[str]:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -372,18 +373,11 @@ class _Turns:
         transfer, self._made = self._made, self._made + 1
         start = time.monotonic()
         until = start + tester.test.deadline
-
-        def look() -> None:
-            tester.look()
-            tester.check_flow(sender)
-            if time.monotonic() > until:
-                raise _LateError("a transfer was not over")
-
-        sender.send(transfer, look)
+        sender.send(transfer, partial(self._look, until, "usable"))
         taken = tester.wait_taken(sender, transfer, until)
         if taken is None:
             raise _LateError("a transfer was not usable")
-        sender.settle(look)
+        sender.settle(partial(self._look, until, "over"))
         return Turn(
             seconds=taken.at - tester.clocks.ahead - start,
             there=taken.size,
@@ -395,3 +389,10 @@ class _Turns:
             fill=taken.fill,
             repaired=taken.repaired,
         )
+
+    def _look(self, until: float, what: str) -> None:
+        """Take in what the server has said; raises where the transfer should have come to its end by now."""
+        self._tester.look()
+        self._tester.check_flow(self._sender)
+        if time.monotonic() > until:
+            raise _LateError(f"a transfer was not {what}")
