@@ -1,20 +1,15 @@
-"""Whatever the network does to the datagrams of two sessions: high blocks come exactly, and what a sender is told
-is missing of the low ones is what was not handed on."""
+"""Whatever the network does to the datagrams of two sessions: high blocks come exactly, and what a sender is
+told is missing of the low ones is what was not handed on."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from ltp_wire import Wire
-
 from atoll.ltp.session import Arrived, Burst, Delivered, Lost, Refused
 from atoll.ltp.settings import Settings
+from ltp_wire import Wire
 
 BLOCK = 44  # elements of float32 in a datagram of 256 B
 CHUNKS = {0: 1, 1: BLOCK, 2: BLOCK * 6 + 5, 3: BLOCK * 70 - 1}

@@ -43,19 +43,25 @@ class Arrivals:
     def handle_numbers(self, now: float, numbers: Numbers, *, asks: bool, longest_delay: float) -> None:
         """Notes a batch in the order of arrival, (n,). `asks`: they are to be acknowledged within
         `longest_delay` seconds, and at once where a gap shows."""
-        highest = np.maximum.accumulate(numbers)
-        np.maximum(highest, self.largest, out=highest)
-        extent = int((highest - numbers).max())
+        first, largest, before = int(numbers[0]), int(numbers[-1]), self.largest
+        if first > before and (len(numbers) == 1 or bool((np.diff(numbers) > 0).all())):
+            extent, lowest = 0, first
+            gap = largest - before != len(numbers)
+        else:
+            highest = np.maximum.accumulate(numbers)
+            np.maximum(highest, before, out=highest)
+            extent, lowest, largest = int((highest - numbers).max()), int(numbers.min()), int(highest[-1])
+            gap = largest - before != int(np.count_nonzero(numbers > before))
+            self.late += int(np.count_nonzero(numbers < self._told))
         if extent >= self.reorder:
             self.reorder = float(min(extent + 1, ACK_BITS))
         else:
             self.reorder = max(self.reorder * REORDER_DECAY, extent + 1.0, float(LEAST_REORDER))
-        self.late += int(np.count_nonzero(numbers < self._told))
-        largest, lowest = int(highest[-1]), int(numbers.min())
-        gap = largest - self.largest != int(np.count_nonzero(numbers > self.largest))
-        self._make_room(largest)
-        self._came[numbers[numbers >= self._first] - self._first] = True
-        if largest > self.largest:
+        if largest - self._first >= _ROOM:
+            self._make_room(largest)
+        told = numbers - self._first
+        self._came[told if lowest >= self._first else told[told >= 0]] = True
+        if largest > before:
             self.largest, self._largest_at = largest, now
         if not asks:
             return
@@ -94,8 +100,6 @@ class Arrivals:
         )
 
     def _make_room(self, largest: int) -> None:
-        if largest - self._first < _ROOM:
-            return
         first = largest - ACK_BITS
         keep = self._came[max(first - self._first, 0) :].copy() if first - self._first < _ROOM else None
         self._came[:] = False

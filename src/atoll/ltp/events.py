@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, Union
 import numpy as np
 import numpy.typing as npt
 
+from atoll.wire.datagrams import Bytes
 from atoll.wire.linkcontrol import Filled, How
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -91,3 +92,33 @@ class Lost:
 
 
 Event: TypeAlias = Union[Opened, Arrived, Delivered, Refused, Migrated, Asked, Lost]
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Datagrams to seal and send: `frames` is (n, size), header, body and room for the seal at the end."""
+
+    path: Hashable
+    stripe: int
+    frames: Bytes
+    phase: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A session in figures. Rates in bytes per second, times in seconds; counts since it began."""
+
+    rate: float
+    estimate: float
+    rtt: float
+    min_rtt: float
+    loss: float
+    target: float
+    in_flight: int  # bytes
+    sent: int  # datagrams
+    lost: int  # datagrams, those that were repaired too
+    retransmitted: int  # datagrams
+    repaired: int  # blocks that the code gave back here
+    borne: int  # blocks absent from what was handed on here
+    filled: int
+    reason: str  # of the rate

@@ -137,6 +137,10 @@ class Outgoing:
         if self._wanted:
             items = self._take_repairs(most)
             if len(items):
+                more = min(most - len(items), self.blocks - self._next)
+                if more > 0 and not self.stopped:  # a burst costs the same with few as with many
+                    items = np.concatenate((items, np.arange(self._next, self._next + more)))
+                    self._next += more
                 return self._gone_out(now, Kind.DATA, items)
         while self._next < self.items:
             if self._next >= self.blocks:

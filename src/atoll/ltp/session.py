@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
 from atoll.ltp.arriving import Receiver
-from atoll.ltp.control import RateControl
 from atoll.ltp.controls import Handled, Message, Outbox
 from atoll.ltp.events import (
     Arrived,
     Asked,
+    Burst,
     Delivered,
     Event,
     Lost,
@@ -29,13 +28,14 @@ from atoll.ltp.events import (
     Migrated,
     Opened,
     Refused,
+    Status,
     Values,
 )
+from atoll.ltp.flights import BURST_SECONDS, Flights, Heard
 from atoll.ltp.leaving import Sender
-from atoll.ltp.metering import Meter
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
-from atoll.ltp.sent import ACK, CONTROL, GRANULARITY, SentRecords, Told
+from atoll.ltp.sent import ACK, CONTROL
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
@@ -71,44 +71,9 @@ from atoll.wire.linkcontrol import (
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
 __all__ += ["Session", "Status"]
 
-BURST_SECONDS = 0.002  # of the rate in one burst, at most
-BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
-LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
-TIMEOUT_VARIATIONS = 4  # (RFC 6298)
 PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
-PHASE_DATAGRAMS = 2**30  # of a stripe that are sealed with one key
 BYE_COPIES = 3  # sent at once: it is not asked for again
-
-
-@dataclass(frozen=True)
-class Burst:
-    """Datagrams to seal and send: `frames` is (n, size), header, body and room for the seal at the end."""
-
-    path: Hashable
-    stripe: int
-    frames: Bytes
-    phase: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """A session in figures. Rates in bytes per second, times in seconds; counts since it began."""
-
-    rate: float
-    estimate: float
-    rtt: float
-    min_rtt: float
-    loss: float
-    target: float
-    in_flight: int  # bytes
-    sent: int  # datagrams
-    lost: int  # datagrams, those that were repaired too
-    retransmitted: int  # datagrams
-    repaired: int  # blocks that the code gave back here
-    borne: int  # blocks absent from what was handed on here
-    filled: int
-    reason: str  # of the rate
 
 
 class Session:
@@ -136,13 +101,11 @@ class Session:
             )
         self.settings, self.session = settings, session
         self.drops: Counter[str] = Counter()  # datagrams and messages that were not used, by reason
-        self.control = RateControl(settings, now, rng)
+        self._flights = Flights(settings, stripes, rng, now)
+        self.control = self._flights.control
         known: Sequence[Hashable | None] = paths if client else [None] * stripes
         self._paths = [Paths(now, rng, path) for path in known]
         self._arrivals = [Arrivals(ack_bits(settings.datagram_bytes)) for _ in range(stripes)]
-        self._sent = [SentRecords() for _ in range(stripes)]
-        self._phase = [_Phase() for _ in range(stripes)]
-        self._meter = Meter()
         self._outbox, self._handled = Outbox(), Handled()
         self._sender = Sender(settings)
         self._receiver = Receiver(settings, extents, self.drops)
@@ -150,12 +113,9 @@ class Session:
         self._opened = self._ended = False
         self._bye: list[Burst] = []
         self._delivered = 0  # bytes that came
-        self._heard = self._spoke = self._progress = now
-        self._timeouts, self._probes = 0, 0
+        self._heard = self._spoke = now
         self._next_send = now
         self._turn = 0  # stripe whose turn it is
-        self._burst_length = 1.0  # datagrams that are lost in a row
-        self._lost = 0
         if client:
             for stripe in range(stripes):
                 self._outbox.put(self._hello(rng), stripe=stripe)
@@ -189,7 +149,7 @@ class Session:
 
     def change_keys(self) -> None:
         """Seals with the next keys as soon as the other end has seen the present ones."""
-        for phase in self._phase:
+        for phase in self._flights.phases:
             phase.wanted = True
 
     def ask(self, size: int) -> None:
@@ -230,9 +190,9 @@ class Session:
             min_rtt=control.min_rtt,
             loss=control.loss,
             target=control.target,
-            in_flight=self._in_flight,
-            sent=sum(sent.next for sent in self._sent),
-            lost=self._lost,
+            in_flight=self._flights.bytes,
+            sent=sum(sent.next for sent in self._flights.stripes),
+            lost=self._flights.lost,
             retransmitted=self._sender.retransmitted,
             repaired=receiver.repaired,
             borne=receiver.borne,
@@ -249,7 +209,7 @@ class Session:
 
     def handle_datagrams(self, now: float, path: Hashable, stripe: int, batch: Datagrams) -> None:
         """Takes opened, fresh datagrams of one kind, size and stripe, in the order in which they came."""
-        if self._ended or not len(batch) or not 0 <= stripe < len(self._sent):
+        if self._ended or not len(batch) or not 0 <= stripe < len(self._paths):
             return
         numbers = batch.headers["number"].astype(np.int64)
         size = len(batch) * (batch.frames.shape[1] + SEAL_BYTES)
@@ -275,54 +235,27 @@ class Session:
 
     def _handle_ack(self, now: float, frame: Bytes) -> None:
         ack = read_ack(frame)
-        if ack.of >= len(self._sent):
+        if ack.of >= len(self._paths):
             self.drops["an Ack of a stripe that is not"] += 1
             return
-        sent, control = self._sent[ack.of], self.control
-        told = sent.handle_ack(now, ack)
-        if told.acked_count:
-            self._timeouts, self._probes, self._progress = 0, 0, now
-        self._detect(now, sent, told)
-        rtt = None
-        if told.rtt is not None:
-            rtt = told.rtt - ack.delay if told.rtt - ack.delay >= 0.5 * control.min_rtt else told.rtt
-            self._paths[ack.of].round_trip = control.srtt
-        sample, ended = self._meter.handle_ack(ack, told, control.min_rtt)
-        restored = self._settle_told(told)
-        if told.acked_count or told.lost_count:
-            control.handle_ack(
-                now,
-                rtt=rtt,
-                sample=sample,
-                acked=told.acked_count,
-                lost=told.lost_count,
-                restored=restored,
-                in_flight=self._in_flight,
-                round_ended=ended,
-            )
+        heard = self._flights.handle_ack(now, ack)
+        self._paths[ack.of].round_trip = self.control.srtt
+        self._tell(now, heard)
 
-    def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
-        sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self._burst_count, told)
-
-    def _settle_told(self, told: Told) -> int:
-        """Tells those whom it concerns what was acknowledged and what is lost; returns how many of these the
-        receiver can restore."""
-        for transfer, items in told.acked.items():
+    def _tell(self, now: float, heard: Heard) -> None:
+        """Tells those whom it concerns what was acknowledged and what is lost."""
+        for transfer, items in heard.told.acked.items():
             if transfer == CONTROL:
                 self._outbox.handle_acked(items.tolist())
             else:
                 self._sender.handle_acked(transfer, items)
-        if not told.lost_count:
-            return 0
-        self._lost += told.lost_count
-        self._burst_length += (told.lost_count / told.runs - self._burst_length) / 8
         restored = 0
-        for transfer, items in told.lost.items():
+        for transfer, items in heard.told.lost.items():
             if transfer == CONTROL:
                 self._outbox.handle_lost(items.tolist())
             else:
                 restored += self._sender.handle_lost(transfer, items)
-        return restored
+        self._flights.settle(now, heard, restored)
 
     def _handle_control(self, now: float, stripe: int, path: Hashable, body: Bytes) -> None:
         try:
@@ -408,8 +341,8 @@ class Session:
             return -math.inf if self._bye else math.inf
         if self._outbox and any(self._sendable(message) for message in self._outbox.queued):
             return -math.inf
-        waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._timeout_at]
-        waits += [sent.loss_at for sent in self._sent]
+        waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._flights.timeout_at]
+        waits.append(self._flights.loss_at)
         waits += [paths.poll_deadline() for paths in self._paths]
         waits += [
             arrivals.due
@@ -419,10 +352,10 @@ class Session:
         waits += [self._receiver.deadline, self._sender.remind_at]
         if (
             self._sender.ready
-            and self._room > 0
+            and self._flights.room > 0
             and self._stripe_for(self.settings.datagram_bytes) is not None
         ):
-            waits.append(-math.inf if self._probes else self._next_send)
+            waits.append(-math.inf if self._flights.probes else self._next_send)
         return min(waits)
 
     def _poll_timers(self, now: float) -> None:
@@ -430,23 +363,9 @@ class Session:
             nothing = "nothing" if self._opened else "no answer"
             self._end(f"{nothing} came from the other end for {self.settings.idle_seconds:g} s")
             return
-        for sent in self._sent:
-            if now >= sent.loss_at:
-                told = Told()
-                self._detect(now, sent, told)
-                if told.lost_count:
-                    restored = self._settle_told(told)
-                    self.control.handle_ack(
-                        now,
-                        rtt=None,
-                        sample=None,
-                        acked=0,
-                        lost=told.lost_count,
-                        restored=restored,
-                        in_flight=self._in_flight,
-                        round_ended=False,
-                    )
-        if now >= self._timeout_at:
+        for heard in self._flights.poll_lost(now):
+            self._tell(now, heard)
+        if now >= self._flights.timeout_at:
             self._probe(now)
         if now >= self._sender.remind_at:
             self._sender.remind(now)
@@ -458,38 +377,12 @@ class Session:
             self._settle(now, self._receiver.due(now))
 
     @property
-    def _in_flight(self) -> int:
-        return sum(sent.in_flight for sent in self._sent)
-
-    @property
     def _keep_alive_at(self) -> float:
         return max(self._spoke, self._heard) + self.settings.idle_seconds * KEEP_ALIVE_SHARE
 
-    @property
-    def _timeout_at(self) -> float:
-        """When the other end has been silent for too long about what is on its way."""
-        if not self._in_flight:
-            return math.inf
-        control = self.control
-        timeout = (
-            control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + ack_delay(control.srtt)
-        )
-        last = max(max(sent.last_sent for sent in self._sent), self._progress)
-        doubled = timeout * 2.0 ** min(self._timeouts, 16)
-        return last + min(doubled, max(LONGEST_TIMEOUT, timeout))
-
     def _probe(self, now: float) -> None:
         """Has the oldest of what is on its way sent again, past rate and window."""
-        self._timeouts += 1
-        self._progress = now
-        self._probes = PROBES
-        if self._timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
-            self.control.handle_timeout(now)
-        for stripe, sent in enumerate(self._sent):
-            oldest = sent.oldest_in_flight()
-            if oldest is None:
-                continue
-            transfer, item = oldest
+        for stripe, transfer, item in self._flights.handle_timeout(now, PROBES):
             if transfer == CONTROL and self._outbox.resend(item):
                 continue
             if transfer < 0 or not self._sender.probe(transfer, item):
@@ -542,19 +435,6 @@ class Session:
         items = np.array([message.sequence], dtype=np.int64)
         return self._burst(now, *way, Kind.CONTROL, CONTROL, items, control_datagram(message.body))
 
-    @property
-    def _burst_count(self) -> int:
-        """Datagrams of one burst at the present rate."""
-        second = self.control.rate / self.settings.datagram_bytes
-        return max(int(min(second * BURST_SECONDS, max(BURST_DATAGRAMS, second * BURST_SECONDS / 2))), 1)
-
-    @property
-    def _room(self) -> int:
-        """Datagrams that may still go on their way."""
-        return max(
-            (self.control.in_flight_limit - self._in_flight) // self.settings.datagram_bytes, self._probes
-        )
-
     def _stripe_for(self, size: int) -> tuple[int, Hashable, int] | None:
         """The next stripe that can take datagrams of this size, its path, and how many."""
         for each in range(len(self._paths)):
@@ -567,15 +447,15 @@ class Session:
         return None
 
     def _poll_data(self, now: float) -> Burst | None:
-        if now < self._next_send and not self._probes:
+        if now < self._next_send and not self._flights.probes:
             return None
-        count = min(self._burst_count, self._room)
+        count = min(self._flights.burst, self._flights.room)
         if count <= 0:
             return None
-        outgoing = self._sender.next(now, self.control, self._burst_length)
+        outgoing = self._sender.next(now, self.control, self._flights.burst_length)
         if outgoing is None:
-            self._meter.handle_limited(self._in_flight)
-            self._probes = 0
+            self._flights.handle_limited()
+            self._flights.probes = 0
             return None
         way = self._stripe_for(self.settings.datagram_bytes)
         if way is None:
@@ -589,12 +469,12 @@ class Session:
         frames[:, -SEAL_BYTES:] = 0
         outgoing.write(kind, items, frames)
         self._turn = stripe + 1
-        self._probes = max(self._probes - len(items), 0)
+        self._flights.probes = max(self._flights.probes - len(items), 0)
         # A timer that comes late is caught up with, by a burst at most: else the rate would not be reached.
         self._next_send = max(self._next_send, now - BURST_SECONDS) + frames.size / self.control.rate
         burst = self._burst(now, stripe, path, kind, outgoing.transfer, items, frames)
         if not self._sender.ready:
-            self._meter.handle_limited(self._in_flight)
+            self._flights.handle_limited()
         return burst
 
     def _burst(
@@ -608,10 +488,8 @@ class Session:
         frames: Bytes,
     ) -> Burst:
         """Gives the datagrams their numbers and headers, and notes them."""
-        sent = self._sent[stripe]
-        phase = self._phase[stripe].of(sent)
-        mark = self._meter.mark(not self._in_flight)
-        first = sent.add(now, transfer, items, frames.shape[1], mark)
+        phase = self._flights.phase(stripe)
+        first = self._flights.add(now, stripe, transfer, items, frames.shape[1])
         write_headers(frames, kind, phase, stripe, self.session, first)
         self._paths[stripe].handle_sent(path, frames.size)
         self._spoke = now
@@ -620,20 +498,3 @@ class Session:
     def _end(self, reason: str) -> None:
         self._ended = True
         self._events.append(Lost(self.session, reason, self._sender.end(), self._receiver.end()))
-
-
-class _Phase:
-    """Of a stripe's keys, in this end's direction."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self._phase = 0
-        self._since = 0  # the number of its first datagram
-
-    def of(self, sent: SentRecords) -> int:
-        """The phase of the next datagram. It changes only once the other end has acknowledged one of the
-        present phase, for receivers hold one phase ahead and no more."""
-        due = self.wanted or sent.next - self._since >= PHASE_DATAGRAMS
-        if due and (sent.largest_acked >= self._since):
-            self._phase, self._since, self.wanted = (self._phase + 1) & 0xFF, sent.next, False
-        return self._phase

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ltp_wire import EXTENTS, Wire
 
 from atoll.core.errors import UserError
-from atoll.ltp.session import Arrived, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
+from atoll.ltp.controls import Handled
+from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import HEADER, SLICE, Kind, records_of
+from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
@@ -336,3 +337,76 @@ def test_an_address_that_does_not_answer_gets_three_times_its_bytes() -> None:
     wire.run(lambda: wire.now > 5.0)
     sent = sum(burst.frames.size for client, burst in wire.sent if not client)
     assert received < sent <= 3 * received
+
+
+# -- control messages ----------------------------------------------------------------------------------------
+
+
+def test_another_version_is_told_and_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.ltp.session.LTP_VERSION", 9)
+    wire = Wire()
+    monkeypatch.undo()
+    wire.run(lambda: bool(wire.got(True, Lost) and wire.got(False, Lost)))
+    assert "version 9 of the protocol, where this end has 1" in wire.got(False, Lost)[0].reason
+    assert "version 9" in wire.got(True, Lost)[0].reason
+
+
+def test_a_share_of_the_link_is_asked_for_and_granted() -> None:
+    wire = opened(Wire())
+    wire.client.ask(20_000_000)
+    wire.run(lambda: bool(wire.got(False, Asked)))
+    assert wire.got(False, Asked)[0].size == 20_000_000
+    wire.server.grant(5e5, 3600.0)
+    start(wire, reliable=True)
+    begun = wire.now
+    wire.run(lambda: both_done(wire, 1))
+    assert wire.client.status().rate <= 5e5
+    assert wire.now - begun > 0.25  # 160 kB
+
+
+def test_the_last_word_that_was_acknowledged_and_not_understood_is_said_again() -> None:
+    wire = opened(Wire())
+    send, spoilt = wire._send, []
+
+    def spoil(client: bool, burst: Burst) -> None:
+        if b"Closed" in burst.frames.tobytes() and not spoilt:
+            spoilt.append(burst)
+            burst.frames[0, HEADER.itemsize] = 0xC1  # of no message in MessagePack
+        send(client, burst)
+
+    wire._send = spoil  # type: ignore[method-assign]
+    values = [start(wire), start(wire)]
+    begun = wire.now
+    wire.run(lambda: both_done(wire, 2))
+    assert spoilt
+    assert 1.0 < wire.now - begun < 1.5  # by a reminder
+    for sent, arrived, delivered in zip(
+        values, wire.got(False, Arrived), wire.got(True, Delivered), strict=True
+    ):
+        check(arrived, delivered, sent)
+
+
+def test_a_message_is_handled_once_and_the_memory_of_it_is_bounded() -> None:
+    handled = Handled()
+    assert handled.fresh(0)
+    assert not handled.fresh(0)
+    assert handled.fresh(2)
+    assert handled.fresh(1)
+    assert not any(handled.fresh(each) for each in range(3))
+    for each in range(10, 50_000, 2):  # what is sent once may never come
+        assert handled.fresh(each)
+    assert len(handled._past) <= 4096
+    assert not handled.fresh(49_998)
+
+
+def test_a_session_that_is_over_keeps_nothing() -> None:
+    wire = opened(Wire())
+    start(wire)
+    start(wire, client=False)
+    wire.run(lambda: wire.now > 0.1)
+    wire.client.close(wire.now, "over")
+    wire.run(lambda: bool(wire.got(False, Lost)))
+    for end in (wire.client, wire.server):
+        assert not end._sender._transfers
+        assert not end._receiver._open
+        assert end.poll_deadline() == math.inf or end.poll_datagrams(wire.now) is not None

@@ -1,0 +1,175 @@
+"""What a session has on its way, over all stripes: how much more may go, and when silence is too long.
+
+Joins the records of what was sent, what Acks measure, and the rate. Source: S3, "The sender", 4 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.ltp.acks import ack_delay
+from atoll.ltp.control import RateControl, RateSample
+from atoll.ltp.metering import Meter
+from atoll.ltp.sending import Items
+from atoll.ltp.sent import GRANULARITY, SentRecords, Told
+from atoll.ltp.settings import Settings
+from atoll.wire.datagrams import Acknowledgement
+
+BURST_SECONDS = 0.002  # of the rate in one burst, at most
+BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
+LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
+TIMEOUT_VARIATIONS = 4  # (RFC 6298)
+PHASE_DATAGRAMS = 2**30  # of a stripe that are sealed with one key
+
+
+class Flights:
+    """Of one end."""
+
+    def __init__(self, settings: Settings, stripes: int, rng: np.random.Generator, now: float) -> None:
+        self.control = RateControl(settings, now, rng)
+        self.stripes = [SentRecords() for _ in range(stripes)]
+        self.phases = [KeyPhase() for _ in range(stripes)]
+        self.lost = 0  # datagrams
+        self.burst_length = 1.0  # datagrams that are lost in a row
+        self.timeouts = 0  # in a row
+        self.probes = 0  # datagrams that may go past rate and window
+        self._meter = Meter()
+        self.timeout_at = math.inf  # when the other end has been silent for too long about what is on its way
+        self._progress = now
+        self._size = settings.datagram_bytes
+
+    @property
+    def bytes(self) -> int:
+        """On their way."""
+        if len(self.stripes) == 1:
+            return self.stripes[0].in_flight
+        return sum(sent.in_flight for sent in self.stripes)
+
+    @property
+    def burst(self) -> int:
+        """Datagrams of one burst at the present rate."""
+        second = self.control.rate / self._size
+        return max(int(min(second * BURST_SECONDS, max(BURST_DATAGRAMS, second * BURST_SECONDS / 2))), 1)
+
+    @property
+    def room(self) -> int:
+        """Datagrams that may still go on their way."""
+        return max((self.control.in_flight_limit - self.bytes) // self._size, self.probes)
+
+    def add(self, now: float, stripe: int, transfer: int, items: Items, size: int) -> int:
+        """Notes a burst that goes now; returns its first number."""
+        first = self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(not self.bytes))
+        self._set_timeout()
+        return first
+
+    def phase(self, stripe: int) -> int:
+        """The phase of the keys for the next datagram."""
+        return self.phases[stripe].of(self.stripes[stripe])
+
+    def handle_limited(self) -> None:
+        """There is nothing to send though more could be."""
+        self._meter.handle_limited(self.bytes)
+
+    def handle_ack(self, now: float, ack: Acknowledgement) -> Heard:
+        """Takes in an Ack."""
+        sent, control = self.stripes[ack.of], self.control
+        told = sent.handle_ack(now, ack)
+        if told.acked_count:
+            self.timeouts, self.probes, self._progress = 0, 0, now
+        self._detect(now, sent, told)
+        heard = Heard(told)
+        if told.rtt is not None:
+            without = told.rtt - ack.delay  # which is the receiver's word, and may be wrong
+            heard.rtt = without if without >= control.min_rtt / 2 else told.rtt
+        sample, ended = self._meter.handle_ack(ack, told, control.min_rtt)
+        heard.sample, heard.round_ended = sample, ended
+        return heard
+
+    def poll_lost(self, now: float) -> Iterator[Heard]:
+        """What time alone says is lost."""
+        for sent in self.stripes:
+            if now >= sent.loss_at:
+                told = Told()
+                self._detect(now, sent, told)
+                if told.lost_count:
+                    yield Heard(told)
+
+    def settle(self, now: float, heard: Heard, restored: int) -> None:
+        """Tells the rate. `restored` of the lost ones can be restored."""
+        told = heard.told
+        if not told.acked_count and not told.lost_count:
+            return
+        self.control.handle_ack(
+            now,
+            rtt=heard.rtt,
+            sample=heard.sample,
+            acked=told.acked_count,
+            lost=told.lost_count,
+            restored=restored,
+            in_flight=self.bytes,
+            round_ended=heard.round_ended,
+        )
+        self._set_timeout()
+
+    @property
+    def loss_at(self) -> float:
+        """When poll_lost may have something."""
+        return min(sent.loss_at for sent in self.stripes)
+
+    def handle_timeout(self, now: float, probes: int) -> list[tuple[int, int, int]]:
+        """It has been; returns stripe, transfer and item of what is longest on its way."""
+        self.timeouts += 1
+        self._progress = now
+        self.probes = probes
+        if self.timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
+            self.control.handle_timeout(now)
+        self._set_timeout()
+        oldest = [(stripe, sent.oldest_in_flight()) for stripe, sent in enumerate(self.stripes)]
+        return [(stripe, *found) for stripe, found in oldest if found is not None]
+
+    def _set_timeout(self) -> None:
+        if not self.bytes:
+            self.timeout_at = math.inf
+            return
+        control = self.control
+        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY)
+        timeout += ack_delay(control.srtt)
+        last = max(self._progress, *(sent.last_sent for sent in self.stripes))
+        self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), max(LONGEST_TIMEOUT, timeout))
+
+    def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
+        sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self.burst, told)
+        if told.lost_count:
+            self.lost += told.lost_count
+            self.burst_length += (told.lost_count / told.runs - self.burst_length) / 8
+
+
+@dataclass
+class Heard:
+    """What an Ack, or the time, tells."""
+
+    told: Told
+    rtt: float | None = None
+    sample: RateSample | None = None
+    round_ended: bool = False
+
+
+class KeyPhase:
+    """Of a stripe's keys, in this end's direction."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._phase = 0
+        self._since = 0  # the number of its first datagram
+
+    def of(self, sent: SentRecords) -> int:
+        """The phase of the next datagram. It changes only once the other end has acknowledged one of the
+        present phase, for receivers hold one phase ahead and no more."""
+        due = self.wanted or sent.next - self._since >= PHASE_DATAGRAMS
+        if due and (sent.largest_acked >= self._since):
+            self._phase, self._since, self.wanted = (self._phase + 1) & 0xFF, sent.next, False
+        return self._phase
