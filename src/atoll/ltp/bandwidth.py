@@ -20,9 +20,8 @@ BASE_SPANS = 32  # of so many packets and at least a round, over which the least
 SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
 FIRST_BASE = 0.03
 MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
-FAIR = (
-    0.98  # of what was sent, corrected for the path's own loss: when as much came, the path was not the limit
-)
+# of what was sent, corrected for the path's own loss: when as much came, the path was not the limit
+FAIR = 0.98
 
 MISSING = 0.9  # the same while less was sent than the estimate says
 LEAST_BUSY = 0.001  # seconds of queue: less is jitter
@@ -131,7 +130,7 @@ class Round:
     """What one round trip showed. Rates in bytes per second, corrected for the path's own loss."""
 
     rate: float  # delivered
-    sent: float  # the rate at which its packets were paced
+    sent: float  # the rate at which its packets were paced; nan where there was none
     limited: bool  # by the application, or without a sample
     acked: int  # packets
     lost: int
@@ -142,11 +141,17 @@ class Round:
         sent, or more was lost than the path loses at any rate. Where less was sent than the estimate says, it
         does not if just that much came, nor if a little less came and no queue stood: that may be chance."""
         busy = self.queue > least_busy(min_rtt)
+        if math.isnan(self.sent):
+            return busy
         if self.sent < FAIR * estimate:
             short = self.rate < (FAIR if busy else MISSING) * self.sent
             return short or (busy and self.rate * FAIR > self.sent)
         short = self.rate < FAIR * self.sent
         return busy or short or surely_above(self.lost, max(self.acked + self.lost, 1), base)
+
+    def much_is_missing(self, min_rtt: float) -> bool:
+        """Whether one round is enough to say so, and not chance, nor a little more loss."""
+        return self.queue > least_busy(min_rtt) or self.rate < MISSING * self.sent
 
 
 def least_busy(min_rtt: float) -> float:
@@ -210,13 +215,14 @@ class Bandwidth:
 
     def measure(self, round_: Round, base: float, min_rtt: float, anew: bool) -> None:
         """A round ended. `anew`: the path has just changed, and the last word on it is the best."""
-        if anew and not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt):
+        limit = not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt)
+        if anew and limit and round_.much_is_missing(min_rtt):
             self.restart(round_.rate)
         elif round_.rate >= self.estimate:
             self.raise_to(round_.rate)
         elif round_.limited:
             return
-        elif round_.path_was_limit(self.estimate, base, min_rtt):
+        elif limit:
             self.count(round_.rate)
         elif round_.sent >= FAIR * self.estimate:
             self.count(self.estimate)  # as much as it says was sent, and came

@@ -16,6 +16,7 @@ from atoll.ltp.bandwidth import (
     FAIR,
     LOSS_ROUNDS,
     MIN_RTT_SECONDS,
+    MISSING,
     Bandwidth,
     Losses,
     RateSample,
@@ -163,7 +164,7 @@ class RateControl:
         if acked and self._timeouts:
             self._timeouts = 0
             self._level = max(HALF, self._level)
-            self._set("timeout", "heard again: half of the estimate, which may be out of date")
+            self._set_within("timeout", "heard again: half of the estimate, which may be out of date")
         if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
             self._paced = math.nan
         if round_ended:
@@ -172,7 +173,7 @@ class RateControl:
             self._watch_queue(rtt)
         if now >= self._granted_until and self._granted < math.inf:
             self._granted = math.inf
-            self._set("grant", "the receiver's grant has expired")
+            self._set_within("grant", "the receiver's grant has expired")
 
     def handle_timeout(self, now: float) -> None:  # noqa: ARG002  (as the other inputs)
         """Nothing was heard for a probe timeout."""
@@ -181,7 +182,7 @@ class RateControl:
         self._starting_rate = max(self._starting_rate * HALF, self._settings.initial_rate * HALF)
         self._gain = 1.0
         self._losses.forget()
-        self._set("timeout", f"nothing was heard, {self._timeouts} times in a row")
+        self._set_within("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
         """The receiver's word that its link has so much for this sender, for so long."""
@@ -189,7 +190,7 @@ class RateControl:
             return
         seconds = min(seconds, MOST_GRANT_SECONDS)
         self._granted, self._granted_until = rate, now + seconds
-        self._set("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
+        self._set_within("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
     def begin_window(self, now: float) -> Decision:
         """A transfer's window begins: the rate is the estimate's, however long the sender was idle."""
@@ -204,7 +205,7 @@ class RateControl:
                 # The path had time to empty: what the last rounds were about is over.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
-            self._set("window", "a window begins at the estimate")
+            self._set_within("window", "a window begins at the estimate")
         return self.decision
 
     # Once a round trip.
@@ -340,10 +341,10 @@ class RateControl:
             self._set(row.seen, f"up, {self._gain - 1.0:.0%} above the estimate: {row.reason}")
 
     def _halve(self, row: Row, round_: Round) -> None:
-        """Half of the estimate, which is taken anew: what was measured before this loss no longer holds. If
-        half does not lessen the loss and no queue stands, it is not the rate's, and half it stays."""
-        full = round_.sent >= FAIR * self._bandwidth.estimate or self._stands(round_.queue)
-        if full and not round_.limited:
+        """Half of the estimate, which is taken anew where the path was the limit: what was measured before
+        no longer holds. A loss that comes at any rate does not, or it would sink window by window."""
+        short = round_.rate < MISSING * round_.sent and round_.sent >= FAIR * self._bandwidth.estimate
+        if (short or self._stands(round_.queue)) and not round_.limited:
             was = self._bandwidth.estimate
             self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
         self._level, self._gain = max(HALF, self._level * HALF), 1.0
@@ -376,6 +377,13 @@ class RateControl:
     def _seen(self) -> Seen:
         lost, counted = self._losses.recent()
         return Seen(lost, counted, self._losses.quiet_rounds, self.target, self._settings.fill_above)
+
+    def _set_within(self, row: str, reason: str) -> None:
+        """Within a round: how fast its packets were sent is two rates, and so none."""
+        before = self.rate
+        self._set(row, reason)
+        if not FAIR <= self.rate / before <= 1.0 / FAIR:
+            self._paced = math.nan
 
     def _set(self, row: str, reason: str) -> None:
         if self._phase == "start-up":

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from atoll.core.errors import UserError
 
 GRANT_SECONDS = 0.1  # a grant's life: what a newcomer waits at most for its share, and a few round trips
-RENEWED = (
-    0.5  # of its life, after which a grant is given again: one that was lost is followed by another in time
-)
+# of its life, after which a grant is given again: one that was lost is followed by another in time
+RENEWED = 0.5
 ASK_SECONDS = 1.0  # for which a sender counts as having something to send, unless it asks again
 RESERVE = 0.05  # of the link, for those who wait for their share
 LEAST_CHANGE = 0.05  # of a grant, below which a change of the share waits for the renewal
