@@ -128,7 +128,7 @@ class Sender:
             self._known(part.transfer)
         if part.order < self._order or len(self._said) >= MOST_SAID:
             return [delivered] if delivered is not None else []
-        self._said[part.order] = delivered
+        self._said.setdefault(part.order, delivered)
         return self._in_order()
 
     def _in_order(self) -> list[Delivered]:
