@@ -12,6 +12,8 @@ import pytest
 
 from atoll.core.config import Config
 from atoll.lab import topology
+from atoll.ltp.settings import Settings
+from atoll.wire import datagrams
 
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"`(\w+/\w+\.py)`:\s+`([\w.]+)`")
@@ -72,6 +74,28 @@ def test_every_constant_of_the_transport_s_pages_is_the_code_s(page: str, at_lea
         if value is None or value != pytest.approx(eval(given.replace("^", "**")), rel=1e-9):
             wrong.append(f"{file}.py: {name} = {value}, where the page has {given}")
     assert wrong == []
+
+
+def test_the_datagrams_of_the_page_are_the_code_s() -> None:
+    text = (ROOT / "docs" / "ltp.md").read_text(encoding="utf-8")
+    given = re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \|", text, re.MULTILINE)
+    fields = [
+        (str(layout.fields[name][1]), str(layout.fields[name][0].itemsize), name)
+        for layout in (datagrams.HEADER, datagrams.SLICE, datagrams.ACK)
+        for name in layout.names or ()
+        if layout.fields is not None
+    ]
+    assert given == fields
+
+
+def test_every_setting_of_the_transport_is_documented() -> None:
+    text = (ROOT / "docs" / "ltp.md").read_text(encoding="utf-8")
+    given = dict(re.findall(r"^\| `(\w+)` \| ([^ |]+) \|", text, re.MULTILINE))
+    for name, value in vars(Settings()).items():
+        if isinstance(value, (str, bool)):
+            assert given[name] == ("on" if value is True else f"`{value}`"), name
+        else:
+            assert float(given[name]) == value, name
 
 
 def test_every_configuration_key_is_documented() -> None:
