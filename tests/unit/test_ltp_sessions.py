@@ -237,6 +237,8 @@ def test_last_values_fill_as_the_sender_knows_them() -> None:
         wire.run(lambda count=count: both_done(wire, count))
         arrived, delivered = wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1]
         missing = np.repeat(delivered.missing, BLOCK)[:40_000]
+        if missing.any():
+            assert delivered.fill == ("last" if count > 1 else "zero")
         kept = np.where(missing, kept if delivered.fill == "last" else 0, values).astype(np.float32)
         assert arrived.values.tobytes() == kept.tobytes()
 
@@ -325,6 +327,8 @@ def test_data_moves_to_the_address_that_answers() -> None:
 def test_an_address_that_does_not_answer_gets_three_times_its_bytes() -> None:
     wire = Wire()
     wire.server.send(0.0, 0, 0, some_values())
+    for _ in range(200):
+        wire.server.grant(1e6, 1.0)
     blocked = False
 
     def drop(client: bool, burst: Burst, now: float) -> np.ndarray:
@@ -410,3 +414,29 @@ def test_a_session_that_is_over_keeps_nothing() -> None:
         assert not end._sender._transfers
         assert not end._receiver._open
         assert end.poll_deadline() == math.inf or end.poll_datagrams(wire.now) is not None
+
+
+def test_a_message_that_is_lost_goes_again_within_a_few_round_trips() -> None:
+    lost: list[float] = []
+
+    def drop(client: bool, burst: Burst, now: float) -> np.ndarray:
+        first = b"Closed" in burst.frames.tobytes() and not lost
+        lost.extend([now] * first)
+        return np.full(len(burst.frames), first)
+
+    wire = opened(Wire())
+    wire.drop = drop
+    begun = wire.now
+    start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    assert lost
+    assert wire.now - begun < 0.5
+
+
+def test_the_end_of_a_transfer_is_acknowledged_at_once() -> None:
+    wire = opened(Wire())
+    start(wire, chunk=2)  # one datagram
+    wire.run(lambda: bool(wire.got(False, Arrived)))
+    at = wire.now
+    wire.run(lambda: any(not client and burst.frames[0, 1] == Kind.ACK for client, burst in wire.sent[-2:]))
+    assert wire.now == at

@@ -426,3 +426,12 @@ def test_the_rate_of_arrival_leaves_out_the_time_between_transfers() -> None:
             rates.handle_blocks(start + each * 0.001, 10, RTT)
     assert rates.rate == pytest.approx(10_000, rel=0.05)
     assert rates.expected(100) == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_low_block_that_goes_again_no_longer_counts_as_lost() -> None:
+    transfer = outgoing(blocks=128)  # 3 low blocks may be missing
+    low = np.setdiff1d(np.arange(128), high_indices(128, transfer.highs))
+    sent_by(transfer)
+    for lost in (low[:4], low[4:5], low[5:6]):
+        transfer.handle_lost(lost)
+        assert sum(len(items) for items, _ in sent_by(transfer)) == 1

@@ -55,7 +55,7 @@ class Meter:
         ended = mark.acked >= self._round_end
         if ended:
             self._round_end = self.acked
-        if told.rtt is None:
+        if not told.exact:
             return None, ended
         state = _State(ack.delivered, ack.arrived, sent)
         if self._latest is None or ack.delivered > self._latest.delivered:

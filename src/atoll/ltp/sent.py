@@ -53,6 +53,7 @@ class Told:
     spurious: int = 0
     runs: int = 0  # of lost numbers that follow one another
     rtt: float | None = None
+    exact: bool = False  # the largest that the Ack names is the newest of `acked`
     newest: tuple[float, Mark] | None = None  # when the largest newly acknowledged was sent, and with what
 
 
@@ -111,6 +112,7 @@ class SentRecords:
         rows = slice(start - self._first, stop - self._first)
         came = ack.received[start - ack.base : stop - ack.base]
         state = self._state[rows]
+        self._measure(now, ack.largest - self._first, told)
         fresh = np.flatnonzero(came & (state == IN_FLIGHT)) + rows.start
         wrongly = np.flatnonzero(came & (state == LOST)) + rows.start
         if len(wrongly):
@@ -125,10 +127,16 @@ class SentRecords:
             told.acked = self._by_transfer(newly)
             newest = int(fresh[-1]) if len(fresh) else int(newly[-1])
             told.newest = float(self._time[newest]), self._mark_of(newest)
-            if newest + self._first == ack.largest and len(fresh):
-                told.rtt = max(now - float(self._time[newest]), 0.0)
+            told.exact = newest + self._first == ack.largest and len(fresh) > 0
         self.largest_acked = max(self.largest_acked, ack.largest)
         return told
+
+    def _measure(self, now: float, largest: int, told: Told) -> None:
+        """The round trip of the largest, by its first Ack; one that asked for none will do."""
+        if largest >= 0 and self._state[largest] in (IN_FLIGHT, SILENT):
+            told.rtt = max(now - float(self._time[largest]), 0.0)
+            if self._state[largest] == SILENT:
+                self._state[largest] = ACKED
 
     def detect(self, now: float, rtt: float, jitter: float, burst: int, told: Told) -> None:
         """Finds what is lost by now. `rtt` and `jitter` in seconds; `burst` is datagrams of one."""
