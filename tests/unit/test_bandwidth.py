@@ -93,14 +93,16 @@ def test_a_round_s_rate_is_the_median_of_its_last_third_corrected_for_the_path_s
     bandwidth = Bandwidth(1.0)
     for delivered in (10, 10, 10, 20, 20, 20, 30, 90, 31):
         bandwidth.take(RateSample(delivered, 1.0, False))
-    assert bandwidth.end_round(0.0) == (31.0, False)
+    assert bandwidth.end_round(0.0) == (31.0, math.inf, False)
     bandwidth.take(RateSample(90, 1.0, False))
-    assert bandwidth.end_round(0.1) == (pytest.approx(100.0), False)
-    assert bandwidth.end_round(0.0) == (0.0, True)
+    assert bandwidth.end_round(0.1) == (pytest.approx(100.0), math.inf, False)
+    assert bandwidth.end_round(0.0) == (0.0, math.inf, True)
     bandwidth.take(RateSample(50, 1.0, True))
     bandwidth.take(RateSample(0, 1.0, False))
     bandwidth.take(RateSample(50, 0.0, False))
-    assert bandwidth.end_round(0.0) == (50.0, True)
+    assert bandwidth.end_round(0.0) == (50.0, math.inf, True)
+    bandwidth.take(RateSample(50, 1.0, False, 0.5))
+    assert bandwidth.end_round(0.0) == (50.0, 100.0, False)
 
 
 def test_a_greater_rate_raises_the_estimate_at_once_whoever_limited_it():

@@ -36,6 +36,7 @@ class RateSample:
     delivered: int
     seconds: float
     app_limited: bool
+    sent_seconds: float = 0.0  # in which they were sent: a sender's thread may be late; 0: not known
 
 
 class RoundTrip:
@@ -171,30 +172,32 @@ class Bandwidth:
     def __init__(self, initial: float) -> None:
         self.estimate = initial
         self.measured = False
-        self._free: list[float] = []  # samples of the round that runs
-        self._limited: list[float] = []  # and those while the sender had too little to send
+        self._free: list[tuple[float, float]] = []  # samples of the round that runs
+        self._limited: list[tuple[float, float]] = []  # and those while the sender had too little to send
         self._greatest: deque[tuple[int, float]] = deque()  # (round, rate): rises, falls
         self._counted = 0  # rounds
 
     def take(self, sample: RateSample) -> None:
         if sample.seconds > 0.0 and sample.delivered > 0:
             rate = sample.delivered / sample.seconds
-            (self._limited if sample.app_limited else self._free).append(rate)
+            sent = sample.delivered / sample.sent_seconds if sample.sent_seconds > 0.0 else math.inf
+            (self._limited if sample.app_limited else self._free).append((rate, sent))
 
     def most_of_round(self) -> float:
         """The greatest sample of the round that runs, 0 without one: in start-up the rate rises within it."""
-        return max(self._free, default=0.0)
+        return max((rate for rate, _ in self._free), default=0.0)
 
-    def end_round(self, base: float) -> tuple[float, bool]:
+    def end_round(self, base: float) -> tuple[float, float, bool]:
         """The round's delivery rate, corrected, and whether it was limited by the application alone;
         (0, True) without a sample."""
         free, limited = self._free, self._limited
         self._free, self._limited = [], []
         rates = free or limited
         if not rates:
-            return 0.0, True
-        late = sorted(rates[-max(1, len(rates) // 3) :])
-        return late[len(late) // 2] / (1.0 - base), not free
+            return 0.0, math.inf, True
+        late = rates[-max(1, len(rates) // 3) :]
+        rate, sent = (sorted(each)[len(late) // 2] / (1.0 - base) for each in zip(*late, strict=True))
+        return rate, sent, not free
 
     def raise_to(self, rate: float) -> None:
         """A round showed that the path carries this."""

@@ -51,7 +51,7 @@ YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
 LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
 MOST_GRANT_SECONDS = 10.0  # a receiver that dies must not hold a sender down for longer
-BURST_SECONDS = 0.002  # of the rate: what the engine sends at once
+HOST_SECONDS = 0.01  # by which threads at both ends are late on loaded machines: no part of the path
 LEAST_RATE_PACKETS = 2.0  # a round trip: the least rate
 
 
@@ -138,7 +138,7 @@ class RateControl:
         """Bytes: twice what the path holds, since acknowledgements come in groups; in start-up what it is
         thought to hold after the next doubling."""
         rate = max(self.rate, self._bandwidth.estimate)
-        return int(2.0 * rate * (self._trip.least + BURST_SECONDS)) + 10 * self._settings.datagram_bytes
+        return int(2.0 * rate * (self._trip.least + HOST_SECONDS)) + 10 * self._settings.datagram_bytes
 
     def handle_ack(
         self,
@@ -224,7 +224,8 @@ class RateControl:
             self._paced_before,
             self._paced,
         )  # what came now was sent in the round before
-        rate, limited = self._bandwidth.end_round(base)
+        rate, really_sent, limited = self._bandwidth.end_round(base)
+        sent = min(sent, really_sent)
         if self._phase == "start-up":
             self._start_up(Round(rate, sent, limited, acked, lost, queue))
         else:
@@ -253,9 +254,14 @@ class RateControl:
         if rate > 0.0 and (not limited or rate > bandwidth.estimate):
             bandwidth.raise_to(rate)
         if limited:
+            if bandwidth.measured:
+                self._starting_rate = max(DOUBLING * bandwidth.estimate, self._settings.initial_rate)
             self._set("start-up", "too little to send to learn the path's rate")
             return
-        self._flat = 0 if grew else self._flat + 1
+        offered = (
+            not round_.sent < GROWTH * bandwidth.estimate
+        )  # more than is known to go: else it tells nothing
+        self._flat = 0 if grew else self._flat + offered
         if self._flat >= FLAT_ROUNDS:
             self._leave_start_up(f"{FLAT_ROUNDS} rounds without growth")
         elif self._stands(queue):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.ltp.acks import ack_delay
 from atoll.ltp.control import RateControl, RateSample
 from atoll.ltp.metering import Meter
 from atoll.ltp.sending import Items
@@ -21,6 +20,8 @@ from atoll.wire.datagrams import Acknowledgement
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
 BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
+MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer came late, burst after burst
+LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
 LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
 PHASE_DATAGRAMS = 2**30  # of a stripe that are sealed with one key
@@ -136,8 +137,7 @@ class Flights:
             self.timeout_at = math.inf
             return
         control = self.control
-        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY)
-        timeout += ack_delay(control.srtt)
+        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + LATEST_ACK
         last = max(self._progress, *(sent.last_sent for sent in self.stripes))
         self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), max(LONGEST_TIMEOUT, timeout))
 

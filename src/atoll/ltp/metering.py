@@ -6,6 +6,7 @@ by its own length and not by the round trip before it. Source: S3, "The sender",
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from atoll.ltp.bandwidth import RateSample
@@ -13,6 +14,7 @@ from atoll.ltp.sent import Mark, Told
 from atoll.wire.datagrams import Acknowledgement
 
 LEAST_SPAN = 0.004  # seconds; two bursts: what arrives within one says nothing
+LEAST_ROUND = 0.01  # seconds that a round lasts: of one of 0.3 ms a host's jitter would be all that is seen
 SPAN_SHARE = 1 / 4  # of the least round trip
 
 
@@ -31,6 +33,7 @@ class Meter:
         self._latest: _State | None = None
         self._anchor: _State | None = None  # the first since this end was idle
         self._round_end = 0
+        self._ended_at = -math.inf
         self._limited_until = 0
 
     def mark(self, idle: bool) -> Mark:
@@ -52,9 +55,9 @@ class Meter:
         if told.newest is None:
             return None, False
         sent, mark = told.newest
-        ended = mark.acked >= self._round_end
+        ended = mark.acked >= self._round_end and ack.arrived >= self._ended_at + LEAST_ROUND
         if ended:
-            self._round_end = self.acked
+            self._round_end, self._ended_at = self.acked, ack.arrived
         if not told.exact:
             return None, ended
         state = _State(ack.delivered, ack.arrived, sent)
@@ -68,4 +71,4 @@ class Meter:
         seconds = max(ack.arrived - since.arrived, sent - since.sent)
         if delivered <= 0 or seconds < max(LEAST_SPAN, SPAN_SHARE * min_rtt):
             return None, ended
-        return RateSample(delivered, seconds, mark.limited), ended
+        return RateSample(delivered, seconds, mark.limited, sent - since.sent), ended

@@ -31,7 +31,7 @@ from atoll.ltp.events import (
     Status,
     Values,
 )
-from atoll.ltp.flights import BURST_SECONDS, Flights, Heard
+from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.leaving import Sender
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
@@ -115,6 +115,9 @@ class Session:
         self._delivered = 0  # bytes that came
         self._heard = self._spoke = now
         self._next_send = now
+        self._timed = (
+            False  # there was more to send at the last burst, and but for the pace it would have gone
+        )
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
@@ -449,6 +452,7 @@ class Session:
     def _poll_data(self, now: float) -> Burst | None:
         if now < self._next_send and not self._flights.probes:
             return None
+        timed, self._timed = self._timed, False
         count = min(self._flights.burst, self._flights.room)
         if count <= 0:
             return None
@@ -470,10 +474,12 @@ class Session:
         outgoing.write(kind, items, frames)
         self._turn = stripe + 1
         self._flights.probes = max(self._flights.probes - len(items), 0)
-        # A timer that comes late is caught up with, by a burst at most: else the rate would not be reached.
-        self._next_send = max(self._next_send, now - BURST_SECONDS) + frames.size / self.control.rate
+        # A timer that comes late is caught up with, or a loaded machine would never reach its rate.
+        late = MOST_LATE if timed else BURST_SECONDS
+        self._next_send = max(self._next_send, now - late) + frames.size / self.control.rate
         burst = self._burst(now, stripe, path, kind, outgoing.transfer, items, frames)
-        if not self._sender.ready:
+        self._timed = self._sender.ready
+        if not self._timed:
             self._flights.handle_limited()
         return burst
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -257,9 +257,15 @@ class LinkSession:
             if isinstance(event, Arrived):
                 self._waiting_bytes += event.values.nbytes
             elif isinstance(event, Lost):
+                event = self._explained(event)
                 self._lost = event.reason
-        self._events += events
+            self._events.append(event)
         self._condition.notify_all()
+
+    def _explained(self, lost: Lost) -> Lost:
+        """With what kept datagrams from leaving, where something did."""
+        troubles = [port.trouble for port in self._ports if port.trouble]
+        return replace(lost, reason=f"{lost.reason} ({troubles[0]})") if troubles else lost
 
     def _finish(self) -> None:
         self.finished = True
