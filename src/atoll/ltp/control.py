@@ -36,6 +36,7 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
+NEAR_SECONDS = 0.005  # of round trip: half of the least round
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
 RECOVERY = 1.25  # a round, "up" while below the estimate
@@ -270,7 +271,9 @@ class RateControl:
             self._leave_start_up("loss above the fill threshold, and less came than was sent")
         else:
             if grew:
-                self._starting_rate = DOUBLING * max(self._starting_rate, bandwidth.estimate)
+                # On a near path a round is many round trips, and what came tells of the pace that runs.
+                known = 0.0 if self._trip.smoothed < NEAR_SECONDS else self._starting_rate
+                self._starting_rate = DOUBLING * max(known, bandwidth.estimate)
             self._set("start-up", "doubled" if grew else "no growth; it may be chance")
 
     def _watch_queue(self, rtt: float) -> None:

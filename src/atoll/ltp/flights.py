@@ -21,6 +21,7 @@ from atoll.wire.datagrams import Acknowledgement
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
 BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
 MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer came late, burst after burst
+IDLE_SECONDS = 0.02  # without anything on its way, which a pause between bursts is not
 LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
 LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
@@ -63,7 +64,8 @@ class Flights:
 
     def add(self, now: float, stripe: int, transfer: int, items: Items, size: int) -> int:
         """Notes a burst that goes now; returns its first number."""
-        first = self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(not self.bytes))
+        idle = not self.bytes and now > max(sent.last_sent for sent in self.stripes) + IDLE_SECONDS
+        first = self.stripes[stripe].add(now, transfer, items, size, self._meter.mark(idle))
         self._set_timeout()
         return first
 

@@ -61,7 +61,10 @@ class Meter:
         if not told.exact:
             return None, ended
         state = _State(ack.delivered, ack.arrived, sent)
-        if self._latest is None or ack.delivered > self._latest.delivered:
+        latest = self._latest
+        # On a near path a round trip is shorter than what a rate can be told by: then marks stay for longer.
+        held = max(2 * LEAST_SPAN - min_rtt, 0.0)
+        if latest is None or (ack.delivered > latest.delivered and ack.arrived >= latest.arrived + held):
             self._latest = state
         since = _State(mark.delivered, mark.arrived, mark.sent) if mark.arrived >= 0 else self._anchor
         if since is None:

@@ -102,6 +102,9 @@ class Sender(Protocol):
     def send(self, transfer: int, look: Callable[[], None]) -> None:
         """Send a transfer; may return before it has left. Calls `look` while it waits, which may raise."""
 
+    def check(self) -> None:
+        """Raises PeerLostError where the way to the server has ended."""
+
     def settle(self, look: Callable[[], None]) -> None:
         """Wait until nothing of the last transfer is under way any more."""
 
@@ -120,6 +123,9 @@ class TcpTransport:
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
         self._link.send(self._data, look)
+
+    def check(self) -> None:
+        """The server tells where the connection has ended."""
 
     def settle(self, look: Callable[[], None]) -> None:
         """The server has it all."""
@@ -315,6 +321,7 @@ class LinkTester:
             if taken := self._taken.pop((sender.number, transfer), None):
                 return taken
             self.check_flow(sender)
+            sender.check()
             self._next(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         return None
 

@@ -161,11 +161,14 @@ class LtpTransport:
         self._session.send(CHUNK, transfer, self._values, self._mask(), self._reliable)
         self._sending += 1
 
+    def check(self) -> None:
+        self._take_events(0.0)
+
     def settle(self, look: Callable[[], None]) -> None:
         """Wait until the server's word on what was missing has come: then nothing is under way any more."""
         while self._sending:
             look()
-            self._take_events()
+            self._take_events(_LOOK_SECONDS)
 
     def packets(self) -> Packets:
         status = self._session.status().session
@@ -190,10 +193,14 @@ class LtpTransport:
                     f"no datagram came back from {self._name} within {seconds:g} s{trouble}; does a firewall "
                     "let UDP through, both ways?"
                 )
-            self._take_events()
+            self._take_events(_LOOK_SECONDS)
 
-    def _take_events(self) -> None:
-        for event in self._session.events(_LOOK_SECONDS):
+    def _take_events(self, seconds: float) -> None:
+        try:
+            events = self._session.events(seconds)
+        except RunError as error:  # its own word, where the session has failed here
+            raise PeerLostError(str(error)) from error
+        for event in events:
             if isinstance(event, Opened):
                 self._opened = True
             elif isinstance(event, Delivered):

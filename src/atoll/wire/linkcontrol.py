@@ -83,9 +83,9 @@ class Need(Control, frozen=True):
 
 
 class Closed(Control, frozen=True):
-    """The receiver is done with a transfer, the `order`-th that it is done with, from 0 on: its sender tells of
-    them in that order. `missing` has a bit for each block from `first` on (a multiple
-    of 8), by index, the lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
+    """The receiver is done with a transfer, the `order`-th that it is done with, from 0 on: its sender tells
+    of them in that order. `missing` has a bit for each block from `first` on (a multiple of 8), by index, the
+    lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
 
     transfer: U32
     part: Annotated[int, Meta(ge=0, lt=2**16)]
