@@ -123,6 +123,11 @@ class Flights:
         """When poll_lost may have something."""
         return min(sent.loss_at for sent in self.stripes)
 
+    @property
+    def waits_since(self) -> float:
+        """Since when nothing of a stripe was acknowledged, though something is on its way; else inf."""
+        return min(sent.waits_since for sent in self.stripes)
+
     def handle_timeout(self, now: float, probes: int) -> list[tuple[int, int, int]]:
         """It has been; returns stripe, transfer and item of what is longest on its way."""
         self.timeouts += 1
