@@ -297,6 +297,31 @@ def _way_row(case: Record) -> list[str]:
     return [case["name"], f"{case['samples_per_second']:.1f}", *ratio, shown, VERDICTS[case["met"]]]
 
 
+def udp(record: Record) -> str:
+    """Flat out, then at 1 Gb/s."""
+    heads = [
+        "flat out",
+        "Gb/s",
+        "least to most",
+        "lost",
+        "sender's core",
+        "receiver's",
+        "Gb/s a core",
+        "target",
+    ]
+    flat = [_engine_row(case) for case in record["cases"] if not case["paced"]]
+    paced = [_engine_row(case)[:-1] for case in record["cases"] if case["paced"]]
+    return f"{table(heads, flat)}\n\n{table(['at 1 Gb/s', *heads[1:-1]], paced)}"
+
+
+def _engine_row(case: Record) -> list[str]:
+    rates = case["gbps"]
+    shown = [f"{rates['median']:.2f}", f"{rates['least']:.2f} to {rates['most']:.2f}", f"{case['lost']:.2%}"]
+    shares = [f"{case['sender']:.0%}", f"{case['receiver']:.0%}", f"{case['per_core']:.1f}"]
+    target = f"{case['target']:g}: {VERDICTS[case['met']]}" if case["target"] else VERDICTS[case["met"]]
+    return [case["name"], *shown, *shares, target]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -314,6 +339,7 @@ def tables(folder: Path) -> dict[str, str]:
         "journal": ratios,
         "stragglers": stragglers,
         "links": links,
+        "udp": udp,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -818,7 +818,7 @@ def endure(seed: int, seconds: float) -> None:
             gradient = blocks(pair, 100 * (chunk + 1), int(rng.integers(1000)))
             ledgers[0].send(chunk, gradient)
             ledgers[1].send(chunk, gradient, reliable=bool(chunk))
-            pair.run(float(rng.exponential(3.0)))
+            pair.run(float(rng.exponential(6.0)))
         pair.run_until(lambda: all(ledger.done for ledger in ledgers), 10 * LONG)
         for ledger in ledgers:
             ledger.check()
@@ -836,6 +836,7 @@ def test_half_a_minute_of_a_link_that_changes() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # three minutes of a core
 @pytest.mark.parametrize("seed", range(6))
 def test_an_hour_of_a_link_that_changes(seed: int) -> None:
     endure(seed, 3600.0)

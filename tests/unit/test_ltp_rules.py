@@ -16,7 +16,7 @@ from atoll.ltp.rates import Seen, decide
 from atoll.ltp.receiving import ArrivalRate, Incoming
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.settings import Settings
-from atoll.ltp.target import Target
+from atoll.ltp.target import Target, _fit
 from atoll.wire.datagrams import SEAL_BYTES, Datagrams, Kind
 
 WHOLE = Came(
@@ -208,14 +208,14 @@ def test_two_rates_of_loss_alone_can_be_fitted() -> None:
 
 
 def test_a_line_is_taken_where_a_parabola_explains_no_more() -> None:
-    """With noise on a line, a parabola bends: its top would be inside of the range, the line's is its end."""
-    ends = []
+    """With noise on a line a parabola bends, and its top would be inside of the range."""
+    x, taken = SPREAD / 0.03, {"line": 0, "parabola": 0}
     for seed in range(20):
-        rng = np.random.default_rng(seed)
-        noise = 1 + 0.02 * rng.standard_normal(64)
-        target = observed(SPREAD, 1e8 * (1 + 8 * SPREAD) * noise, np.full(64, RTT))
-        ends.append(target.choice.fitted and target.choice.value >= np.quantile(SPREAD, 0.9) - 1e-9)
-    assert sum(ends) >= 15
+        noise = 0.02 * np.random.default_rng(seed).standard_normal(len(x))
+        taken["line"] += len(_fit(x, 1 + 0.2 * x + noise).coefficients) == 2
+        taken["parabola"] += len(_fit(x, 1 + 0.2 * x - 0.3 * x * x + noise).coefficients) == 3
+    assert taken["line"] >= 15
+    assert taken["parabola"] == 20
 
 
 def test_a_path_that_changes_by_small_steps_is_another_in_the_end() -> None:

@@ -272,6 +272,7 @@ class LinkTester:
             seed=self.test.seed,
             settings=settings,
             seconds=self.test.timeout,
+            look=self.look,
         )
 
     # -- the measuring
@@ -289,6 +290,7 @@ class LinkTester:
                     senders[name] = self.open(name)
                     outcome.detail = senders[name].detail
                 except UnreachableError as error:  # the channel gets through, so the rest is worth measuring
+                    self.read_clock()  # or it does not, either
                     outcome.stopped = str(error)
             turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
             while quick := [each for each in turns if each.left and not each.slow]:

@@ -120,7 +120,8 @@ class LtpTransport:
     """Transfers over one session: `values`, again and again, a share `high` of whose blocks, drawn anew for
     each, is of high priority; or all of them, in full-reliability mode.
 
-    Raises UnreachableError where no datagram comes back within `seconds`.
+    Raises UnreachableError where no datagram comes back within `seconds`, and what `look` raises, which is
+    called meanwhile.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class LtpTransport:
         seed: int,
         settings: Settings,
         seconds: float,
+        look: Callable[[], None],
     ) -> None:
         self.number = opened.flow
         self._values, self._high, self._reliable = values, high, reliable
@@ -148,7 +150,7 @@ class LtpTransport:
             self._session = self._link.open(
                 opened.session, opened.secret, addresses, True, settings=settings, seal=opened.sealed
             )
-            self._wait_opened(seconds)
+            self._wait_opened(seconds, look)
         except BaseException:
             self._link.close()
             raise
@@ -184,9 +186,10 @@ class LtpTransport:
         high[self._rng.permutation(self._blocks)[: round(self._high * self._blocks)]] = True
         return high
 
-    def _wait_opened(self, seconds: float) -> None:
+    def _wait_opened(self, seconds: float, look: Callable[[], None]) -> None:
         until = time.monotonic() + seconds
         while not self._opened:
+            look()
             if time.monotonic() > until:
                 trouble = f" ({self._link.trouble})" if self._link.trouble else ""
                 raise UnreachableError(
