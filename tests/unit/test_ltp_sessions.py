@@ -402,6 +402,28 @@ def test_another_version_is_told_and_ends_both(monkeypatch: pytest.MonkeyPatch) 
     assert "version 9" in wire.got(True, Lost)[0].reason
 
 
+def test_who_was_granted_a_share_once_asks_while_there_is_more_than_a_burst_and_says_when_not() -> None:
+    wire = opened(Wire())
+    start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    assert not wire.got(False, Asked)  # nobody has said that the other end shares out its link
+    wire.server.grant(2e5, 0.1, kept=False)
+    wire.run(lambda: wire.client.control.decision.row == "grant")
+    start(wire, 2)  # one datagram: a burst
+    wire.run(lambda: both_done(wire, 2))
+    assert not wire.got(False, Asked)
+    wire.server.grant(2e5, 3600.0)
+    wire.run(lambda: wire.client.control.rate <= 2e5)
+    begun = wire.now
+    start(wire, reliable=True)  # 0.9 s by the grant
+    wire.run(lambda: both_done(wire, 3))
+    asked = [event.size for event in wire.got(False, Asked)]
+    assert sorted(asked, reverse=True) == asked
+    assert asked[0] > 160_000
+    assert asked.count(0) == 1
+    assert 2 <= len(asked) - 1 <= 2 + (wire.now - begun) / 0.5
+
+
 def test_a_share_of_the_link_is_asked_for_and_granted() -> None:
     wire = opened(Wire())
     wire.client.ask(20_000_000)

@@ -125,6 +125,13 @@ class Outgoing:
         return self._next >= self.items
 
     @property
+    def bytes_left(self) -> int:
+        """That are still to be sent."""
+        if self.closed is not None:
+            return 0
+        return (self.items - self._next + self._wanted) * self.size
+
+    @property
     def ready(self) -> bool:
         """Whether something is to be sent."""
         return self.closed is None and (self._wanted > 0 or self._next < self.items)
