@@ -469,12 +469,12 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         if case["target"]:
             left.vlines(case["target"], row - 0.32, row + 0.32, color="#c23b22", linewidth=1.5, zorder=4)
     left.set_yticks(range(len(flat)), [case["name"] for case in flat])
-    left.set_xlabel("Gb/s flat out, a core at each end (red: target)")
+    left.set_xlabel("Gb/s flat out, a core at each end\n(red: target)")
     for row, case in enumerate(paced):
         right.barh(row + 0.15, case["sender"] * 100, color="#e9a23b", height=0.28)
         right.barh(row - 0.15, case["receiver"] * 100, color="#9d5c8f", height=0.28)
     right.set_yticks(range(len(paced)), [case["name"] for case in paced])
-    right.set_xlabel("% of a core at 1 Gb/s (above: sender, below: receiver)")
+    right.set_xlabel("% of a core at 1 Gb/s\n(above: sender, below: receiver)")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
