@@ -408,7 +408,7 @@ def test_messages_without_end_leave_nothing(kind: type, client: bool) -> None:
         Answer: lambda turn: Answer(sequence=0, token=turn.to_bytes(8, "little")),
         Grant: lambda turn: Grant(sequence=0, rate=1e15 / (1 + turn), seconds=3600.0),
         Ask: lambda turn: Ask(sequence=0, size=turn),
-        Hello: lambda turn: Hello(sequence=0, version=1, token=bytes(8), padding=bytes(200)),
+        Hello: lambda turn: Hello(sequence=0, version=1, padding=bytes(200)),
     }
     sizes = flood(victim, 2100, lambda turn: victim.say(made[kind](turn)))
     assert sizes[2] - sizes[1] < MARGIN
@@ -541,11 +541,11 @@ def test_a_grant_of_nearly_nothing_or_of_everything(rate: float, seconds: float)
 def test_hello_again_and_bye(client: bool) -> None:
     victim = met(client=client)
     for _ in range(3):
-        victim.say(Hello(sequence=0, version=1, token=bytes(8)))
+        victim.say(Hello(sequence=0, version=1))
         victim.drain()
     victim.say(Bye(sequence=0, reason="x" * 128))
     for message in (
-        Hello(sequence=0, version=2, token=bytes(8)),
+        Hello(sequence=0, version=2),
         Bye(sequence=0, reason=""),
         Ping(sequence=0),
     ):
@@ -556,7 +556,7 @@ def test_hello_again_and_bye(client: bool) -> None:
 
 def test_hello_of_another_version_ends_it_with_the_reason() -> None:
     victim = met()
-    victim.say(Hello(sequence=0, version=2, token=bytes(8)))
+    victim.say(Hello(sequence=0, version=2))
     victim.drain()
     assert "version 2 of the protocol" in victim.got(Lost)[0].reason
     assert [each.reason for each in victim.told_of(Bye)][:1] == [

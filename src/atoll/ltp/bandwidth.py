@@ -67,6 +67,11 @@ class RoundTrip:
             kept.popleft()
         self.least = kept[0][1]
 
+    def forget_least(self) -> None:
+        """The path is another: the next round trip is the least that is known."""
+        self._least_at.clear()
+        self.round_least = math.inf
+
     def age(self, now: float) -> float:
         """Seconds since the least round trip was seen."""
         return now - self._least_at[0][0] if self._least_at else 0.0

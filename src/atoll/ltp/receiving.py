@@ -24,6 +24,7 @@ from atoll.wire.datagrams import (
     HIGH,
     LEAST_DATAGRAM_BYTES,
     NO_GROUP,
+    NOT_SAID,
     RELIABLE,
     SLICE,
     Bytes,
@@ -117,6 +118,7 @@ class Incoming:
         self._taken = np.zeros(self.blocks, dtype=np.bool_)  # by place
         self._place = np.zeros(self.blocks, dtype=np.int64)  # by index
         self._scale: npt.NDArray[np.float32] | None = None  # by place, once one is not 1
+        self._nonzero = np.full(self.blocks, NOT_SAID, dtype=np.uint16)  # by place
         self._high_at = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
@@ -200,6 +202,7 @@ class Incoming:
         self._place[index] = place
         self._memory[place] = elements
         self._keep_scale(slices["scale"], place)
+        self._nonzero[place] = slices["nonzero"]
         self._groups.add_data(slices, index)
         self._count = count
         self._highs_there = int(np.count_nonzero(self._there[self._high_indices]))
@@ -374,6 +377,7 @@ class Incoming:
             values,
             present,
             high,
+            self._nonzero,
             block,
             self.verdict.how,
             choice.how,

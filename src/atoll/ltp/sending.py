@@ -110,7 +110,7 @@ class Outgoing:
         if not self.settings.redundancy or not len(protected):
             return "no forward error correction"
         count = len(protected)
-        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs, small=count)
+        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs)
         if groups.parity:
             self._protect(protected, groups)
         return groups.reason
@@ -123,6 +123,13 @@ class Outgoing:
     def whole(self) -> bool:
         """Whether all of it was sent once, or left out."""
         return self._next >= self.items
+
+    @property
+    def bytes_left(self) -> int:
+        """That are still to be sent."""
+        if self.closed is not None:
+            return 0
+        return (self.items - self._next + self._wanted) * self.size
 
     @property
     def ready(self) -> bool:

@@ -41,7 +41,6 @@ class Hello(Control, frozen=True):
     the datagram whole, so that the server may answer three times as much, and the path's size is known."""
 
     version: Annotated[int, Meta(ge=0, lt=256)]
-    token: Token
     padding: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)] = b""
 
 
