@@ -19,7 +19,6 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Acknowledgement
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
-BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
 MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer came late, burst after burst
 IDLE_SECONDS = 0.02  # without anything on its way, which a pause between bursts is not
 LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
@@ -58,7 +57,7 @@ class Flights:
     def burst(self) -> int:
         """Datagrams of one burst at the present rate."""
         second = self.control.rate / self._size
-        return max(int(min(second * BURST_SECONDS, max(BURST_DATAGRAMS, second * BURST_SECONDS / 2))), 1)
+        return max(int(second * BURST_SECONDS), 1)
 
     @property
     def room(self) -> int:
