@@ -322,6 +322,34 @@ def _engine_row(case: Record) -> list[str]:
     return [case["name"], *shown, *shares, target]
 
 
+def fec(record: Record) -> str:
+    """Encoding and restoring, by how many datagrams of parity, or lost ones, to 32 of data."""
+    heads = ["of 32", "", "with", "MB/s", "us", "to the best rival"]
+    return table(heads, map(_fec_row, record["cases"]))
+
+
+def _fec_row(case: Record) -> list[str]:
+    ratio = case["against_best_rival"]
+    shown = [
+        f"{case['median'] / 1e6:,.0f}",
+        f"{case['microseconds']:.1f}",
+        "" if ratio is None else f"{ratio:.1f}",
+    ]
+    return [case["what"], str(case["parity"]), case["contestant"], *shown]
+
+
+def transport(record: Record) -> str:
+    """Each link's contestants: times until usable against the bytes at the link's rate and a round trip."""
+    heads = ["link", "by", "until usable", "ratio", "worst", "sent again", "transfers", "target"]
+    return table(heads, map(_transport_row, record["cases"]))
+
+
+def _transport_row(case: Record) -> list[str]:
+    way, _, by = case["name"].partition(": ")
+    times = [f"{case['median']:.3f} s", f"{case['ratio']:.2f}", f"{case['worst_ratio']:.2f}"]
+    return [way, by, *times, str(case["again"]), str(case["transfers"]), VERDICTS[case["met"]]]
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -340,6 +368,8 @@ def tables(folder: Path) -> dict[str, str]:
         "stragglers": stragglers,
         "links": links,
         "udp": udp,
+        "fec": fec,
+        "transport": transport,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

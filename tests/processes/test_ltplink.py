@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import multiprocessing
 import os
 import re
@@ -22,7 +23,8 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import RunError, UserError
-from atoll.ltp.events import Arrived, Delivered, Event, Lost
+from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost
+from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
 from atoll.net import linksession
 from atoll.net.linksession import LinkSession
@@ -115,6 +117,51 @@ def test_transfers_go_both_ways(host: str) -> None:
         here, there = pair.open()
         carries(there, here, 1)
         carries(here, there, 2)
+
+
+def test_a_link_is_shared_out_among_those_who_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate, granted = 20e6, []
+    poll = Grants.poll_grants
+
+    def noted(grants: Grants, now: float) -> list[Grant]:
+        given = poll(grants, now)
+        granted.extend((now, each.session, each.rate, each.seconds) for each in given)
+        return given
+
+    monkeypatch.setattr(Grants, "poll_grants", noted)
+    sent = [values(number, 3_000_000) for number in range(2)]
+    with (
+        LtpLink("127.0.0.1", name="server", link_rate=rate) as server,
+        LtpLink("127.0.0.1", name="one") as one,
+        LtpLink("127.0.0.1", name="two") as two,
+    ):
+        ends = []
+        for number, link in enumerate((one, two)):
+            here = server.open(number, SECRET, None, False, settings=FAST)
+            there = link.open(number, SECRET, server.addresses, True, settings=FAST)
+            wait_until(lambda number=number: number in {each[1] for each in granted}, "no first grant")
+            ends.append((here, there))
+        begun = time.monotonic()
+        for (_, there), each in zip(ends, sent, strict=True):
+            there.send(3, 0, each, reliable=True)
+        for (here, there), each in zip(ends, sent, strict=True):
+            others: list[Event] = []
+            arrived = wait_for(here, Arrived, others)
+            assert np.array_equal(arrived.values, each)
+            assert not any(isinstance(event, Asked) for event in others)  # the link has answered it
+            assert not wait_for(there, Delivered).missing.any()
+        assert time.monotonic() - begun >= 0.9 * sum(each.nbytes for each in sent) / rate
+        wait_until(lambda: server._grants.poll_deadline() == math.inf, "who has nothing to send is granted")
+    for now, _, _, _ in granted:
+        in_force = {
+            number: max((r for at, n, r, s in granted if n == number and at <= now < at + s), default=0.0)
+            for number in range(2)
+        }
+        assert sum(in_force.values()) <= rate
+    for number in range(2):  # half of the link each, while both sent
+        rates = [each[2] for each in granted if each[1] == number]
+        assert max(rates) >= 0.4 * rate
+        assert len(rates) >= 5
 
 
 def test_an_address_of_the_other_kind_is_reached_over_a_port_of_all_addresses() -> None:

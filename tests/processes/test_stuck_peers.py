@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,23 +133,27 @@ def test_a_shard_that_stood_still_and_was_replaced_was_away_since_it_fell_silent
 ) -> None:
     """And not since the hub has named the other one, whose connection stands at once."""
     monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
-    monkeypatch.setattr("atoll.net.returning._ASK_ANYWAY", 1.0)
+    monkeypatch.setattr("atoll.net.returning._ASK_ANYWAY", 0.1)
     told: list[str] = []
+
+    def where() -> list[str]:
+        missed_at = shards._heard[0].missed_at
+        was_silent = missed_at is not None and time.monotonic() - missed_at >= 0.5
+        return [second.address if was_silent else first.address]
+
     with FakeShard() as first, FakeShard() as second:
-        where = [first.address]
         shards = Shards(
-            where,
+            [first.address],
             None,
             run="test",
             worker=3,
             incarnation=1,
             timeout=DEADLINE,
             limit=2**20,
-            where=lambda: where,
+            where=lambda: where() if first.stands_still.is_set() else [first.address],
             tell=told.append,
         )
         first.stands_still.set()
-        where = [second.address]
         shards.wait(lambda: len(told) == 2, lambda: [0], "a word of the other one")
         shards.close()
     found = re.fullmatch(rf"worker 3: shard 0 at {second.address} is back, after (\S+) s", told[1])

@@ -176,6 +176,16 @@ def test_lives_that_each_begin_anew_hide_no_leak() -> None:
     ]
 
 
+def test_a_life_that_comes_to_what_all_others_have_is_no_leak() -> None:
+    """It began while others were down, or waited long before it trained."""
+    usual = [each for pid in range(1, 4) for each in life("worker 1", pid, 120 * pid, lambda _: 31)]
+    late = life("worker 2", 9, 50, lambda age: 3 if age < 20 else 20 if age < 40 else 32)
+    assert not leaks(usual + late)
+    leaking = life("worker 2", 9, 50, lambda age: 3 if age < 20 else 32 + age // 4)
+    found = leaks(usual + leaking)
+    assert [line.split(" grew")[0] for line in found] == ["worker 2 (pid 9): descriptors"]
+
+
 def test_too_few_looks_are_not_judged() -> None:
     assert not leaks(life("hub", 1, 0, lambda age: 20 if age < 28 else 60, 32))
 

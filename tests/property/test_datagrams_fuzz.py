@@ -48,7 +48,7 @@ Sizes = npt.NDArray[np.int64]
 WIDTH = 320  # of the arena
 SECRET = bytes(range(32))
 MESSAGES: list[linkcontrol.AnyControl] = [
-    linkcontrol.Hello(sequence=0, version=1, token=bytes(8), padding=bytes(100)),
+    linkcontrol.Hello(sequence=0, version=1, padding=bytes(100)),
     linkcontrol.Challenge(sequence=1, token=bytes(8)),
     linkcontrol.Answer(sequence=2, token=bytes(8)),
     linkcontrol.Ping(sequence=3),
@@ -131,16 +131,14 @@ def is_good(frame: bytes) -> bool:
     if kind == Kind.CONTROL:
         return len(body) > 0
     if kind == Kind.ACK:
-        if len(body) < 48:
+        if len(body) < 40:
             return False
-        largest, arrived, _, of, reserved, bits, base, delivered, _, _ = struct.unpack_from(
-            "<QQIBBHQQII", body
-        )
-        bitmap = int.from_bytes(body[48:], "little")
+        largest, arrived, _, of, reserved, bits, base, delivered = struct.unpack_from("<QQIBBHQQ", body)
+        bitmap = int.from_bytes(body[40:], "little")
         return (
             max(largest, arrived, base, delivered) < MOST_NUMBER
             and of < 8 and reserved == 0 and bits <= 8000
-            and len(body) - 48 == -(-bits // 8) and bitmap < 1 << bits
+            and len(body) - 40 == -(-bits // 8) and bitmap < 1 << bits
             and base + bits <= largest + 1
         )  # fmt: skip
     if kind not in (Kind.DATA, Kind.PARITY) or len(body) < 44:

@@ -140,6 +140,12 @@ GIVEN_UP: Schedule = [
     ("half", 0),
 ]  # fmt: skip
 
+# The word on a transfer waited for that on an earlier one, and was swallowed when it was said again.
+SAID_AGAIN: Schedule = [
+    *[("release", 0)] * 7, ("send", 1), ("send", 1), ("send back", 242), ("move", 0), ("release", 1),
+    ("move", 0),
+]  # fmt: skip
+
 quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 long = settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 FILLS = st.sampled_from(["zero", "last"])
@@ -147,6 +153,7 @@ FILLS = st.sampled_from(["zero", "last"])
 
 @given(SCHEDULES, FILLS, st.integers(0, 99), st.integers(1, 2))
 @example([], "zero", 0, 1)
+@example(SAID_AGAIN, "zero", 0, 1)
 @quick
 def test_whatever_the_order_all_comes_and_the_books_are_right(
     schedule: Schedule, fill: Fill, seed: int, stripes: int

@@ -144,11 +144,11 @@ def write_file() -> None:
     token = list(bytes(range(8)))
     told = {
         "of": 1, "largest": 2**33, "arrived": 12.345678, "delay": 0.000125, "base": 2**33 - 10,
-        "received": "11011110101", "delivered": 20_000_000, "duplicates": 3, "late": 4,
+        "received": "11011110101", "delivered": 20_000_000,
     }  # fmt: skip
     closed = linkcontrol.closed_of(6, 7, np.arange(20) % 7 == 3, "zero", "enough", 1400)[0]
     messages: list[linkcontrol.AnyControl] = [
-        linkcontrol.padded(linkcontrol.Hello(sequence=0, version=1, token=bytes(token)), 256),
+        linkcontrol.padded(linkcontrol.Hello(sequence=0, version=1), 256),
         linkcontrol.Challenge(sequence=1, token=bytes(token)),
         linkcontrol.Answer(sequence=2, token=bytes(token)),
         linkcontrol.Ping(sequence=3),

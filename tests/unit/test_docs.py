@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,13 @@ import pytest
 
 from atoll.core.config import Config
 from atoll.lab import topology
+from atoll.ltp.settings import Settings
+from atoll.wire import datagrams
 
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"`(\w+/\w+\.py)`:\s+`([\w.]+)`")
+# A row of a table of constants: | `ltp/acks.py`: `ACK_EVERY` | 64 | reason |
+CONSTANT = re.compile(r"^\| `(\w+/\w+)\.py`: `(\w+)` \| ([^ |]+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -28,9 +33,13 @@ def names_in(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("architecture.md", 26), ("lab.md", 4)])
+@pytest.mark.parametrize(
+    ("page", "at_least"),
+    [("architecture.md", 26), ("lab.md", 4), ("link.md", 6), ("ltp.md", 20), ("ltp-rates.md", 5)],
+)
 def test_every_function_that_a_page_names_exists(page: str, at_least: int) -> None:
     places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    places = [(file, name) for file, name in places if not name.isupper()]  # a constant: see below
     assert len(places) >= at_least
     missing = [
         f"{file}: {name}" for file, name in places if name not in names_in(ROOT / "src" / "atoll" / file)
@@ -53,6 +62,40 @@ def test_every_bound_that_the_page_on_failures_gives_is_the_code_s() -> None:
         }
         value = values[name or name_there_too].replace("_", "")
         assert eval(value) == int(number or its_number), f"{file}: {name or name_there_too}"
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("ltp.md", 80), ("ltp-rates.md", 50)])
+def test_every_constant_of_the_transport_s_pages_is_the_code_s(page: str, at_least: int) -> None:
+    rows = CONSTANT.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert len(rows) >= at_least
+    wrong = []
+    for file, name, given in rows:
+        value = getattr(import_module(f"atoll.{file.replace('/', '.')}"), name, None)
+        if value is None or value != pytest.approx(eval(given.replace("^", "**")), rel=1e-9):
+            wrong.append(f"{file}.py: {name} = {value}, where the page has {given}")
+    assert wrong == []
+
+
+def test_the_datagrams_of_the_page_are_the_code_s() -> None:
+    text = (ROOT / "docs" / "ltp.md").read_text(encoding="utf-8")
+    given = re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \|", text, re.MULTILINE)
+    fields = [
+        (str(layout.fields[name][1]), str(layout.fields[name][0].itemsize), name)
+        for layout in (datagrams.HEADER, datagrams.SLICE, datagrams.ACK)
+        for name in layout.names or ()
+        if layout.fields is not None
+    ]
+    assert given == fields
+
+
+def test_every_setting_of_the_transport_is_documented() -> None:
+    text = (ROOT / "docs" / "ltp.md").read_text(encoding="utf-8")
+    given = dict(re.findall(r"^\| `(\w+)` \| ([^ |]+) \|", text, re.MULTILINE))
+    for name, value in vars(Settings()).items():
+        if isinstance(value, (str, bool)):
+            assert given[name] == ("on" if value is True else f"`{value}`"), name
+        else:
+            assert float(given[name]) == value, name
 
 
 def test_every_configuration_key_is_documented() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.ltp.acks import ACK_EVERY, Arrivals
+from atoll.ltp.flights import KeyPhase
 from atoll.ltp.metering import Meter
 from atoll.ltp.sent import ACK, CONTROL, Mark, SentRecords, Told
 from atoll.wire.datagrams import Acknowledgement
@@ -77,7 +78,6 @@ def test_what_was_told_is_told_again_and_what_comes_late_too() -> None:
     assert late is not None
     assert late.base == 2000
     assert late.received.all()
-    assert late.late == 1
     assert arrivals.reorder == pytest.approx(3000)
 
 
@@ -246,3 +246,44 @@ def test_a_round_ends_when_what_was_sent_after_the_last_one_ended_is_acknowledge
         ended.append(meter.handle_ack(ack, sent.handle_ack(number * 1.0, ack), 0.04)[1])
         sent.add(0.0, 5, numbers(number + 3), 1000, meter.mark(False))
     assert ended == [True, False, False, True, False, False]  # three are always on their way
+
+
+def test_what_the_other_end_says_that_it_had_is_bounded_by_what_it_acknowledged() -> None:
+    meter, sent = Meter(), SentRecords()
+    for number in range(100):
+        sent.add(number * 0.001, 5, numbers(number), 1000, meter.mark(not number))
+    ack = acked(0, 0, [True], 100.0, 1000)
+    meter.handle_ack(ack, sent.handle_ack(0.1, ack), 0.04)
+    ack = acked(99, 0, [True] * 100, 100.1, 2**61)
+    sample, _ = meter.handle_ack(ack, sent.handle_ack(0.2, ack), 0.04)
+    assert sample is not None
+    assert sample.delivered <= 2 * 100_000 + 2**16
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "most"), [(1400, 2**28), (2048, 2**28), (2049, 2**23), (65_000, 2**23)])
+def test_a_key_seals_no_more_than_what_keeps_it_safe(size: int, most: int) -> None:
+    sent, phase = SentRecords(), KeyPhase(size)
+    sent.largest_acked = 0
+    sent.next = most - 1
+    assert phase.of(sent) == 0
+    sent.next = most
+    assert phase.of(sent) == 1
+    assert phase.of(sent) == 1
+
+
+def test_a_change_of_keys_asks_for_an_acknowledgement_where_nothing_else_does() -> None:
+    sent, phase = SentRecords(), KeyPhase(1400)
+    phase.wanted = True
+    assert not phase.asks(sent)  # nothing was sealed with it
+    sent.add(0.0, ACK, numbers(0), 100, NO_MARK)
+    assert phase.asks(sent)
+    phase.handle_asked()
+    assert not phase.asks(sent)
+    assert phase.of(sent) == 0
+    sent.add(0.0, 5, numbers(0), 100, NO_MARK)
+    sent.handle_ack(0.1, acked(1, 1, [True]))
+    assert phase.of(sent) == 1
+    assert not phase.asks(sent)

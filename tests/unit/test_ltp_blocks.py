@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from atoll.ltp.blocks import LEAST_SHARE, MOST_SHARE, Importance, block_count, by_block, mean_abs, share_of
@@ -88,6 +88,8 @@ def test_what_is_not_finite_is_high_once_and_spoils_no_past() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0.05, 1))
+@example([5e-324], 0.5)  # a product of them would be 0
+@example([1.5e-323, 5e-324], 0.8)  # or too little
 def test_a_derived_share_is_the_smallest_that_carries_enough(means: list[float], carried: float) -> None:
     importance = Importance(len(means), 0.0)
     importance.update(means)
@@ -96,9 +98,9 @@ def test_a_derived_share_is_the_smallest_that_carries_enough(means: list[float],
     total = sum(means)
     if total > 0:
         chosen = importance.high(share)
-        assert np.array(means)[chosen].sum() >= carried * total * (1 - 1e-9)
+        assert np.array(means)[chosen].sum() / total >= carried * (1 - 1e-9)
         fewer = sorted(means)[::-1][: chosen.sum() - 1]
-        assert sum(fewer) < carried * total * (1 + 1e-9)
+        assert sum(fewer) / total < carried * (1 + 1e-9)
 
 
 def test_a_derived_share_stays_within_its_bounds() -> None:

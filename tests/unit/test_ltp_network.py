@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,7 +168,7 @@ def test_keys_change_though_the_first_datagrams_under_the_new_ones_are_lost(nth:
 # -- the loss of single datagrams --------------------------------------------------------------------------
 
 
-def lost_in_turn(way: Way, size: int = 24, **how: Any) -> Iterator[tuple[int, float, Pair]]:
+def lost_in_turn(way: Way, size: int = 16, **how: Any) -> Iterator[tuple[int, float, Pair]]:
     """A transfer for each of its datagrams of this way, in which that one is lost; with how long it took."""
     whole = opened(Pair(SMALL, LINK))
     first = whole.ends[way].sent
@@ -196,7 +196,7 @@ def test_the_loss_of_every_single_datagram_in_turn(way: Way, mode: str) -> None:
     for nth, seconds, _ in lost_in_turn(way, **how.get(mode, {})):
         assert seconds < 0.5, f"datagram {nth} lost: {seconds:.3f} s"  # two round trips, and two for a probe
         count += 1
-    assert count > (24 if way == "up" else 3)
+    assert count > (16 if way == "up" else 3)
 
 
 @pytest.mark.soak
@@ -259,8 +259,8 @@ def test_a_blackout_of_five_seconds(ways: tuple[Way, ...]) -> None:
 )
 def test_reordering(share: float, by: float) -> None:
     pair = opened(Pair(SMALL, replace(LINK, reorder=share, reorder_by=by)))
-    ledger = transfers(pair, 4, 400)
-    assert ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_reordering_by_a_whole_window() -> None:
@@ -274,14 +274,14 @@ def test_reordering_by_a_whole_window() -> None:
         return passing.frames[~later]
 
     pair.sealed_taps.append(late)
-    ledger = transfers(pair, 4, 400)
-    assert not ledger.missing or ledger.missing <= 0.03 * 4 * 400
+    ledger = transfers(pair, 3, 300)
+    assert ledger.missing <= 0.03 * 3 * 300
 
 
 def test_every_burst_backwards() -> None:
     pair = opened(Pair(SMALL, LINK))
     pair.sealed_taps.append(lambda passing: passing.frames[::-1])
-    ledger = transfers(pair, 4, 400)
+    ledger = transfers(pair, 3, 300)
     assert not ledger.missing
 
 
@@ -360,54 +360,70 @@ def change(
     return int((before != frames).any(axis=1).sum())
 
 
-def forge(pair: Pair, kind: Kind, way: Way, field: str, value: str) -> Tap:
-    """A tap that changes a field of every third datagram of this kind before it is sealed: an insider's."""
-    layout = ACK if kind is Kind.ACK else SLICE
+class Forge:
+    """A tap that changes a field before datagrams of a kind are sealed: an insider's. Of every third one, or
+    of all parity, of which there is little."""
 
-    def tap(passing: Passing) -> Bytes:
-        if passing.kind is kind and passing.way == way:
-            rows = np.flatnonzero(passing.nth_of_kind % 3 == 0)
-            change(passing.frames, layout, HEADER.itemsize, field, value, rows)
+    def __init__(self, kind: Kind, way: Way, field: str, value: str) -> None:
+        self.kind, self.way, self.field, self.value = kind, way, field, value
+        self.changed = 0
+        self.done = False
+
+    def __call__(self, passing: Passing) -> Bytes:
+        if passing.kind is self.kind and passing.way == self.way:
+            layout = ACK if self.kind is Kind.ACK else SLICE
+            rows = np.flatnonzero(passing.nth_of_kind % (1 if self.kind is Kind.PARITY else 3) == 0)
+            self.changed += change(passing.frames, layout, HEADER.itemsize, self.field, self.value, rows)
+            self.done = bool(self.changed or (len(rows) and self.value == "zero"))  # some fields are 0 anyway
         return passing.frames
 
-    return tap
 
-
-def endured(pair: Pair, taps: list[Tap]) -> None:
+def endured(pair: Pair, taps: Sequence[Tap], strict: bool = True) -> None:
     """Under each of these taps in turn some transfers are sent, of which anything may become; afterwards the
     session lives, has not grown, and what is sent honestly comes whole."""
     assert pair.client.session
     assert pair.server.session
     for index, tap in enumerate(taps):
         pair.opened_taps.append(tap)
-        for chunk in range(2):
+        for again in range(40):  # until there was one to be changed
+            if again and getattr(tap, "done", True):
+                break
             pair.client.session.send(
-                pair.now, chunk, index, blocks(pair, 30, chunk), high=np.arange(30) % 5 == 0
+                pair.now, again % 2, index, blocks(pair, 30, again), high=np.arange(30) % 5 == 0
             )
-        pair.run(0.2)
+            pair.run(0.1)
         pair.opened_taps.remove(tap)
         pair.client.session.send(pair.now, 0, index, blocks(pair, 4))  # whose id the forger may have used
         pair.run(SMALL_IDLE + 0.5)  # what of them has no end is given up
         for end in (pair.client, pair.server):
             assert not has(end, Lost), the(end, Lost).reason
-        transfers(pair, 1, 12)
+        if strict:
+            transfers(pair, 1, 12)
+        else:  # forged ids may be past the honest ones, whose sender is told so
+            ledger = Ledger(pair)
+            ledger.send(0, blocks(pair, 12))
+            pair.run_until(lambda ledger=ledger: all(sent.delivered for sent in ledger.sent.values()), LONG)
     transfers(pair, 2, 60, way="down")
     for end in (pair.client, pair.server):
         assert held_bytes(end.session) < 8_000_000
 
 
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.PARITY])
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_slice_under_a_good_seal_does_no_harm(kind: Kind, value: str) -> None:
-    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.02), seed=2))
+    pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), replace(LINK, loss=0.05), seed=2))
     transfers(pair, 2, 60)  # so that loss is known, and there is parity
-    endured(pair, [forge(pair, kind, "up", field, value) for field in SLICE.names or ()])
+    taps = [Forge(kind, "up", field, value) for field in SLICE.names or ()]
+    endured(pair, taps)
+    assert [tap.field for tap in taps if not tap.done] == []
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", VALUES[:3])
 def test_a_changed_acknowledgement_under_a_good_seal_does_no_harm(value: str) -> None:
     pair = opened(Pair(replace(SMALL, idle_seconds=SMALL_IDLE), LINK))
-    endured(pair, [forge(pair, Kind.ACK, "down", field, value) for field in ACK.names or ()])
+    taps = [Forge(Kind.ACK, "down", field, value) for field in ACK.names or ()]
+    endured(pair, taps)
+    assert [tap.field for tap in taps if not tap.done] == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -422,6 +438,98 @@ def test_control_messages_that_are_none_under_a_good_seal_do_no_harm(way: Way) -
         return passing.frames
 
     endured(pair, [scramble] * 20)
+
+
+def mutated(rng: np.random.Generator, frames: Bytes, start: int, stop: int) -> Bytes:
+    """A copy in which each row has one to three other bytes between these places."""
+    frames, rows = frames.copy(), np.arange(len(frames))
+    for _ in range(int(rng.integers(1, 4))):
+        frames[rows, rng.integers(start, stop, len(frames))] ^= rng.integers(1, 256, len(frames)).astype(
+            np.uint8
+        )
+    return frames
+
+
+def fuzz_sealed(count: int) -> None:
+    """Beside each datagram come mutated copies of it, some before it and some after; none of them is
+    taken."""
+    pair, rng = opened(Pair(SMALL, replace(LINK, queue=10**8))), np.random.default_rng(1)
+    copies = 0
+
+    def tap(passing: Passing) -> Bytes:
+        nonlocal copies
+        bad = mutated(rng, np.repeat(passing.frames, 40, axis=0), 0, passing.frames.shape[1])
+        bad = bad[(bad != np.repeat(passing.frames, 40, axis=0)).any(axis=1)]
+        copies += len(bad)
+        half = len(bad) // 2
+        return np.concatenate([bad[:half], passing.frames, bad[half:]])
+
+    pair.sealed_taps.append(tap)
+    before = held_bytes(pair.server.session)
+    while copies < count:
+        transfers(pair, 1, 100)
+    pair.sealed_taps.clear()
+    transfers(pair, 1, 100)
+    settled(pair)
+    assert pair.client.drops.total() + pair.server.drops.total() == copies
+    assert held_bytes(pair.server.session) < before + 1_000_000
+
+
+def test_mutated_datagrams_are_never_taken() -> None:
+    fuzz_sealed(10_000)
+
+
+@pytest.mark.soak
+def test_a_million_mutated_datagrams_are_never_taken() -> None:
+    fuzz_sealed(1_000_000)
+
+
+def fuzz_opened(count: int) -> None:
+    """An insider's datagrams, with anything in their bodies: the session lives on."""
+    settings = replace(SMALL, idle_seconds=SMALL_IDLE)
+    pair, rng = opened(Pair(settings, replace(LINK, loss=0.05), seed=2)), np.random.default_rng(1)
+    seen = 0
+
+    def tap(passing: Passing) -> Bytes:
+        nonlocal seen
+        seen += len(passing.frames)
+        bad = rng.random(len(passing.frames)) < 0.3
+        size = passing.frames.shape[1] - SEAL_BYTES
+        passing.frames[bad] = mutated(
+            rng, passing.frames[bad], HEADER.itemsize, min(HEADER.itemsize + 60, size)
+        )
+        return passing.frames
+
+    while seen < count:
+        endured(pair, [tap, tap], strict=False)
+
+
+def test_mutated_bodies_under_a_good_seal_do_no_harm() -> None:
+    fuzz_opened(500)
+
+
+@pytest.mark.soak
+def test_many_mutated_bodies_under_a_good_seal_do_no_harm() -> None:
+    fuzz_opened(30_000)
+
+
+def test_replays_are_refused_from_wherever_they_come() -> None:
+    """Everything that was sent comes again, a second later and from somebody else's address: to whom nothing
+    is sent."""
+    pair = opened(Pair(SMALL, LINK))
+
+    def again(passing: Passing) -> Bytes:
+        copies, path = passing.frames.copy(), passing.path
+        if passing.way == "up":
+            pair.clock.call_at(pair.now + 1.0, lambda: pair.transmit("up", ("victim", 0, 0), path, copies))
+        return passing.frames
+
+    pair.sealed_taps.append(again)
+    transfers(pair, 3, 200)
+    pair.run(3.0)
+    assert pair.server.drops["replayed"] > 600
+    assert pair.server.sent_bytes["victim", 0, 0] == 0
+    assert not any(isinstance(event, Migrated) and event.path[0] == "victim" for event in pair.server.events)
 
 
 # -- changes of the path -----------------------------------------------------------------------------------
@@ -710,8 +818,8 @@ def endure(seed: int, seconds: float) -> None:
             gradient = blocks(pair, 100 * (chunk + 1), int(rng.integers(1000)))
             ledgers[0].send(chunk, gradient)
             ledgers[1].send(chunk, gradient, reliable=bool(chunk))
-            pair.run(float(rng.exponential(3.0)))
-        pair.run_until(lambda: all(ledger.done for ledger in ledgers), LONG)
+            pair.run(float(rng.exponential(6.0)))
+        pair.run_until(lambda: all(ledger.done for ledger in ledgers), 10 * LONG)
         for ledger in ledgers:
             ledger.check()
             ledger.sent.clear()
@@ -728,6 +836,7 @@ def test_half_a_minute_of_a_link_that_changes() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # three minutes of a core
 @pytest.mark.parametrize("seed", range(6))
 def test_an_hour_of_a_link_that_changes(seed: int) -> None:
     endure(seed, 3600.0)

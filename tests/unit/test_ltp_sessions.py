@@ -12,14 +12,16 @@ from atoll.core.errors import UserError
 from atoll.ltp.controls import Handled
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Settings
-from atoll.wire.datagrams import HEADER, SLICE, Kind, records_of
+from atoll.wire.datagrams import HEADER, NOT_SAID, SLICE, Kind, records_of
 from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
 
 
 def some_values(count: int = 40_000, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    values = np.random.default_rng(seed).normal(size=count).astype(np.float32)
+    values[np.abs(values) < 0.2] = 0.0  # so that blocks differ in how many are not
+    return values
 
 
 def every_fifth(count: int = 40_000) -> np.ndarray:
@@ -39,6 +41,10 @@ def check(arrived: Arrived, delivered: Delivered, values: np.ndarray) -> None:
     assert arrived.present[arrived.high].all()
     assert arrived.values[present].tobytes() == values[present].tobytes()
     assert (delivered.missing == ~arrived.present).all()
+    counts = [
+        np.count_nonzero(values[at : at + arrived.block]) for at in range(0, len(values), arrived.block)
+    ]
+    assert (arrived.nonzero == np.where(arrived.high, counts, NOT_SAID)).all()
     assert (delivered.transfer, delivered.fill) == (arrived.transfer, arrived.fill)
 
 
@@ -307,6 +313,47 @@ def test_a_phase_waits_until_the_one_before_was_seen() -> None:
     assert {burst.phase for client, burst in wire.sent if client} == {0, 1}
 
 
+def test_keys_change_where_an_end_sends_nothing_but_acks() -> None:
+    wire = opened(Wire(stripes=2))
+    for count in range(1, 4):
+        wire.server.change_keys()
+        values = start(wire, reliable=True)
+        wire.run(lambda count=count: both_done(wire, count))
+        wire.run(lambda until=wire.now + 0.1: wire.now > until)
+        check(wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1], values)
+    for stripe in range(2):
+        phases = [burst.phase for client, burst in wire.sent if not client and burst.stripe == stripe]
+        assert all(0 <= after - before <= 1 for before, after in pairwise(phases))
+        assert phases[-1] == 3
+
+
+def test_an_ack_that_its_path_may_not_take_yet_is_not_lost() -> None:
+    wire = Wire()
+    wire.drop = lambda client, burst, now: np.full(len(burst.frames), not client)
+    wire.run(lambda: bool(wire.got(False, Opened)))
+    paths = wire.server._paths[0]
+    paths.handle_sent(paths.active, paths.allowance(paths.active) - 40)
+    wire.server._arrivals[0].handle_numbers(wire.now, np.array([7]), asks=True, longest_delay=0.0)
+    assert wire.server.poll_datagrams(wire.now) is None
+    assert wire.server.poll_deadline() > wire.now  # and it does not turn round and round
+    paths.handle_received(wire.now, paths.active, 60, 8)
+    assert wire.server.poll_deadline() <= wire.now
+    burst = wire.server.poll_datagrams(wire.now)
+    assert burst is not None
+    assert burst.frames[0, 1] == Kind.ACK
+
+
+def test_another_path_has_the_target_begin_anew() -> None:
+    wire = opened(Wire())
+    start(wire, client=False)
+    wire.run(lambda: both_done(wire, 1, client=False))
+    assert "path has changed" not in wire.server.control.target_reason
+    wire.from_path = ("client", 1)
+    wire.run(lambda: len(wire.got(False, Migrated)) == 2)
+    assert "the path has changed: the other end has another address" in wire.server.control.target_reason
+    assert "path has changed" not in wire.client.control.target_reason
+
+
 def test_data_moves_to_the_address_that_answers() -> None:
     wire = opened(Wire())
     first = start(wire, client=False)
@@ -353,6 +400,28 @@ def test_another_version_is_told_and_ends_both(monkeypatch: pytest.MonkeyPatch) 
     wire.run(lambda: bool(wire.got(True, Lost) and wire.got(False, Lost)))
     assert "version 9 of the protocol, where this end has 1" in wire.got(False, Lost)[0].reason
     assert "version 9" in wire.got(True, Lost)[0].reason
+
+
+def test_who_was_granted_a_share_once_asks_while_there_is_more_than_a_burst_and_says_when_not() -> None:
+    wire = opened(Wire())
+    start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    assert not wire.got(False, Asked)  # nobody has said that the other end shares out its link
+    wire.server.grant(2e5, 0.1, kept=False)
+    wire.run(lambda: wire.client.control.decision.row == "grant")
+    start(wire, 2)  # one datagram: a burst
+    wire.run(lambda: both_done(wire, 2))
+    assert not wire.got(False, Asked)
+    wire.server.grant(2e5, 3600.0)
+    wire.run(lambda: wire.client.control.rate <= 2e5)
+    begun = wire.now
+    start(wire, reliable=True)  # 0.9 s by the grant
+    wire.run(lambda: both_done(wire, 3))
+    asked = [event.size for event in wire.got(False, Asked)]
+    assert sorted(asked, reverse=True) == asked
+    assert asked[0] > 160_000
+    assert asked.count(0) == 1
+    assert 2 <= len(asked) - 1 <= 2 + (wire.now - begun) / 0.5
 
 
 def test_a_share_of_the_link_is_asked_for_and_granted() -> None:

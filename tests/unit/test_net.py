@@ -793,3 +793,21 @@ def test_a_hundred_megabytes_take_a_fraction_of_a_second(keys: Keys | None) -> N
             assert payload is not None
             assert payload.nbytes == piece.nbytes
         assert time.process_time() - start < 5.0
+
+
+def test_a_client_that_nobody_looks_at_stops_no_other_of_its_process() -> None:
+    """What libzmq tells of its tries to connect waits to be read; it must not wait for room there."""
+    tries: list[socket.socket] = []
+
+    def hang_up(link: socket.socket) -> None:
+        tries.append(link)
+        link.close()
+
+    with (
+        fake(hang_up) as address,
+        pair() as (server, other),
+        Client(address, None, limit=LIMIT, name="hub", reconnect=(0.001, 0.001)) as client,
+    ):
+        until(lambda: len(tries) > 800)
+        serves(server, other)
+        assert client.trouble

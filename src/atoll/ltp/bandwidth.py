@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from atoll.ltp.rates import surely_above
 
 INITIAL_RTT = 0.333  # seconds, until one was measured (RFC 9002, 6.2.2)
+LEAST_RTT = 1e-6  # seconds: two clocks may say none at all
 MIN_RTT_SECONDS = 10.0  # for which a least round trip is believed (BBR); then the path may have changed
 RATE_ROUNDS = 10  # that count, over which the greatest delivery rate is taken (BBR)
 LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
@@ -50,6 +51,7 @@ class RoundTrip:
         self._least_at: deque[tuple[float, float]] = deque()  # (when, rtt): both rise
 
     def take(self, now: float, rtt: float) -> None:
+        rtt = max(rtt, LEAST_RTT)
         if not self.measured:
             self.measured = True
             self.smoothed, self.variation = rtt, rtt / 2
@@ -64,6 +66,11 @@ class RoundTrip:
         while kept[0][0] < now - MIN_RTT_SECONDS:
             kept.popleft()
         self.least = kept[0][1]
+
+    def forget_least(self) -> None:
+        """The path is another: the next round trip is the least that is known."""
+        self._least_at.clear()
+        self.round_least = math.inf
 
     def age(self, now: float) -> float:
         """Seconds since the least round trip was seen."""

@@ -110,7 +110,7 @@ class Importance:
         if total == 0.0:
             return least, f"no block has a gradient yet: the least share, {least:g}"
         sums = np.cumsum(np.sort(self._smoothed)[::-1])
-        count = min(int(np.searchsorted(sums, carried * total)) + 1, len(sums))
+        count = min(int(np.searchsorted(sums / total, carried)) + 1, len(sums))
         share = count / len(sums)
         said = f"{count} of {len(sums)} blocks carry {sums[count - 1] / total:.1%} of the mean |g|"
         if share < least:

@@ -185,6 +185,14 @@ class RateControl:
         self._losses.forget()
         self._set_within("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
+    def handle_path_change(self, reason: str) -> None:
+        """Data goes another way: what the target was fitted to is past (S3, "The sender", 6), and so is the
+        least round trip. The estimate stays, for most changes are of a router's table and not of the path; if
+        it is another, its loss and its queue tell."""
+        self._target.handle_path_change(reason)
+        self._came.clear()
+        self._trip.forget_least()
+
     def handle_grant(self, now: float, rate: float, seconds: float) -> None:
         """The receiver's word that its link has so much for this sender, for so long."""
         if not (rate > 0.0 and seconds > 0.0):

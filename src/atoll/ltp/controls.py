@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from atoll.wire.linkcontrol import AnyControl, encode
 
+MOST_WAITING = 2**14  # messages: 32 of the largest transfers are closed in as many
 MOST_HANDLED = 4096  # sequences that are remembered past a gap: one who passes by more has lost the oldest
 
 
@@ -59,11 +60,12 @@ class Outbox:
 
     def take(self, sendable: Callable[[Message], bool]) -> Message | None:
         """The next that can be sent now."""
-        for turn in range(len(self._queue)):
-            if sendable(self._queue[turn]):
-                message = self._queue[turn]
-                del self._queue[turn]
+        for message in self.queued:
+            if sendable(message):
+                self._queue.remove(message)
                 return message
+            if message.path is not None:  # an address that may be forgotten; if it is not, it will ask again
+                self._queue.remove(message)
         return None
 
     @property
@@ -87,6 +89,11 @@ class Outbox:
         for sequence in sequences:
             if sequence in self._kept and sequence not in queued:
                 self._queue.append(self._kept[sequence])
+
+    @property
+    def full(self) -> bool:
+        """Whether more waits than an honest end would leave waiting."""
+        return max(len(self._kept), len(self._queue)) > MOST_WAITING
 
     @property
     def waiting(self) -> int:

@@ -27,7 +27,8 @@ class Opened:
 @dataclass(frozen=True)
 class Arrived:
     """A transfer is handed on. `present` and `high` are by block of `block` elements (the last one may have
-    fewer), in the order of place; `values`, (elements,), are in memory of their own."""
+    fewer), in the order of place; `values`, (elements,), are in memory of their own. `nonzero`, by block, is
+    how many elements of a high one are not 0, in its sender's words; NOT_SAID of the others."""
 
     transfer: int
     chunk: int
@@ -35,6 +36,7 @@ class Arrived:
     values: Values
     present: Mask
     high: Mask
+    nonzero: npt.NDArray[np.uint16]
     block: int
     how: How  # the rule of atoll.ltp.closing
     fill: Filled

@@ -22,8 +22,6 @@ __all__ = ["KERNEL", "Groups", "encode", "kernel_line", "lost_places", "plan_gro
 MOST_DATA = 32  # datagrams of data in a group
 MOST_PARITY = 16  # and of parity
 RESTORED = 0.999  # the chance with which a group is to be restored
-CLEAN_LOSS = 0.001  # below it a long transfer has no parity
-SMALL = 256  # high-priority datagrams: up to so many a transfer is small, unless the caller knows better
 MOST_GROUPS = 0xFFFF  # of a transfer: what SLICE.group can name; NO_GROUP is not one of them
 
 
@@ -45,32 +43,24 @@ class Groups:
         return (self.highs - np.asarray(group, np.int64) + self.count - 1) // max(self.count, 1)
 
 
-def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0, small: int = SMALL) -> Groups:
+def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0) -> Groups:
     """The groups of a transfer with so many high-priority datagrams.
 
-    `loss` is the path's rate of loss lately, `burst` the mean number of datagrams lost in a row, `apart` how
-    many datagrams are sent for each high-priority one, and `small` how many high-priority ones a round trip
-    carries, where that is known. Parity is the least with which a group is restored with RESTORED, at most
-    MOST_PARITY, and at most one more than its data.
+    `loss` is the path's rate of loss lately, `burst` the mean number of datagrams lost in a row, and `apart`
+    how many datagrams are sent for each high-priority one. Parity is the least with which a group is restored
+    with RESTORED, at most MOST_PARITY, and at most one more than its data.
     """
     count = -(-highs // MOST_DATA)
     data = -(-highs // max(count, 1))
-    parity, reason = _parity(highs, count, data, loss, burst, apart, small)
+    parity, reason = _parity(highs, count, data, loss, burst, apart)
     return Groups(highs, count, data, parity, reason)
 
 
-def _parity(
-    highs: int, count: int, data: int, loss: float, burst: float, apart: float, small: int
-) -> tuple[int, str]:
+def _parity(highs: int, count: int, data: int, loss: float, burst: float, apart: float) -> tuple[int, str]:
     if highs == 0:
         return 0, "nothing to protect"
     if loss <= 0.0:
         return 0, "no loss was measured lately"
-    if highs > small and loss < CLEAN_LOSS:
-        return (
-            0,
-            f"loss {loss:.2g} is below {CLEAN_LOSS:g}: all but a long transfer's end is repaired in passing",
-        )
     if count > MOST_GROUPS:
         return 0, f"{count} groups: a header names at most {MOST_GROUPS}"
     chances = restore_chances(data, loss, burst, count * apart)[: data + 2]  # more than one each is a resend

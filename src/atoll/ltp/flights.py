@@ -19,13 +19,15 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Acknowledgement
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
-BURST_DATAGRAMS = 64  # but from so many on a millisecond is the most: more saves nothing
 MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer came late, burst after burst
 IDLE_SECONDS = 0.02  # without anything on its way, which a pause between bursts is not
 LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
 LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
-PHASE_DATAGRAMS = 2**30  # of a stripe that are sealed with one key
+# Datagrams of a stripe that are sealed with one key: so many of so many bytes keep an attacker's advantage
+# below 2^-57 (RFC 9001, 6.6 and B.1).
+PHASE_DATAGRAMS, PHASE_BYTES = 2**28, 2**11
+PHASE_LARGE_DATAGRAMS = 2**23  # of longer ones
 
 
 class Flights:
@@ -34,7 +36,7 @@ class Flights:
     def __init__(self, settings: Settings, stripes: int, rng: np.random.Generator, now: float) -> None:
         self.control = RateControl(settings, now, rng)
         self.stripes = [SentRecords() for _ in range(stripes)]
-        self.phases = [KeyPhase() for _ in range(stripes)]
+        self.phases = [KeyPhase(settings.datagram_bytes) for _ in range(stripes)]
         self.lost = 0  # datagrams
         self.burst_length = 1.0  # datagrams that are lost in a row
         self.timeouts = 0  # in a row
@@ -55,7 +57,7 @@ class Flights:
     def burst(self) -> int:
         """Datagrams of one burst at the present rate."""
         second = self.control.rate / self._size
-        return max(int(min(second * BURST_SECONDS, max(BURST_DATAGRAMS, second * BURST_SECONDS / 2))), 1)
+        return max(int(second * BURST_SECONDS), 1)
 
     @property
     def room(self) -> int:
@@ -72,6 +74,10 @@ class Flights:
     def phase(self, stripe: int) -> int:
         """The phase of the keys for the next datagram."""
         return self.phases[stripe].of(self.stripes[stripe])
+
+    def key_asks(self, stripe: int) -> bool:
+        """Whether a change of keys waits for an acknowledgement that nothing asks for."""
+        return self.phases[stripe].asks(self.stripes[stripe])
 
     def handle_limited(self) -> None:
         """There is nothing to send though more could be."""
@@ -123,6 +129,11 @@ class Flights:
         """When poll_lost may have something."""
         return min(sent.loss_at for sent in self.stripes)
 
+    @property
+    def waits_since(self) -> float:
+        """Since when nothing of a stripe was acknowledged, though something is on its way; else inf."""
+        return min(sent.waits_since for sent in self.stripes)
+
     def handle_timeout(self, now: float, probes: int) -> list[tuple[int, int, int]]:
         """It has been; returns stripe, transfer and item of what is longest on its way."""
         self.timeouts += 1
@@ -163,15 +174,30 @@ class Heard:
 class KeyPhase:
     """Of a stripe's keys, in this end's direction."""
 
-    def __init__(self) -> None:
+    def __init__(self, datagram_bytes: int) -> None:
         self.wanted = False
+        self._most = PHASE_DATAGRAMS if datagram_bytes <= PHASE_BYTES else PHASE_LARGE_DATAGRAMS
         self._phase = 0
         self._since = 0  # the number of its first datagram
+        self._asked = False  # that the other end acknowledge the present phase
 
     def of(self, sent: SentRecords) -> int:
         """The phase of the next datagram. It changes only once the other end has acknowledged one of the
         present phase, for receivers hold one phase ahead and no more."""
-        due = self.wanted or sent.next - self._since >= PHASE_DATAGRAMS
-        if due and (sent.largest_acked >= self._since):
-            self._phase, self._since, self.wanted = (self._phase + 1) & 0xFF, sent.next, False
+        if self._due(sent) and sent.largest_acked >= self._since:
+            self._phase, self._since = (self._phase + 1) & 0xFF, sent.next
+            self.wanted = self._asked = False
         return self._phase
+
+    def asks(self, sent: SentRecords) -> bool:
+        """Whether something is to go that asks for an acknowledgement: on a stripe with nothing but Acks the
+        change would wait for ever."""
+        waits = self._due(sent) and sent.largest_acked < self._since <= sent.next - 1
+        return waits and not sent.in_flight and not self._asked
+
+    def handle_asked(self) -> None:
+        """It goes, and again until it is acknowledged."""
+        self._asked = True
+
+    def _due(self, sent: SentRecords) -> bool:
+        return self.wanted or sent.next - self._since >= self._most

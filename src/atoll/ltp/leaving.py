@@ -60,6 +60,11 @@ class Sender:
         return bool(self._waiting) and len(self._begun) < MOST_BEGUN
 
     @property
+    def bytes_left(self) -> int:
+        """That are still to be sent."""
+        return sum(each.bytes_left for each in self._transfers.values())
+
+    @property
     def retransmitted(self) -> int:
         """Datagrams that were sent again."""
         return self._closed_retransmitted + sum(each.repaired for each in self._begun.values())
@@ -128,7 +133,7 @@ class Sender:
             self._known(part.transfer)
         if part.order < self._order or len(self._said) >= MOST_SAID:
             return [delivered] if delivered is not None else []
-        self._said[part.order] = delivered
+        self._said.setdefault(part.order, delivered)
         return self._in_order()
 
     def _in_order(self) -> list[Delivered]:

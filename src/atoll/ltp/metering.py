@@ -15,6 +15,7 @@ from atoll.wire.datagrams import Acknowledgement
 
 LEAST_SPAN = 0.004  # seconds; two bursts: what arrives within one says nothing
 LEAST_ROUND = 0.01  # seconds that a round lasts: of one of 0.3 ms a host's jitter would be all that is seen
+MOST_CLAIMED, CLAIMED_BYTES = 2, 2**16  # of what was acknowledged, what the other end may say that it had
 SPAN_SHARE = 1 / 4  # of the least round trip
 
 
@@ -70,7 +71,11 @@ class Meter:
         if since is None:
             self._anchor = state
             return None, ended
-        delivered = ack.delivered - since.delivered
+        # The count is the other end's word alone: what it has acknowledged is what it can have had, but for
+        # Acks themselves, copies, and what was told of since.
+        delivered = min(
+            ack.delivered - since.delivered, MOST_CLAIMED * (self.acked - mark.acked) + CLAIMED_BYTES
+        )
         seconds = max(ack.arrived - since.arrived, sent - since.sent)
         if delivered <= 0 or seconds < max(LEAST_SPAN, SPAN_SHARE * min_rtt):
             return None, ended

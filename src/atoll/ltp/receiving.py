@@ -22,13 +22,16 @@ from atoll.wire.datagrams import (
     CODED_FROM,
     HEADER,
     HIGH,
+    LEAST_DATAGRAM_BYTES,
     NO_GROUP,
+    NOT_SAID,
     RELIABLE,
     SLICE,
     Bytes,
     Datagrams,
     Kind,
     Records,
+    payload_bytes,
     restored_untrusted,
 )
 
@@ -37,7 +40,9 @@ Items = npt.NDArray[np.int64]
 DEVIATIONS = 4  # of the gap between arrivals that are waited for beyond the mean (as TCP's timeout has it)
 LEAST_WAIT = 0.002  # seconds: bursts are up to 2 ms apart
 RATE_SPAN = 0.02  # seconds over which the rate of arrival is a mean, at least; else a round trip
+LEAST_NEED = 0.01  # seconds from one Need of a transfer to the next: a near path asks no more often
 NEED_RTTS = 2.0  # round trips after which a high block that was passed by is asked for
+LEAST_PAYLOAD = payload_bytes(LEAST_DATAGRAM_BYTES)  # below it, a block's place takes more than the block
 _SAME = ("chunk", "iteration", "blocks", "highs", "element")  # that all datagrams of a transfer say alike
 
 
@@ -113,6 +118,7 @@ class Incoming:
         self._taken = np.zeros(self.blocks, dtype=np.bool_)  # by place
         self._place = np.zeros(self.blocks, dtype=np.int64)  # by index
         self._scale: npt.NDArray[np.float32] | None = None  # by place, once one is not 1
+        self._nonzero = np.full(self.blocks, NOT_SAID, dtype=np.uint16)  # by place
         self._high_at = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
@@ -124,8 +130,12 @@ class Incoming:
 
     def _check_size(self, payload: int, elements: int | None, most_bytes: int) -> None:
         name = f"transfer {self.transfer} of chunk {self.chunk}"
-        if self.block < 1:
-            raise RefusedError(f"{name}: datagrams without room for an element")
+        if payload < LEAST_PAYLOAD or payload % 8:
+            raise RefusedError(
+                f"{name}: {payload} B of elements in a datagram: a multiple of 8 from {LEAST_PAYLOAD} on"
+            )
+        if not self.highs:
+            raise RefusedError(f"{name}: no high block, where the last one always is")
         if self.blocks * payload > most_bytes:
             raise RefusedError(
                 f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most"
@@ -146,6 +156,11 @@ class Incoming:
         Raises RefusedError where a datagram contradicts another, or itself."""
         slices = batch.slices
         self._check_alike(slices)
+        if batch.elements.shape[1] != self._memory.shape[1]:
+            raise RefusedError(
+                f"transfer {self.transfer}: a datagram with {batch.elements.shape[1]} B of elements, "
+                f"where the others have {self._memory.shape[1]} B"
+            )
         before = self._count
         self.last_at = now
         self.datagrams += len(batch)
@@ -187,9 +202,12 @@ class Incoming:
         self._place[index] = place
         self._memory[place] = elements
         self._keep_scale(slices["scale"], place)
+        self._nonzero[place] = slices["nonzero"]
         self._groups.add_data(slices, index)
         self._count = count
         self._highs_there = int(np.count_nonzero(self._there[self._high_indices]))
+        if self._highs_there == self.highs and not self._taken[-1]:
+            raise RefusedError(f"transfer {self.transfer}: its last block is none of the high ones")
 
     def _check_places(self, slices: Records, index: Items, place: Items, rest: Items) -> None:
         high = slices["flags"] & HIGH != 0
@@ -289,7 +307,8 @@ class Incoming:
         """Which blocks to ask for, by index; they are asked for again when that many round trips are over."""
         missing = self.missing_high
         asked = missing if self._watched is None else self._watched & missing
-        self._watched, self._need_at = missing, now + NEED_RTTS * srtt + DEVIATIONS * rttvar
+        self._watched = missing
+        self._need_at = now + max(NEED_RTTS * srtt + DEVIATIONS * rttvar, LEAST_NEED)
         return asked
 
     def _set_deadlines(
@@ -348,7 +367,8 @@ class Incoming:
         high[self._place[self._high_indices]] = True
         values = self._memory.reshape(-1).view(self.dtype)[: self._elements]
         if self._scale is not None:
-            values *= np.repeat(self._scale, block)[: self._elements].astype(self.dtype)
+            with np.errstate(all="ignore"):  # the sender's own affair
+                values *= np.repeat(self._scale, block)[: self._elements].astype(self.dtype)
         choice = self._fill(values, present, high, last)
         return Arrived(
             self.transfer,
@@ -357,6 +377,7 @@ class Incoming:
             values,
             present,
             high,
+            self._nonzero,
             block,
             self.verdict.how,
             choice.how,

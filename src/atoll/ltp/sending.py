@@ -91,6 +91,7 @@ class Outgoing:
         self._sent_at: npt.NDArray[np.float64] = np.zeros(self.blocks, dtype=np.float64)
         self.remind_at = math.inf
         self._reminders = 0
+        self._asked = np.zeros(self.blocks, dtype=np.bool_)  # goes again though it seems to be restorable
         self._next = 0
         self._wanted = 0
         self._lows_gone = 0
@@ -109,7 +110,7 @@ class Outgoing:
         if not self.settings.redundancy or not len(protected):
             return "no forward error correction"
         count = len(protected)
-        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs, small=count)
+        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs)
         if groups.parity:
             self._protect(protected, groups)
         return groups.reason
@@ -122,6 +123,13 @@ class Outgoing:
     def whole(self) -> bool:
         """Whether all of it was sent once, or left out."""
         return self._next >= self.items
+
+    @property
+    def bytes_left(self) -> int:
+        """That are still to be sent."""
+        if self.closed is not None:
+            return 0
+        return (self.items - self._next + self._wanted) * self.size
 
     @property
     def ready(self) -> bool:
@@ -162,7 +170,7 @@ class Outgoing:
     def _take_repairs(self, most: int) -> Items:
         wanted = np.flatnonzero(self._state[: self.blocks] == WANTED)
         if self._groups is not None:
-            useless = self._restorable(wanted)
+            useless = self._restorable(wanted) & ~self._asked[wanted]
             self._state[wanted[useless]] = GONE
             wanted = wanted[~useless]
         self._wanted = max(len(wanted) - most, 0)
@@ -253,6 +261,7 @@ class Outgoing:
             | (state == THERE)
             | ((state == FLYING) & (self._sent_at[: self.blocks] <= now - rtt))
         )
+        self._asked |= asked & late
         self._want(np.flatnonzero(asked & late))
 
     def handle_closed(self, part: Closed) -> Delivered | None:
@@ -276,6 +285,7 @@ class Outgoing:
         it say it again."""
         self._reminders += 1
         self.remind_at = math.inf
+        self._asked[self._high_indices[-1:]] = True
         self._want(self._high_indices[-1:])
 
     def probe(self, item: int) -> bool:

@@ -63,6 +63,7 @@ class SentRecords:
     def __init__(self) -> None:
         self.next = 0  # the next datagram's number
         self.in_flight = 0  # bytes
+        self.waits_since = math.inf  # when one was last acknowledged, while others are in flight
         self.largest_acked = -1
         self.last_sent = -math.inf  # of those that ask for an acknowledgement
         self.reorder = 0.0  # numbers; at least REORDER_BURSTS bursts
@@ -95,6 +96,8 @@ class SentRecords:
         self._mark[rows] = self._marks_from + len(self._marks)
         self._marks.append(mark)
         if not silent:
+            if not self.in_flight:
+                self.waits_since = now
             self.in_flight += size * count
             self.last_sent = now
         number = self.next
@@ -121,6 +124,7 @@ class SentRecords:
         if len(newly):
             sizes = int(self._size[fresh].sum())
             self.in_flight -= sizes
+            self.waits_since = now if self.in_flight else math.inf
             told.acked_bytes = sizes + int(self._size[wrongly].sum())
             told.acked_count = len(newly)
             self._state[newly] = ACKED
@@ -172,6 +176,8 @@ class SentRecords:
     def _lose(self, lost: Items, told: Told) -> None:
         self._state[lost] = LOST
         self.in_flight -= int(self._size[lost].sum())
+        if not self.in_flight:
+            self.waits_since = math.inf
         told.lost_count += len(lost)
         told.runs += 1 + int(np.count_nonzero(np.diff(lost) > 1))
         told.lost = self._by_transfer(lost)
@@ -197,6 +203,8 @@ class SentRecords:
         at = self.next - self._first
         if at + count <= len(self._state):
             return
+        waiting = self._waiting()  # where all is silent, no Ack ever moves the oldest
+        self._oldest = self._first + int(waiting[0]) if len(waiting) else self.next
         keep_from = max(min(self._oldest, self.next - _KEPT) - self._first, 0)
         kept = at - keep_from
         room = len(self._state)

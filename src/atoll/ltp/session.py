@@ -32,6 +32,7 @@ from atoll.ltp.events import (
     Values,
 )
 from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
+from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
@@ -46,6 +47,7 @@ from atoll.wire.datagrams import (
     Datagrams,
     Kind,
     ack_bits,
+    ack_bytes,
     ack_datagram,
     control_datagram,
     read_ack,
@@ -73,6 +75,7 @@ __all__ += ["Session", "Status"]
 
 PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
+ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
 BYE_COPIES = 3  # sent at once: it is not asked for again
 
 
@@ -112,6 +115,8 @@ class Session:
         self._events: list[Event] = []
         self._opened = self._ended = False
         self._bye: list[Burst] = []
+        self._ask_at = math.inf  # from the other end's first Grant on: when to ask for more, if there is need
+        self._asked = False
         self._delivered = 0  # bytes that came
         self._heard = self._spoke = now
         self._next_send = now
@@ -121,11 +126,8 @@ class Session:
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
-                self._outbox.put(self._hello(rng), stripe=stripe)
-
-    def _hello(self, rng: np.random.Generator) -> Hello:
-        hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION, token=rng.bytes(8))
-        return padded(hello, self.settings.datagram_bytes)
+                hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION)
+                self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
     # -- what the application does --------------------------------------------------------------------------
 
@@ -159,9 +161,10 @@ class Session:
         """Asks for a share of the receiver's link, for so many bytes."""
         self._outbox.put(Ask(sequence=self._outbox.sequence, size=size))
 
-    def grant(self, rate: float, seconds: float) -> None:
-        """Gives the other end so many bytes per second of this end's link, for so long."""
-        self._outbox.put(Grant(sequence=self._outbox.sequence, rate=rate, seconds=seconds))
+    def grant(self, rate: float, seconds: float, *, kept: bool = True) -> None:
+        """Gives the other end so many bytes per second of this end's link, for so long. One that is not
+        `kept` does not go again when it is lost, for by then another has gone."""
+        self._outbox.put(Grant(sequence=self._outbox.sequence, rate=rate, seconds=seconds), kept=kept)
 
     def close(self, now: float, reason: str) -> None:
         """Ends the session, and tells the other end why."""
@@ -271,8 +274,8 @@ class Session:
                 self._sender.handle_early(message.transfer)
             elif isinstance(message, Need):
                 self._sender.handle_need(now, message, self.control.srtt)
-        except WireError as error:
-            self.drops[f"control message: {str(error)[:80]}"] += 1
+        except WireError:
+            self.drops["no control message"] += 1  # its own words would be a key each
             return
         if isinstance(message, Challenge):
             answer = Answer(sequence=self._outbox.sequence, token=message.token)
@@ -281,6 +284,8 @@ class Session:
             self._paths[stripe].handle_answer(now, path, message.token)
         elif isinstance(message, Grant):
             self.control.handle_grant(now, message.rate, message.seconds)
+            if self._ask_at == math.inf:
+                self._ask_at = now
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
         elif isinstance(message, Hello) and message.version != LTP_VERSION:
@@ -321,6 +326,8 @@ class Session:
             moved = paths.poll_moves(now)
             if moved is not None:
                 self._events.append(Migrated(stripe, moved.path, moved.reason))
+                if moved.before is not None:
+                    self.control.handle_path_change("the other end has another address")
 
     # -- what goes out --------------------------------------------------------------------------------------
 
@@ -346,13 +353,16 @@ class Session:
             return -math.inf
         waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._flights.timeout_at]
         waits.append(self._flights.loss_at)
+        waits.append(self._flights.waits_since + self.settings.idle_seconds)
         waits += [paths.poll_deadline() for paths in self._paths]
         waits += [
             arrivals.due
-            for arrivals, paths in zip(self._arrivals, self._paths, strict=True)
-            if paths.active is not None
+            for stripe, arrivals in enumerate(self._arrivals)
+            if self._ack_path(stripe) is not None
         ]
-        waits += [self._receiver.deadline, self._sender.remind_at]
+        if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
+            return -math.inf
+        waits += [self._receiver.deadline, self._sender.remind_at, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -366,18 +376,45 @@ class Session:
             nothing = "nothing" if self._opened else "no answer"
             self._end(f"{nothing} came from the other end for {self.settings.idle_seconds:g} s")
             return
+        if now >= self._flights.waits_since + self.settings.idle_seconds:
+            self._end(f"the other end acknowledged nothing for {self.settings.idle_seconds:g} s")
+            return
+        if self._outbox.full:
+            self._end(f"the other end acknowledged none of {self._outbox.waiting} messages")
+            return
         for heard in self._flights.poll_lost(now):
             self._tell(now, heard)
         if now >= self._flights.timeout_at:
             self._probe(now)
         if now >= self._sender.remind_at:
             self._sender.remind(now)
+        if now >= self._ask_due:
+            self._ask_on(now)
+        for stripe in range(len(self._paths)):
+            if self._flights.key_asks(stripe):
+                self._flights.phases[stripe].handle_asked()
+                self._outbox.put(Ping(sequence=self._outbox.sequence), stripe=stripe)
         if now >= self._keep_alive_at:
             self._spoke = now
             self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False)
         self._poll_moves(now)
         if now >= self._receiver.deadline:
             self._settle(now, self._receiver.due(now))
+
+    @property
+    def _ask_due(self) -> float:
+        """When to ask for a share of a link that is shared out, or to say that none is needed any more."""
+        if self._ask_at == math.inf:
+            return math.inf
+        if self._sender.bytes_left > self._flights.burst * self.settings.datagram_bytes:
+            return self._ask_at
+        return -math.inf if self._asked and not self._sender.bytes_left else math.inf
+
+    def _ask_on(self, now: float) -> None:
+        size = self._sender.bytes_left
+        self._asked = size > 0
+        self._ask_at = now + ASK_AGAIN if size else now
+        self._outbox.put(Ask(sequence=self._outbox.sequence, size=size), kept=False)
 
     @property
     def _keep_alive_at(self) -> float:
@@ -402,19 +439,20 @@ class Session:
 
     def _poll_ack(self, now: float) -> Burst | None:
         for stripe, arrivals in enumerate(self._arrivals):
-            if now < arrivals.due:
-                continue
-            path = self._paths[stripe].active
-            if path is None:
-                continue
-            told = arrivals.poll_ack(now, stripe, self._delivered)
-            if told is None:
-                continue
-            frames = ack_datagram(told)
-            if self._paths[stripe].allowance(path) < frames.size:
-                continue
-            return self._burst(now, stripe, path, Kind.ACK, ACK, np.zeros(1, dtype=np.int64), frames)
+            path = self._ack_path(stripe) if now >= arrivals.due else None
+            told = arrivals.poll_ack(now, stripe, self._delivered) if path is not None else None
+            if told is not None and path is not None:
+                items = np.zeros(1, dtype=np.int64)
+                return self._burst(now, stripe, path, Kind.ACK, ACK, items, ack_datagram(told))
         return None
+
+    def _ack_path(self, stripe: int) -> Hashable | None:
+        """The stripe's path, where it may take the next Ack."""
+        paths = self._paths[stripe]
+        path = paths.active
+        if path is None or paths.allowance(path) < ack_bytes(self._arrivals[stripe].bits):
+            return None
+        return path
 
     def _sendable(self, message: Message) -> bool:
         return self._way_of(message) is not None

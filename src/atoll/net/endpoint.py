@@ -45,7 +45,18 @@ _HANGS_UP = "it takes connections and closes them at once"
 _NOT_YET = "not connected yet"
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
-_domains = itertools.count()
+# What a client takes note of.
+_NOTED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+_domains, _monitors = itertools.count(), itertools.count()
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class Endpoint:
         if self._generation != process.generation():
             return  # the parent's
         if self._monitor is not None:
-            self._socket.disable_monitor()
+            self._socket.monitor(None, 0)
             self._monitor.close(linger=0)
         self._socket.close(linger=_milliseconds(linger))
         process.closed(self)
@@ -165,7 +176,7 @@ class Server(Endpoint):
             door.curve_secretkey = keys.server_secret.encode("ascii")
             door.curve_publickey = keys.server_public.encode("ascii")
             process.admit(self._domain, z85.decode(keys.client_public))
-        self._monitor = door.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        self._monitor = _monitor_of(door, zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
         try:
             door.bind(self.address.replace("tcp://localhost:", "tcp://127.0.0.1:"))
         except zmq.ZMQError as error:
@@ -275,7 +286,7 @@ class Client(Endpoint):
             link.curve_serverkey = keys.server_public.encode("ascii")
             link.curve_secretkey = keys.client_secret.encode("ascii")
             link.curve_publickey = keys.client_public.encode("ascii")
-        self._monitor = link.get_monitor_socket()
+        self._monitor = _monitor_of(link, _NOTED)
         try:
             link.connect(self.address)
         except zmq.ZMQError as error:
@@ -414,6 +425,21 @@ def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Se
         poller.register(endpoint._alive(), zmq.POLLIN)
     ready = {socket for socket, _ in poller.poll(_milliseconds(timeout))}
     return [endpoint for endpoint in endpoints if endpoint._socket in ready]
+
+
+def _monitor_of(link: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """The socket on which libzmq tells of these events of `link`.
+
+    It has room for any number, some 300 bytes each: libzmq's one thread for all of a process's connections
+    waits for room there. A client whose server is away has two events for each try, and its owner may look at
+    it only when a long evaluation is over.
+    """
+    place = f"inproc://atoll-monitor-{next(_monitors)}"
+    link.monitor(place, events)
+    watch = process.context().socket(zmq.PAIR)
+    watch.linger, watch.rcvhwm = 0, 0
+    watch.connect(place)
+    return watch
 
 
 def _tune(link: zmq.Socket[bytes], address: str, limit: int, incoming: int, outgoing: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
-from atoll.ltp.events import Arrived, Event, Lost
+from atoll.ltp.events import Arrived, Asked, Event, Lost, Opened
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -57,6 +57,7 @@ class LinkSession:
         client: bool,
         seal: bool,
         name: str,
+        shared: bool = False,
     ) -> None:
         self.number, self.name = number, name
         self.finished = False  # the link need not drive it any more
@@ -76,6 +77,8 @@ class LinkSession:
         self._lost = ""  # why the session is over
         self._cause: BaseException | None = None
         self._left: tuple[UdpPort, Bytes, Address] | None = None  # sealed, and there was no room
+        self._shared = shared  # the link shares out its rate, and is to hear of what is asked
+        self._asked: list[int] = []
 
     # -- for the application ---------------------------------------------------------------------------------
 
@@ -127,6 +130,8 @@ class LinkSession:
         with self._condition:
             self._check()
             self._session.change_keys()
+            self.deadline = -math.inf
+        self._wake()
 
     def ask(self, size: int) -> None:
         """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
@@ -208,6 +213,20 @@ class LinkSession:
             if self._lost and self._left is None and self.deadline > now:
                 self._finish()
 
+    def take_asked(self) -> list[int]:
+        """What the other end has asked for since the last call: bytes that it has to send, 0: none. One that
+        was opened counts as asking: its first grant tells it that this link shares out its rate."""
+        with self._condition:
+            asked, self._asked = self._asked, []
+        return asked
+
+    def share(self, rate: float, seconds: float) -> None:
+        """Its share of the link."""
+        with self._condition:
+            if not self._lost:
+                self._session.grant(rate, seconds, kept=False)
+                self.deadline = -math.inf
+
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """The session is over at once, unsaid."""
         with self._condition:
@@ -259,6 +278,11 @@ class LinkSession:
             elif isinstance(event, Lost):
                 event = self._explained(event)
                 self._lost = event.reason
+            elif self._shared and isinstance(event, Opened):
+                self._asked.append(1)
+            elif self._shared and isinstance(event, Asked):
+                self._asked.append(event.size)
+                continue
             self._events.append(event)
         self._condition.notify_all()
 

@@ -21,6 +21,7 @@ from types import TracebackType
 import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.ltp.grants import Grants
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
 from atoll.net import context as process
@@ -37,7 +38,8 @@ class LtpLink:
     """UDP ports at `host` (empty: all addresses of this machine), one for each stripe, and their thread.
 
     `ports` are their numbers (0: any free one); `.addresses` are what they got. `name` stands in every error,
-    and in the thread's name. Raises UserError for an address that is in use or not ours.
+    and in the thread's name. `link_rate`, bytes per second: what comes is shared out by grants, so that all
+    who send to this link together do not pass it. Raises UserError for an address that is in use or not ours.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class LtpLink:
         name: str = "link",
         buffer_bytes: int = BUFFER_BYTES,
         offload: bool = True,
+        link_rate: float | None = None,
     ) -> None:
         if not 1 <= len(ports) <= MOST_STRIPES:
             raise UserError(f"{name}: {len(ports)} ports; a link has between 1 and {MOST_STRIPES}")
         self.name = name
+        self._grants = Grants(link_rate) if link_rate is not None else None
         self.drops: Counter[str] = Counter()  # of what came for none of the sessions, by the reason
         self._generation = process.generation()
         self._lock = threading.Lock()  # guards the sessions and the end
@@ -160,6 +164,7 @@ class LtpLink:
             client=client,
             seal=seal,
             name=shown,
+            shared=self._grants is not None,
         )
         with self._lock:
             self._check()
@@ -235,7 +240,8 @@ class LtpLink:
         """Waits until something is to be done, and does all of it."""
         with self._lock:
             sessions = list(self._sessions.values())
-        self._sleep(min((session.deadline for session in sessions), default=math.inf))
+        due = min((session.deadline for session in sessions), default=math.inf)
+        self._sleep(min(due, self._grants.poll_deadline()) if self._grants is not None else due)
         for port in self._ports:
             behind = not port.drained
             for received in port.receive():
@@ -246,11 +252,28 @@ class LtpLink:
             sessions = list(self._sessions.values())
         for session in sessions:
             self._drive(session)
+        if self._grants is not None:
+            self._share_out(self._grants, sessions)
         blocked = {session.blocked for session in sessions if session.blocked is not None}
         if blocked != self._blocked:
             for port in self._ports:
                 self._poll.modify(port, select.POLLIN | (select.POLLOUT if port in blocked else 0))
             self._blocked = blocked
+
+    def _share_out(self, grants: Grants, sessions: Sequence[LinkSession]) -> None:
+        """Answers those who ask for a share of the link."""
+        now, by_number = time.monotonic(), {session.number: session for session in sessions}
+        for session in sessions:
+            for size in session.take_asked():
+                if size:
+                    grants.handle_ask(now, session.number)
+                else:
+                    grants.handle_done(now, session.number)
+            if session.finished:
+                grants.handle_done(now, session.number)
+        for grant in grants.poll_grants(now):
+            if grant.session in by_number:
+                by_number[grant.session].share(grant.rate, grant.seconds)
 
     def _sleep(self, deadline: float) -> None:
         """Until `deadline` (monotonic), or until something comes."""

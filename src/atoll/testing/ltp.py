@@ -168,6 +168,9 @@ class Pair:
         """Go on to what happens next, and do it; False, with the clock at `limit`, when nothing does by
         then."""
         self._flush()
+        return self._step(limit)
+
+    def _step(self, limit: float) -> bool:
         at = max(self.next_event(), self.now)
         if at > limit:
             self.clock.advance(limit)
@@ -186,7 +189,8 @@ class Pair:
     def run(self, seconds: float) -> None:
         """Go on for so long."""
         until = self.now + seconds
-        while self.step(until):
+        self._flush()
+        while self._step(until):
             pass
 
     def run_until(self, condition: Callable[[], bool], limit: float = 60.0) -> float:
@@ -195,7 +199,7 @@ class Pair:
         begun = self.now
         self._flush()
         while not condition():
-            if not self.step(begun + limit):
+            if not self._step(begun + limit):
                 raise AssertionError(f"not within {limit:g} s: {self.describe()}")
         return self.now - begun
 

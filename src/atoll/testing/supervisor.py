@@ -236,9 +236,11 @@ def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) ->
     than half of the memory that it holds in the middle of its life.
 
     Descriptors and threads are a process's own: each life is judged by itself, since the next one may have
-    another task. Memory is judged over all lives of a role ("worker", "hub"), since what a life takes over
-    from the one before, a journal's state say, may grow too. `spared` has by role how many descriptors a life
-    may come to hold: those of a standby that is promoted.
+    another task. What it comes to must also be more than the role's other lives have in their middle: a life
+    in whose beginning others were down, and connections to them with them, is not leaking. Memory is judged
+    over all lives of a role ("worker", "hub"), since what a life takes over from the one before, a journal's
+    state say, may grow too. `spared` has by role how many descriptors a life may come to hold: those of a
+    standby that is promoted.
     """
     roles: dict[str, list[Usage]] = defaultdict(list)
     lives: dict[tuple[str, int], list[Usage]] = defaultdict(list)
@@ -255,8 +257,10 @@ def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) ->
         if len(looks) < _LEAST_LOOKS:
             continue
         promotion = (spared or {}).get(_role(part), 0)
-        found += _growth(looks, f"{part} (pid {pid})", "descriptors", _HANDLES_SPARED + promotion)
-        found += _growth(looks, f"{part} (pid {pid})", "threads", _HANDLES_SPARED)
+        others = [look for look in roles[_role(part)] if look.pid != pid]
+        for what, most in (("descriptors", _HANDLES_SPARED + promotion), ("threads", _HANDLES_SPARED)):
+            usual = median(getattr(look, what) for look in others) if len(others) >= _LEAST_LOOKS else 0
+            found += _growth(looks, f"{part} (pid {pid})", what, most, usual=usual)
     for role, looks in sorted(roles.items()):
         found += _growth(looks, role, "resident", _BYTES_SPARED, _BYTES_SHARE)
     return found
@@ -266,11 +270,13 @@ def _role(part: str) -> str:
     return part.split(" ")[0]
 
 
-def _growth(looks: Sequence[Usage], whose: str, what: str, spared: int, share: float = 0.0) -> list[str]:
-    """The line that says that this grew by more than that; none where it did not."""
+def _growth(
+    looks: Sequence[Usage], whose: str, what: str, spared: int, share: float = 0.0, usual: float = 0.0
+) -> list[str]:
+    """The line that says that this grew by more than that, and beyond the `usual`; none where it did not."""
     quarter = max(1, len(looks) // 4)
     first = median(getattr(look, what) for look in looks[:quarter])
     last = median(getattr(look, what) for look in looks[-quarter:])
-    if last <= first * (1 + share) + spared:
+    if last <= max(first * (1 + share), usual) + spared:
         return []
     return [f"{whose}: {what} grew from {first:,.0f} to {last:,.0f} over {len(looks)} looks"]

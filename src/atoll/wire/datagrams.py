@@ -108,8 +108,6 @@ ACK = np.dtype(
         ("bits", "<u2"),  # that follow
         ("base", "<u8"),  # the first bit's number; of lower ones nothing is told
         ("delivered", "<u8"),  # bytes of datagrams that came whole, over all stripes, since the session began
-        ("duplicates", "<u4"),  # datagrams that came twice
-        ("late", "<u4"),  # that came after a later one had been acknowledged past them
     ]
 )
 
@@ -199,8 +197,6 @@ class Acknowledgement:
     base: int
     received: npt.NDArray[np.bool_]  # of the numbers from `base` on, at most ACK_BITS
     delivered: int  # bytes, over all stripes, since the session began
-    duplicates: int = 0
-    late: int = 0
 
     @property
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -211,6 +207,11 @@ class Acknowledgement:
 def ack_bits(datagram_bytes: int) -> int:
     """How many datagrams one Ack tells of that is no longer than this, seal included."""
     return min((datagram_bytes - HEADER.itemsize - ACK.itemsize - SEAL_BYTES) * 8, ACK_BITS)
+
+
+def ack_bytes(bits: int) -> int:
+    """How long an Ack of so many datagrams is, seal included."""
+    return HEADER.itemsize + ACK.itemsize + (bits + 7) // 8 + SEAL_BYTES
 
 
 def ack_datagram(told: Acknowledgement) -> Bytes:
@@ -225,8 +226,6 @@ def ack_datagram(told: Acknowledgement) -> Bytes:
     record["bits"] = len(told.received)
     record["base"] = told.base
     record["delivered"] = told.delivered
-    record["duplicates"] = min(told.duplicates, 2**32 - 1)
-    record["late"] = min(told.late, 2**32 - 1)
     start = HEADER.itemsize + ACK.itemsize
     frames[0, start : start + len(bits)] = bits
     return frames
@@ -246,8 +245,6 @@ def read_ack(frame: Bytes) -> Acknowledgement:
         base=int(record["base"]),
         received=bits,
         delivered=int(record["delivered"]),
-        duplicates=int(record["duplicates"]),
-        late=int(record["late"]),
     )
 
 

@@ -41,7 +41,6 @@ class Hello(Control, frozen=True):
     the datagram whole, so that the server may answer three times as much, and the path's size is known."""
 
     version: Annotated[int, Meta(ge=0, lt=256)]
-    token: Token
     padding: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)] = b""
 
 
@@ -83,9 +82,9 @@ class Need(Control, frozen=True):
 
 
 class Closed(Control, frozen=True):
-    """The receiver is done with a transfer, the `order`-th that it is done with, from 0 on: its sender tells of
-    them in that order. `missing` has a bit for each block from `first` on (a multiple
-    of 8), by index, the lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
+    """The receiver is done with a transfer, the `order`-th that it is done with, from 0 on: its sender tells
+    of them in that order. `missing` has a bit for each block from `first` on (a multiple of 8), by index, the
+    lowest bit first: 1 is missing. All `parts` of them tell of all blocks."""
 
     transfer: U32
     part: Annotated[int, Meta(ge=0, lt=2**16)]
