@@ -141,6 +141,7 @@ class LtpTransport:
         self._values, self._high, self._reliable = values, high, reliable
         self._rng = np.random.default_rng(seed)
         self._blocks = -(-values.nbytes // payload_bytes(settings.datagram_bytes))
+        self._next_high = self._mask()
         self._sending = 0  # transfers whose Delivered has not come
         self._opened = False
         self._name = f"{host}, UDP port{'s' * (len(opened.ports) > 1)} {', '.join(map(str, opened.ports))}"
@@ -160,7 +161,7 @@ class LtpTransport:
         self.detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
-        self._session.send(CHUNK, transfer, self._values, self._mask(), self._reliable)
+        self._session.send(CHUNK, transfer, self._values, self._next_high, self._reliable)
         self._sending += 1
 
     def check(self) -> None:
@@ -171,6 +172,7 @@ class LtpTransport:
         while self._sending:
             look()
             self._take_events(_LOOK_SECONDS)
+        self._next_high = self._mask()  # now, for it takes a while
 
     def packets(self) -> Packets:
         status = self._session.status().session
