@@ -177,6 +177,23 @@ def test_one_receive_has_a_bound(ports: tuple[UdpPort, UdpPort]) -> None:
     assert receiver.drained
 
 
+@pytest.mark.parametrize("data", [b"", b"x"], ids=["empty", "of a byte"])
+def test_one_receive_has_a_bound_though_the_datagrams_have_hardly_a_byte(
+    data: bytes, ports: tuple[UdpPort, UdpPort]
+) -> None:
+    _, receiver = ports
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(udp.MOST_CALLS + 40):
+            stranger.sendto(data, receiver.address)
+        stranger.sendto(b"last", receiver.address)
+    receiver.receive()
+    assert receiver.count.received_calls == udp.MOST_CALLS
+    assert not receiver.drained
+    assert receiver.receive()[-1].frames.tobytes() == b"last"
+    assert receiver.count.received_calls == udp.MOST_CALLS + 41
+    assert receiver.drained
+
+
 def test_rows_that_do_not_lie_side_by_side_are_sent_all_the_same(ports: tuple[UdpPort, UdpPort]) -> None:
     sender, receiver = ports
     wide = frames(50, 1500)

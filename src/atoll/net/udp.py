@@ -33,6 +33,7 @@ MOST_SEGMENTS = 64  # of one call: Linux's UDP_MAX_SEGMENTS before 6.9
 MOST_CALL_BYTES = 65_000  # of one call: with the headers it must stay within an IP packet's 65,535
 MOST_DATAGRAM_BYTES = 65_507  # of IPv4
 ARENA_BYTES = 2**20  # what one `receive` takes at most, so that what is to be sent gets its turn
+MOST_CALLS = 256  # that it makes at most: of tiny datagrams, or empty ones, the arena would take any number
 _SLOT = 2**16  # bytes that a call to receive may bring
 _ALIGNED = 64
 _IPV4_AND_UDP_BYTES, _IPV6_AND_UDP_BYTES = 28, 48
@@ -173,7 +174,7 @@ class UdpPort:
         return sent
 
     def receive(self) -> list[Received]:
-        """What has come, up to ARENA_BYTES of it, in order. Never waits; nothing: an empty list.
+        """What has come, up to ARENA_BYTES or MOST_CALLS, in order. Never waits; nothing: an empty list.
 
         A kernel joins datagrams of one length, the last of which may be shorter: that one is another element.
         Afterwards `drained` says whether that was all.
@@ -184,7 +185,9 @@ class UdpPort:
         clock = time.time() - now  # the kernel's clock for what came, less ours
         at = refusals = 0
         self.drained = False
-        while at + _SLOT <= ARENA_BYTES:
+        for _ in range(MOST_CALLS):
+            if at + _SLOT > ARENA_BYTES:
+                break
             try:
                 count, ancillary, _, address = door.recvmsg_into((memory[at : at + _SLOT],), _ANCILLARY_BYTES)
             except BlockingIOError:
