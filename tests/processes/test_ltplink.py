@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import select
+import signal
 import socket
 import sys
 import threading
@@ -491,16 +492,31 @@ def test_nothing_is_left_of_a_link() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_cannot_use_its_parents_link(pair: Pair) -> None:
+    """Nor does it hang, though a thread of its parent had a lock when it was forked."""
     carries(pair.there, pair.here)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pair.there._condition, pair.client._lock:
+            held.set()
+            assert forked.wait(SOON)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(SOON)
     child = os.fork()
     if child == 0:
         status = 1
+        signal.alarm(10)  # or it would hang for ever
         try:
             refused = 0
             for call in (
                 lambda: pair.there.send(1, 1, values()),
                 lambda: pair.there.events(SOON),
                 lambda: pair.there.status(),
+                lambda: pair.there.change_keys(),
+                lambda: pair.there.ask(1),
+                lambda: pair.there.grant(1.0, 1.0),
                 lambda: pair.client.open(8, SECRET, pair.server.addresses, True),
             ):
                 try:
@@ -509,9 +525,11 @@ def test_a_forked_child_cannot_use_its_parents_link(pair: Pair) -> None:
                     refused += "a forked process cannot use its parent's" in str(error)
             pair.there.close()
             pair.client.close()
-            status = 0 if refused == 4 else 2
+            status = 0 if refused == 7 else 2
         finally:
             os._exit(status)
+    forked.set()
+    holder.join(SOON)
     ended = [(0, 1)]
 
     def is_over() -> bool:

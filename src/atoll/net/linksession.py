@@ -93,6 +93,7 @@ class LinkSession:
         """Sends a chunk's values, (elements,); the transfer's id. Never waits. `high` is by block
         (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged until the
         transfer's Delivered. Raises UserError for what cannot be sent, RunError when the session is over."""
+        self._check_process()
         with self._condition:
             self._check()
             transfer = self._session.send(
@@ -105,6 +106,7 @@ class LinkSession:
     def events(self, timeout: float) -> list[Event]:
         """What has happened since the last call, in order; waits up to `timeout` seconds for something: none
         came: an empty list. The last event is Lost; after it, this raises RunError."""
+        self._check_process()
         until = time.monotonic() + timeout
         with self._condition:
             while not self._events:
@@ -119,14 +121,15 @@ class LinkSession:
 
     def status(self) -> LinkStatus:
         """How the session goes; also when it is over."""
+        self._check_process()
         with self._condition:
-            self._check_process()
             drops = self._drops + self._session.drops
             drops["seal"] += sum(opener.refused for opener in self._openers)
             return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
 
     def change_keys(self) -> None:
         """The next datagrams are sealed with new keys."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.change_keys()
@@ -135,6 +138,7 @@ class LinkSession:
 
     def ask(self, size: int) -> None:
         """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.ask(size)
@@ -143,6 +147,7 @@ class LinkSession:
 
     def grant(self, rate: float, seconds: float) -> None:
         """Gives the other end so many bytes per second of this end's link, for so long: it sends no more."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.grant(rate, seconds)
@@ -166,11 +171,11 @@ class LinkSession:
                     raise DeadlineError(f"waited {CLOSE_SECONDS:g} s for {self.name} to say that it ends")
 
     def _check(self) -> None:
-        self._check_process()
         if self._lost and not self._events:
             raise RunError(f"{self.name} is over: {self._lost}") from self._cause
 
     def _check_process(self) -> None:
+        """Before any lock: one that was held when the process was forked stays so in the child."""
         if self._generation != process.generation():
             raise RunError(f"{self.name}: a forked process cannot use its parent's session")
 

@@ -137,6 +137,7 @@ class LtpLink:
         learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
         elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
         must say so. Raises UserError for what does not fit, RunError when the link is closed."""
+        self._check()  # before any lock, for it may be that of a fork
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
             raise UserError(f"{self.name}: {count} stripes, on a link with {len(self._ports)} ports")
@@ -176,6 +177,8 @@ class LtpLink:
 
     def close(self) -> None:
         """Ends all sessions and the thread, and closes the ports. Closing twice does no harm."""
+        if self._generation != process.generation():
+            self._lock = threading.Lock()  # who held the parent's is no thread of this process
         with self._lock:
             closed, self._closed = self._closed, True
             sessions = list(self._sessions.values())
