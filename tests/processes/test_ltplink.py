@@ -437,6 +437,38 @@ def test_the_other_end_learns_why_a_session_ends(pair: Pair) -> None:
     carries(*pair.open())  # its id is free again
 
 
+def test_what_was_sent_is_named_when_a_session_fails() -> None:
+    with links() as pair:
+        there = pair.client.open(7, SECRET, pair.server.addresses, True)  # whom nobody answers
+        sent = tuple(there.send(3, seed, values(seed, 1000)) for seed in range(3))
+        there.fail("an error of its own: a test")
+        with pytest.raises(RunError, match="is over: an error of its own: a test"):
+            there.send(3, 3, values())
+        lost = wait_for(there, Lost)
+        assert (lost.reason, lost.sent) == ("an error of its own: a test", sent)
+        there.close()
+        wait_until(lambda: not pair.client._sessions, "it is kept")
+
+
+def test_a_session_that_is_over_takes_nothing_though_its_last_event_was_not_read(pair: Pair) -> None:
+    carries(pair.there, pair.here)
+    with pair.here._condition:  # the link's thread has taken in a Bye, and not told of it yet
+        pair.here._session.close(time.monotonic(), "a test")
+        with pytest.raises(RunError, match="is over: closed here: a test"):
+            pair.here.send(3, 1, values())
+    wait_until(lambda: pair.there.finished, "it was not told")
+    for call in (
+        lambda: pair.there.send(3, 1, values()),
+        lambda: pair.there.change_keys(),
+        lambda: pair.there.ask(1),
+        lambda: pair.there.grant(1.0, 1.0),
+    ):
+        with pytest.raises(RunError, match="is over: the other end has closed it: a test"):
+            call()
+    for session in (pair.here, pair.there):
+        assert [type(event) for event in session.events(SOON)] == [Lost]
+
+
 def test_what_waits_for_an_event_wakes_up_when_the_session_ends(pair: Pair) -> None:
     ended: list[Event] = []
     thread = threading.Thread(target=lambda: ended.append(wait_for(pair.here, Lost)))

@@ -110,7 +110,7 @@ class LinkSession:
         until = time.monotonic() + timeout
         with self._condition:
             while not self._events:
-                self._check()
+                self._check_lost()
                 left = until - time.monotonic()
                 if left <= 0 or not self._condition.wait(left):
                     break
@@ -171,7 +171,12 @@ class LinkSession:
                     raise DeadlineError(f"waited {CLOSE_SECONDS:g} s for {self.name} to say that it ends")
 
     def _check(self) -> None:
-        if self._lost and not self._events:
+        if self._session.ended:
+            self._note(self._session.poll_events())
+        self._check_lost()
+
+    def _check_lost(self) -> None:
+        if self._lost:
             raise RunError(f"{self.name} is over: {self._lost}") from self._cause
 
     def _check_process(self) -> None:
@@ -237,7 +242,8 @@ class LinkSession:
         with self._condition:
             if not self._lost:
                 self._cause = cause
-                self._note([Lost(self.number, reason)])
+                self._session.fail(reason)
+                self._note(self._session.poll_events())
             self._finish()
 
     def _opened(self, now: float, flow: Flow) -> tuple[Bytes, npt.NDArray[np.int64]]:
