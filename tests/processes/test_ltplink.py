@@ -53,9 +53,10 @@ class Pair:
 
     def open(self, number: int = 7, **options: Any) -> tuple[LinkSession, LinkSession]:
         options.setdefault("settings", FAST)
-        here = self.server.open(number, SECRET, None, False, **options)
+        secret = os.urandom(32)
+        here = self.server.open(number, secret, None, False, **options)
         addresses = self.server.addresses[: options.get("stripes")]
-        return here, self.client.open(number, SECRET, addresses, True, **options)
+        return here, self.client.open(number, secret, addresses, True, **options)
 
 
 @contextmanager
@@ -138,8 +139,9 @@ def test_a_link_is_shared_out_among_those_who_send(monkeypatch: pytest.MonkeyPat
     ):
         ends = []
         for number, link in enumerate((one, two)):
-            here = server.open(number, SECRET, None, False, settings=FAST)
-            there = link.open(number, SECRET, server.addresses, True, settings=FAST)
+            secret = bytes([number]) * 32
+            here = server.open(number, secret, None, False, settings=FAST)
+            there = link.open(number, secret, server.addresses, True, settings=FAST)
             wait_until(lambda number=number: number in {each[1] for each in granted}, "no first grant")
             ends.append((here, there))
         begun = time.monotonic()
@@ -584,6 +586,19 @@ def test_a_link_is_asked_for_what_it_has() -> None:
             pair.server.open(1, SECRET, None, False)
     with pytest.raises(UserError, match="link: 9 ports; a link has between 1 and 8"):
         LtpLink("127.0.0.1", (0,) * 9)
+
+
+def test_a_secret_is_for_one_session_only() -> None:
+    """Its keys would seal other datagrams with the same numbers."""
+    with links() as pair:
+        here = pair.server.open(7, SECRET, None, False)
+        here.close()
+        wait_until(lambda: not pair.server._sessions, "it is kept")
+        for number in (7, 8):
+            with pytest.raises(UserError, match=f"server: session {number} has the secret of an earlier one"):
+                pair.server.open(number, SECRET, None, False)
+        pair.server.open(7, SECRET, [("127.0.0.1", 9)], True)  # the other end's keys are others
+        pair.server.open(8, bytes(32), None, False)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Source: S3, "Beyond the paper".
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import select
@@ -60,6 +61,7 @@ class LtpLink:
         self._generation = process.generation()
         self._lock = threading.Lock()  # guards the sessions and the end
         self._sessions: dict[int, LinkSession] = {}
+        self._secrets: set[tuple[bytes, bool]] = set()  # hashes of those that were used, and the end
         self._closed = False
         self._over = False  # the thread is to end
         self._failure = ""
@@ -136,7 +138,8 @@ class LtpLink:
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
         learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
         elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
-        must say so. Raises UserError for what does not fit, RunError when the link is closed."""
+        must say so. Raises UserError for what does not fit or a secret that was used,
+        RunError when the link is closed."""
         self._check()  # before any lock, for it may be that of a fork
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
@@ -171,6 +174,13 @@ class LtpLink:
             self._check()
             if session in self._sessions:
                 raise UserError(f"{self.name}: session {session} is open already")
+            if seal:
+                used = hashlib.sha256(secret).digest(), client
+                if used in self._secrets:  # the numbers, and so the nonces, would begin again under its keys
+                    raise UserError(
+                        f"{self.name}: session {session} has the secret of an earlier one; each has a new one"
+                    )
+                self._secrets.add(used)
             self._sessions[session] = made
         self._wake()
         return made
