@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import RunError, UserError
-from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost
+from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused
 from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
 from atoll.net import linksession
@@ -669,6 +669,31 @@ def test_what_is_not_taken_in_time_is_dropped_until_it_is(
     for seed in (1, 2):
         assert np.array_equal(wait_for(pair.here, Arrived).values, values(seed))
     assert pair.here.status().waiting_bytes == 0
+
+
+def test_what_the_other_end_may_say_without_end_is_bounded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carries(pair.there, pair.here)
+    while pair.here.events(0.1):
+        pass
+    monkeypatch.setattr(linksession, "MOST_WAITING_EVENTS", 10)
+    with pair.here._condition:
+        for number in range(100):
+            said = [
+                Asked(number, "a test"),
+                Refused(number, "a test"),
+                Migrated(0, ("::1", number), "a test"),
+            ]
+            pair.here._session._events += said
+    pair.here.change_keys()  # has its thread look
+    wait_until(lambda: pair.here.status().drops.get("Refused not taken in time", 0) >= 95, "they are kept")
+    pair.there.send(3, 1, values())
+    wait_until(lambda: pair.here.status().drops.get("not taken in time", 0) > 0, "data is kept")
+    events = pair.here.events(SOON)
+    assert [event.size for event in events if isinstance(event, Asked)] == [99]
+    assert len(events) <= 12
+    assert wait_for(pair.here, Arrived).chunk == 3
 
 
 # -- between processes ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
-from atoll.ltp.events import Arrived, Asked, Event, Lost, Opened
+from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -28,6 +28,7 @@ from atoll.wire.datagrams import Flow, Kind, split_untrusted
 
 MOST_BURSTS = 16  # of a session in one turn of the link, so that the others get theirs
 MOST_WAITING_BYTES = 2**30  # of values that came and were not taken: then data is dropped, as on a full link
+MOST_WAITING_EVENTS = 2**16  # that were not taken: then data is dropped too, and other news is only counted
 LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
 CLOSE_SECONDS = 2.0  # for the last word to leave
 _ROUND_TRIPS = 3  # for which an old key opens what comes late
@@ -72,7 +73,8 @@ class LinkSession:
         self._windows = [ReplayWindow() for _ in ports]
         self._drops: Counter[str] = Counter()
         self._condition = threading.Condition()  # guards all of this; told of events, and of the end
-        self._events: deque[Event] = deque()
+        self._events: list[Event] = []
+        self._newest_ask: int | None = None  # its place in them: there is one at most
         self._waiting_bytes = 0
         self._lost = ""  # why the session is over
         self._cause: BaseException | None = None
@@ -105,7 +107,8 @@ class LinkSession:
 
     def events(self, timeout: float) -> list[Event]:
         """What has happened since the last call, in order; waits up to `timeout` seconds for something: none
-        came: an empty list. The last event is Lost; after it, this raises RunError."""
+        came: an empty list. Of several Asked only the newest is there. The last event is Lost; after it, this
+        raises RunError."""
         self._check_process()
         until = time.monotonic() + timeout
         with self._condition:
@@ -114,8 +117,8 @@ class LinkSession:
                 left = until - time.monotonic()
                 if left <= 0 or not self._condition.wait(left):
                     break
-            events = list(self._events)
-            self._events.clear()
+            events, self._events = self._events, []
+            self._newest_ask = None
             self._waiting_bytes = 0
         return events
 
@@ -197,7 +200,7 @@ class LinkSession:
             frames, sizes = self._opened(now, flow)
             if not len(frames):
                 return
-            full = self._waiting_bytes > MOST_WAITING_BYTES
+            full = self._waiting_bytes > MOST_WAITING_BYTES or len(self._events) > MOST_WAITING_EVENTS
             for batch in split_untrusted(frames, sizes, self._drops):
                 if full and batch.kind in (Kind.DATA, Kind.PARITY):
                     self._drops["not taken in time"] += len(batch)
@@ -293,6 +296,14 @@ class LinkSession:
                 self._asked.append(1)
             elif self._shared and isinstance(event, Asked):
                 self._asked.append(event.size)
+                continue
+            elif isinstance(event, Asked):
+                if self._newest_ask is not None:  # the other end may ask as often as it likes
+                    self._events[self._newest_ask] = event
+                    continue
+                self._newest_ask = len(self._events)
+            elif isinstance(event, (Refused, Migrated)) and len(self._events) > MOST_WAITING_EVENTS:
+                self._drops[f"{type(event).__name__} not taken in time"] += 1
                 continue
             self._events.append(event)
         self._condition.notify_all()
