@@ -27,7 +27,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused
 from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
-from atoll.net import linksession
+from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
 
@@ -654,6 +654,31 @@ def test_a_port_without_room_is_tried_again(pair: Pair) -> None:
     port._socket = Full()  # type: ignore[assignment]
     carries(pair.there, pair.here)
     assert pair.client.counts()["full"] > 10
+
+
+def test_a_full_device_is_waited_for(pair: Pair) -> None:
+    """Its socket is ready to write all the while, and poll does not wait."""
+    carries(pair.there, pair.here)
+    port, tries = pair.client._ports[0], [0]
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def sendto(self, *_: Any) -> int:
+            tries[0] += 1
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+        sendmsg = sendto
+
+    real = port._socket
+    port._socket = Full()  # type: ignore[assignment]
+    begun = time.monotonic()
+    pair.there.send(3, 1, values(1), reliable=True)
+    wait_until(lambda: tries[0] > 40, "it is not tried again")
+    assert time.monotonic() - begun > 40 / 4 * ltplink.NO_ROOM_SECONDS  # a few tries after each wait
+    port._socket = real
+    assert np.array_equal(wait_for(pair.here, Arrived).values, values(1))
 
 
 def test_what_is_not_taken_in_time_is_dropped_until_it_is(
