@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import select
+import signal
 import socket
 import sys
 import threading
@@ -23,10 +24,10 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import RunError, UserError
-from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost
+from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused
 from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
-from atoll.net import linksession
+from atoll.net import linksession, ltplink
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
 
@@ -52,9 +53,10 @@ class Pair:
 
     def open(self, number: int = 7, **options: Any) -> tuple[LinkSession, LinkSession]:
         options.setdefault("settings", FAST)
-        here = self.server.open(number, SECRET, None, False, **options)
+        secret = os.urandom(32)
+        here = self.server.open(number, secret, None, False, **options)
         addresses = self.server.addresses[: options.get("stripes")]
-        return here, self.client.open(number, SECRET, addresses, True, **options)
+        return here, self.client.open(number, secret, addresses, True, **options)
 
 
 @contextmanager
@@ -137,8 +139,9 @@ def test_a_link_is_shared_out_among_those_who_send(monkeypatch: pytest.MonkeyPat
     ):
         ends = []
         for number, link in enumerate((one, two)):
-            here = server.open(number, SECRET, None, False, settings=FAST)
-            there = link.open(number, SECRET, server.addresses, True, settings=FAST)
+            secret = bytes([number]) * 32
+            here = server.open(number, secret, None, False, settings=FAST)
+            there = link.open(number, secret, server.addresses, True, settings=FAST)
             wait_until(lambda number=number: number in {each[1] for each in granted}, "no first grant")
             ends.append((here, there))
         begun = time.monotonic()
@@ -436,6 +439,38 @@ def test_the_other_end_learns_why_a_session_ends(pair: Pair) -> None:
     carries(*pair.open())  # its id is free again
 
 
+def test_what_was_sent_is_named_when_a_session_fails() -> None:
+    with links() as pair:
+        there = pair.client.open(7, SECRET, pair.server.addresses, True)  # whom nobody answers
+        sent = tuple(there.send(3, seed, values(seed, 1000)) for seed in range(3))
+        there.fail("an error of its own: a test")
+        with pytest.raises(RunError, match="is over: an error of its own: a test"):
+            there.send(3, 3, values())
+        lost = wait_for(there, Lost)
+        assert (lost.reason, lost.sent) == ("an error of its own: a test", sent)
+        there.close()
+        wait_until(lambda: not pair.client._sessions, "it is kept")
+
+
+def test_a_session_that_is_over_takes_nothing_though_its_last_event_was_not_read(pair: Pair) -> None:
+    carries(pair.there, pair.here)
+    with pair.here._condition:  # the link's thread has taken in a Bye, and not told of it yet
+        pair.here._session.close(time.monotonic(), "a test")
+        with pytest.raises(RunError, match="is over: closed here: a test"):
+            pair.here.send(3, 1, values())
+    wait_until(lambda: pair.there.finished, "it was not told")
+    for call in (
+        lambda: pair.there.send(3, 1, values()),
+        lambda: pair.there.change_keys(),
+        lambda: pair.there.ask(1),
+        lambda: pair.there.grant(1.0, 1.0),
+    ):
+        with pytest.raises(RunError, match="is over: the other end has closed it: a test"):
+            call()
+    for session in (pair.here, pair.there):
+        assert [type(event) for event in session.events(SOON)] == [Lost]
+
+
 def test_what_waits_for_an_event_wakes_up_when_the_session_ends(pair: Pair) -> None:
     ended: list[Event] = []
     thread = threading.Thread(target=lambda: ended.append(wait_for(pair.here, Lost)))
@@ -491,16 +526,31 @@ def test_nothing_is_left_of_a_link() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_cannot_use_its_parents_link(pair: Pair) -> None:
+    """Nor does it hang, though a thread of its parent had a lock when it was forked."""
     carries(pair.there, pair.here)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pair.there._condition, pair.client._lock:
+            held.set()
+            assert forked.wait(SOON)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(SOON)
     child = os.fork()
     if child == 0:
         status = 1
+        signal.alarm(10)  # or it would hang for ever
         try:
             refused = 0
             for call in (
                 lambda: pair.there.send(1, 1, values()),
                 lambda: pair.there.events(SOON),
                 lambda: pair.there.status(),
+                lambda: pair.there.change_keys(),
+                lambda: pair.there.ask(1),
+                lambda: pair.there.grant(1.0, 1.0),
                 lambda: pair.client.open(8, SECRET, pair.server.addresses, True),
             ):
                 try:
@@ -509,9 +559,11 @@ def test_a_forked_child_cannot_use_its_parents_link(pair: Pair) -> None:
                     refused += "a forked process cannot use its parent's" in str(error)
             pair.there.close()
             pair.client.close()
-            status = 0 if refused == 4 else 2
+            status = 0 if refused == 7 else 2
         finally:
             os._exit(status)
+    forked.set()
+    holder.join(SOON)
     ended = [(0, 1)]
 
     def is_over() -> bool:
@@ -534,6 +586,19 @@ def test_a_link_is_asked_for_what_it_has() -> None:
             pair.server.open(1, SECRET, None, False)
     with pytest.raises(UserError, match="link: 9 ports; a link has between 1 and 8"):
         LtpLink("127.0.0.1", (0,) * 9)
+
+
+def test_a_secret_is_for_one_session_only() -> None:
+    """Its keys would seal other datagrams with the same numbers."""
+    with links() as pair:
+        here = pair.server.open(7, SECRET, None, False)
+        here.close()
+        wait_until(lambda: not pair.server._sessions, "it is kept")
+        for number in (7, 8):
+            with pytest.raises(UserError, match=f"server: session {number} has the secret of an earlier one"):
+                pair.server.open(number, SECRET, None, False)
+        pair.server.open(7, SECRET, [("127.0.0.1", 9)], True)  # the other end's keys are others
+        pair.server.open(8, bytes(32), None, False)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------
@@ -591,6 +656,31 @@ def test_a_port_without_room_is_tried_again(pair: Pair) -> None:
     assert pair.client.counts()["full"] > 10
 
 
+def test_a_full_device_is_waited_for(pair: Pair) -> None:
+    """Its socket is ready to write all the while, and poll does not wait."""
+    carries(pair.there, pair.here)
+    port, tries = pair.client._ports[0], [0]
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def sendto(self, *_: Any) -> int:
+            tries[0] += 1
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+        sendmsg = sendto
+
+    real = port._socket
+    port._socket = Full()  # type: ignore[assignment]
+    begun = time.monotonic()
+    pair.there.send(3, 1, values(1), reliable=True)
+    wait_until(lambda: tries[0] > 40, "it is not tried again")
+    assert time.monotonic() - begun > 40 / 4 * ltplink.NO_ROOM_SECONDS  # a few tries after each wait
+    port._socket = real
+    assert np.array_equal(wait_for(pair.here, Arrived).values, values(1))
+
+
 def test_what_is_not_taken_in_time_is_dropped_until_it_is(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,6 +694,31 @@ def test_what_is_not_taken_in_time_is_dropped_until_it_is(
     for seed in (1, 2):
         assert np.array_equal(wait_for(pair.here, Arrived).values, values(seed))
     assert pair.here.status().waiting_bytes == 0
+
+
+def test_what_the_other_end_may_say_without_end_is_bounded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carries(pair.there, pair.here)
+    while pair.here.events(0.1):
+        pass
+    monkeypatch.setattr(linksession, "MOST_WAITING_EVENTS", 10)
+    with pair.here._condition:
+        for number in range(100):
+            said = [
+                Asked(number, "a test"),
+                Refused(number, "a test"),
+                Migrated(0, ("::1", number), "a test"),
+            ]
+            pair.here._session._events += said
+    pair.here.change_keys()  # has its thread look
+    wait_until(lambda: pair.here.status().drops.get("Refused not taken in time", 0) >= 95, "they are kept")
+    pair.there.send(3, 1, values())
+    wait_until(lambda: pair.here.status().drops.get("not taken in time", 0) > 0, "data is kept")
+    events = pair.here.events(SOON)
+    assert [event.size for event in events if isinstance(event, Asked)] == [99]
+    assert len(events) <= 12
+    assert wait_for(pair.here, Arrived).chunk == 3
 
 
 # -- between processes ---------------------------------------------------------------------------------------

@@ -164,6 +164,39 @@ def test_where_no_time_is_told_it_is_that_of_reading(
         assert before <= received.arrived <= time.monotonic()
 
 
+@linux_only
+@pytest.mark.parametrize("late", [1, 2], ids=["before the other clock", "after it"])
+def test_a_thread_that_is_put_off_between_two_clocks_tells_no_wrong_time(
+    late: int, monkeypatch: pytest.MonkeyPatch, ports: tuple[UdpPort, UdpPort]
+) -> None:
+    sender, receiver = ports
+
+    class Late:
+        """As the module `time`; some time goes by before its call number `late`."""
+
+        calls = 0
+
+        def _put_off(self) -> None:
+            if self.calls == late:
+                time.sleep(0.2)
+            self.calls += 1
+
+        def monotonic(self) -> float:
+            self._put_off()
+            return time.monotonic()
+
+        def time(self) -> float:
+            self._put_off()
+            return time.time()
+
+    before = time.monotonic()
+    sender.send(frames(100, 1400), receiver.address)
+    after = time.monotonic()
+    monkeypatch.setattr(udp, "time", Late())
+    (received,) = receiver.receive()
+    assert before - 0.01 < received.arrived < after + 0.01
+
+
 def test_one_receive_has_a_bound(ports: tuple[UdpPort, UdpPort]) -> None:
     """What is to be sent gets its turn though more and more comes in."""
     sender, receiver = ports
@@ -174,6 +207,23 @@ def test_one_receive_has_a_bound(ports: tuple[UdpPort, UdpPort]) -> None:
     assert not receiver.drained
     assert sum(len(each.frames) for each in take(receiver, rows - first)) == rows - first
     assert receiver.receive() == []
+    assert receiver.drained
+
+
+@pytest.mark.parametrize("data", [b"", b"x"], ids=["empty", "of a byte"])
+def test_one_receive_has_a_bound_though_the_datagrams_have_hardly_a_byte(
+    data: bytes, ports: tuple[UdpPort, UdpPort]
+) -> None:
+    _, receiver = ports
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(udp.MOST_CALLS + 40):
+            stranger.sendto(data, receiver.address)
+        stranger.sendto(b"last", receiver.address)
+    receiver.receive()
+    assert receiver.count.received_calls == udp.MOST_CALLS
+    assert not receiver.drained
+    assert receiver.receive()[-1].frames.tobytes() == b"last"
+    assert receiver.count.received_calls == udp.MOST_CALLS + 41
     assert receiver.drained
 
 

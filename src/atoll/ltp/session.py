@@ -181,6 +181,11 @@ class Session:
                     self._bye.append(self._burst(now, stripe, paths.active, Kind.CONTROL, ACK, items, frames))
         self._end(f"closed here: {reason}")
 
+    def fail(self, reason: str) -> None:
+        """Ends the session, unsaid: who drives it cannot go on."""
+        if not self._ended:
+            self._end(reason)
+
     def poll_events(self) -> list[Event]:
         """What has happened since the last call."""
         events, self._events = self._events, []

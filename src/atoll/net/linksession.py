@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
-from atoll.ltp.events import Arrived, Asked, Event, Lost, Opened
+from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -28,6 +28,7 @@ from atoll.wire.datagrams import Flow, Kind, split_untrusted
 
 MOST_BURSTS = 16  # of a session in one turn of the link, so that the others get theirs
 MOST_WAITING_BYTES = 2**30  # of values that came and were not taken: then data is dropped, as on a full link
+MOST_WAITING_EVENTS = 2**16  # that were not taken: then data is dropped too, and other news is only counted
 LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
 CLOSE_SECONDS = 2.0  # for the last word to leave
 _ROUND_TRIPS = 3  # for which an old key opens what comes late
@@ -72,7 +73,8 @@ class LinkSession:
         self._windows = [ReplayWindow() for _ in ports]
         self._drops: Counter[str] = Counter()
         self._condition = threading.Condition()  # guards all of this; told of events, and of the end
-        self._events: deque[Event] = deque()
+        self._events: list[Event] = []
+        self._newest_ask: int | None = None  # its place in them: there is one at most
         self._waiting_bytes = 0
         self._lost = ""  # why the session is over
         self._cause: BaseException | None = None
@@ -93,6 +95,7 @@ class LinkSession:
         """Sends a chunk's values, (elements,); the transfer's id. Never waits. `high` is by block
         (`Session.send`); `reliable`: all of it arrives in the end. `values` must stay unchanged until the
         transfer's Delivered. Raises UserError for what cannot be sent, RunError when the session is over."""
+        self._check_process()
         with self._condition:
             self._check()
             transfer = self._session.send(
@@ -104,29 +107,32 @@ class LinkSession:
 
     def events(self, timeout: float) -> list[Event]:
         """What has happened since the last call, in order; waits up to `timeout` seconds for something: none
-        came: an empty list. The last event is Lost; after it, this raises RunError."""
+        came: an empty list. Of several Asked only the newest is there. The last event is Lost; after it, this
+        raises RunError."""
+        self._check_process()
         until = time.monotonic() + timeout
         with self._condition:
             while not self._events:
-                self._check()
+                self._check_lost()
                 left = until - time.monotonic()
                 if left <= 0 or not self._condition.wait(left):
                     break
-            events = list(self._events)
-            self._events.clear()
+            events, self._events = self._events, []
+            self._newest_ask = None
             self._waiting_bytes = 0
         return events
 
     def status(self) -> LinkStatus:
         """How the session goes; also when it is over."""
+        self._check_process()
         with self._condition:
-            self._check_process()
             drops = self._drops + self._session.drops
             drops["seal"] += sum(opener.refused for opener in self._openers)
             return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
 
     def change_keys(self) -> None:
         """The next datagrams are sealed with new keys."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.change_keys()
@@ -135,6 +141,7 @@ class LinkSession:
 
     def ask(self, size: int) -> None:
         """Asks the other end for a share of its link, for so many bytes: there it is the event Asked."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.ask(size)
@@ -143,6 +150,7 @@ class LinkSession:
 
     def grant(self, rate: float, seconds: float) -> None:
         """Gives the other end so many bytes per second of this end's link, for so long: it sends no more."""
+        self._check_process()
         with self._condition:
             self._check()
             self._session.grant(rate, seconds)
@@ -166,11 +174,16 @@ class LinkSession:
                     raise DeadlineError(f"waited {CLOSE_SECONDS:g} s for {self.name} to say that it ends")
 
     def _check(self) -> None:
-        self._check_process()
-        if self._lost and not self._events:
+        if self._session.ended:
+            self._note(self._session.poll_events())
+        self._check_lost()
+
+    def _check_lost(self) -> None:
+        if self._lost:
             raise RunError(f"{self.name} is over: {self._lost}") from self._cause
 
     def _check_process(self) -> None:
+        """Before any lock: one that was held when the process was forked stays so in the child."""
         if self._generation != process.generation():
             raise RunError(f"{self.name}: a forked process cannot use its parent's session")
 
@@ -187,7 +200,7 @@ class LinkSession:
             frames, sizes = self._opened(now, flow)
             if not len(frames):
                 return
-            full = self._waiting_bytes > MOST_WAITING_BYTES
+            full = self._waiting_bytes > MOST_WAITING_BYTES or len(self._events) > MOST_WAITING_EVENTS
             for batch in split_untrusted(frames, sizes, self._drops):
                 if full and batch.kind in (Kind.DATA, Kind.PARITY):
                     self._drops["not taken in time"] += len(batch)
@@ -232,7 +245,8 @@ class LinkSession:
         with self._condition:
             if not self._lost:
                 self._cause = cause
-                self._note([Lost(self.number, reason)])
+                self._session.fail(reason)
+                self._note(self._session.poll_events())
             self._finish()
 
     def _opened(self, now: float, flow: Flow) -> tuple[Bytes, npt.NDArray[np.int64]]:
@@ -282,6 +296,14 @@ class LinkSession:
                 self._asked.append(1)
             elif self._shared and isinstance(event, Asked):
                 self._asked.append(event.size)
+                continue
+            elif isinstance(event, Asked):
+                if self._newest_ask is not None:  # the other end may ask as often as it likes
+                    self._events[self._newest_ask] = event
+                    continue
+                self._newest_ask = len(self._events)
+            elif isinstance(event, (Refused, Migrated)) and len(self._events) > MOST_WAITING_EVENTS:
+                self._drops[f"{type(event).__name__} not taken in time"] += 1
                 continue
             self._events.append(event)
         self._condition.notify_all()

@@ -8,6 +8,7 @@ Source: S3, "Beyond the paper".
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import select
@@ -60,6 +61,7 @@ class LtpLink:
         self._generation = process.generation()
         self._lock = threading.Lock()  # guards the sessions and the end
         self._sessions: dict[int, LinkSession] = {}
+        self._secrets: set[tuple[bytes, bool]] = set()  # hashes of those that were used, and the end
         self._closed = False
         self._over = False  # the thread is to end
         self._failure = ""
@@ -80,6 +82,7 @@ class LtpLink:
         for port in self._ports:
             self._poll.register(port, select.POLLIN)
         self._blocked: set[UdpPort] = set()  # that had no room
+        self._watched: set[UdpPort] = set()  # those of them of which poll is to say that they have
         self._thread = threading.Thread(target=self._serve, name=f"atoll link {name}", daemon=True)
         self._thread.start()
 
@@ -136,7 +139,9 @@ class LtpLink:
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
         learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
         elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
-        must say so. Raises UserError for what does not fit, RunError when the link is closed."""
+        must say so. Raises UserError for what does not fit or a secret that was used,
+        RunError when the link is closed."""
+        self._check()  # before any lock, for it may be that of a fork
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
             raise UserError(f"{self.name}: {count} stripes, on a link with {len(self._ports)} ports")
@@ -170,12 +175,21 @@ class LtpLink:
             self._check()
             if session in self._sessions:
                 raise UserError(f"{self.name}: session {session} is open already")
+            if seal:
+                used = hashlib.sha256(secret).digest(), client
+                if used in self._secrets:  # the numbers, and so the nonces, would begin again under its keys
+                    raise UserError(
+                        f"{self.name}: session {session} has the secret of an earlier one; each has a new one"
+                    )
+                self._secrets.add(used)
             self._sessions[session] = made
         self._wake()
         return made
 
     def close(self) -> None:
         """Ends all sessions and the thread, and closes the ports. Closing twice does no harm."""
+        if self._generation != process.generation():
+            self._lock = threading.Lock()  # who held the parent's is no thread of this process
         with self._lock:
             closed, self._closed = self._closed, True
             sessions = list(self._sessions.values())
@@ -241,7 +255,8 @@ class LtpLink:
         with self._lock:
             sessions = list(self._sessions.values())
         due = min((session.deadline for session in sessions), default=math.inf)
-        self._sleep(min(due, self._grants.poll_deadline()) if self._grants is not None else due)
+        writable = self._sleep(min(due, self._grants.poll_deadline()) if self._grants is not None else due)
+        sent = {port: port.count.sent for port in writable}
         for port in self._ports:
             behind = not port.drained
             for received in port.receive():
@@ -254,11 +269,12 @@ class LtpLink:
             self._drive(session)
         if self._grants is not None:
             self._share_out(self._grants, sessions)
-        blocked = {session.blocked for session in sessions if session.blocked is not None}
-        if blocked != self._blocked:
-            for port in self._ports:
-                self._poll.modify(port, select.POLLIN | (select.POLLOUT if port in blocked else 0))
-            self._blocked = blocked
+        self._blocked = {session.blocked for session in sessions if session.blocked is not None}
+        # Where a device's queue is full, a port is ready to write and takes nothing: poll would not wait.
+        watched = {port for port in self._blocked if sent.get(port) != port.count.sent}
+        for port in watched ^ self._watched:
+            self._poll.modify(port, select.POLLIN | (select.POLLOUT if port in watched else 0))
+        self._watched = watched
 
     def _share_out(self, grants: Grants, sessions: Sequence[LinkSession]) -> None:
         """Answers those who ask for a share of the link."""
@@ -275,8 +291,8 @@ class LtpLink:
             if grant.session in by_number:
                 by_number[grant.session].share(grant.rate, grant.seconds)
 
-    def _sleep(self, deadline: float) -> None:
-        """Until `deadline` (monotonic), or until something comes."""
+    def _sleep(self, deadline: float) -> list[UdpPort]:
+        """Until `deadline` (monotonic), or until something comes; which of the watched can be written to."""
         seconds = min(deadline - time.monotonic(), LONGEST_SLEEP)
         if self._blocked:
             seconds = min(seconds, NO_ROOM_SECONDS)
@@ -287,6 +303,8 @@ class LtpLink:
         if any(handle == self._woken for handle, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
+        can = {handle for handle, what in ready if what & select.POLLOUT}
+        return [port for port in self._watched if port.fileno() in can] if can else []
 
     def _hand_out(self, received: Received, arrived: float) -> None:
         """Gives each session what says that it is for it."""

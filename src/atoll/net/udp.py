@@ -33,6 +33,7 @@ MOST_SEGMENTS = 64  # of one call: Linux's UDP_MAX_SEGMENTS before 6.9
 MOST_CALL_BYTES = 65_000  # of one call: with the headers it must stay within an IP packet's 65,535
 MOST_DATAGRAM_BYTES = 65_507  # of IPv4
 ARENA_BYTES = 2**20  # what one `receive` takes at most, so that what is to be sent gets its turn
+MOST_CALLS = 256  # that it makes at most: of tiny datagrams, or empty ones, the arena would take any number
 _SLOT = 2**16  # bytes that a call to receive may bring
 _ALIGNED = 64
 _IPV4_AND_UDP_BYTES, _IPV6_AND_UDP_BYTES = 28, 48
@@ -111,7 +112,7 @@ class UdpPort:
         try:
             self._socket.setblocking(False)
             self.receive_buffer = self._buffer(buffer_bytes, _SO_RCVBUFFORCE, sockets.SO_RCVBUF)
-            self.send_buffer = self._buffer(SEND_BUFFER_BYTES, _SO_SNDBUFFORCE, sockets.SO_SNDBUF)
+            self._buffer(SEND_BUFFER_BYTES, _SO_SNDBUFFORCE, sockets.SO_SNDBUF)
             self._set_up()
             self.offload = self._probe_offload() if offload else Offload(False, False, "it was turned off")
             self._bind(where)
@@ -173,18 +174,19 @@ class UdpPort:
         return sent
 
     def receive(self) -> list[Received]:
-        """What has come, up to ARENA_BYTES of it, in order. Never waits; nothing: an empty list.
+        """What has come, up to ARENA_BYTES or MOST_CALLS, in order. Never waits; nothing: an empty list.
 
         A kernel joins datagrams of one length, the last of which may be shorter: that one is another element.
         Afterwards `drained` says whether that was all.
         """
         door, memory = self._alive(), self._memory
         parts: list[_Run] = []
-        now = time.monotonic()
-        clock = time.time() - now  # the kernel's clock for what came, less ours
+        now, clock = _clocks()
         at = refusals = 0
         self.drained = False
-        while at + _SLOT <= ARENA_BYTES:
+        for _ in range(MOST_CALLS):
+            if at + _SLOT > ARENA_BYTES:
+                break
             try:
                 count, ancillary, _, address = door.recvmsg_into((memory[at : at + _SLOT],), _ANCILLARY_BYTES)
             except BlockingIOError:
@@ -354,6 +356,17 @@ def _note(runs: list[_Run], at: int, count: int, size: int, address: Address, ar
         return at  # what comes next may be of the same kind: then it lies beside this
     runs.append(_Run(at, rest, 1, address, arrived))
     return -(-(at + rest) // _ALIGNED) * _ALIGNED
+
+
+def _clocks() -> tuple[float, float]:
+    """Now (monotonic), and the kernel's clock for what came less ours. Of three tries the one in which least
+    time went by: a thread that was put off between the two clocks would have all come too early."""
+    tries = []
+    for _ in range(3):
+        before, clock, after = time.monotonic(), time.time(), time.monotonic()
+        tries.append((after - before, after, clock - after))
+    _, now, ahead = min(tries)
+    return now, ahead
 
 
 def resolve(host: str, port: int) -> tuple[int, Address]:
