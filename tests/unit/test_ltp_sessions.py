@@ -11,8 +11,9 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.ltp.controls import Handled
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
-from atoll.ltp.settings import Settings
-from atoll.wire.datagrams import HEADER, NOT_SAID, SLICE, Kind, records_of
+from atoll.ltp.settings import Fill, Settings
+from atoll.wire.datagrams import HEADER, NOT_SAID, SEAL_BYTES, SLICE, Kind, records_of
+from atoll.wire.linkcontrol import Closed, decode_untrusted
 from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
@@ -147,6 +148,44 @@ def test_closing_tells_the_other_end_why() -> None:
     assert "the run is over" in wire.got(False, Lost)[0].reason
     assert wire.got(True, Lost)[0].sent == (1,)
     assert wire.client.poll_datagrams(wire.now + 100) is None
+
+
+def without_the_word_on(transfer: int):
+    """Loses the server's Closed of this transfer, always."""
+
+    def drop(client: bool, burst: Burst, now: float) -> np.ndarray:
+        lost = False
+        if not client and burst.frames[0, 1] == Kind.CONTROL:
+            message = decode_untrusted(burst.frames[0, HEADER.itemsize : -SEAL_BYTES])
+            lost = isinstance(message, Closed) and message.transfer == transfer
+        return np.full(len(burst.frames), lost)
+
+    return drop
+
+
+@pytest.mark.parametrize("fill", ["zero", "last"])
+def test_what_waits_for_an_earlier_word_is_told_at_the_end(fill: Fill) -> None:
+    settings = Settings(fill=fill, fill_above=0.0, target_loss=0.0, usable=0.5, repair_low=False)
+    wire, word, some = opened(Wire(settings)), without_the_word_on(2), losing(0.1)
+    start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    wire.drop = word
+    start(wire)
+    wire.run(lambda: len(wire.got(False, Arrived)) == 2)
+    wire.drop = lambda client, burst, now: (
+        word(client, burst, now) | (some(client, burst, now) & (burst.frames[0, 1] == Kind.DATA))
+    )
+    start(wire)
+    wire.run(lambda: len(wire.got(False, Arrived)) == 3)
+    wire.run(lambda until=wire.now + 0.2: wire.now > until)
+    assert [each.transfer for each in wire.got(True, Delivered)] == [1]
+    wire.server.close(wire.now, "the run is over")
+    wire.run(lambda: bool(wire.got(True, Lost)))
+    third = wire.got(False, Arrived)[2]
+    told = [each.transfer for each in wire.got(True, Delivered)]
+    assert third.fill == fill
+    assert told == ([1, 3] if fill == "zero" else [1])
+    assert wire.got(True, Lost)[0].sent == ((2,) if fill == "zero" else (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ class Sender:
         self._transfers: dict[int, Outgoing] = {}  # in the order of `send`
         self._begun: dict[int, Outgoing] = {}  # those whose window has begun
         self._waiting: dict[int, Outgoing] = {}  # and those whose has not
-        self._current: Outgoing | None = None
         self._next = 1
         self._closed_retransmitted = 0
         self._said: dict[int, Delivered | None] = {}  # by the receiver's order, until those before are said
@@ -161,8 +160,11 @@ class Sender:
         outgoing = self._begun.get(transfer)
         return outgoing is not None and outgoing.probe(item)
 
-    def end(self) -> tuple[int, ...]:
-        """The session is over: these transfers' fate is not known."""
-        transfers = tuple(self._transfers)
-        self._transfers, self._begun, self._waiting = {}, {}, {}
-        return transfers
+    def end(self) -> tuple[list[Delivered], tuple[int, ...]]:
+        """The session is over: what the receiver has said out of order, which is told now, and the transfers
+        whose fate is not known. To know what the last values were takes every word before."""
+        said = [delivered for _, delivered in sorted(self._said.items()) if delivered is not None]
+        told = [each for each in said if each.fill != "last"]
+        unknown = {each.transfer for each in said if each.fill == "last"} | self._transfers.keys()
+        self._transfers, self._begun, self._waiting, self._said = {}, {}, {}, {}
+        return told, tuple(sorted(unknown))

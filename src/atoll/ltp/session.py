@@ -541,4 +541,6 @@ class Session:
 
     def _end(self, reason: str) -> None:
         self._ended = True
-        self._events.append(Lost(self.session, reason, self._sender.end(), self._receiver.end()))
+        delivered, sent = self._sender.end()
+        self._events += delivered
+        self._events.append(Lost(self.session, reason, sent, self._receiver.end()))
