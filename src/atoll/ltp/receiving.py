@@ -145,6 +145,11 @@ class Incoming:
             )
 
     @property
+    def whole(self) -> bool:
+        """Whether every high block is there."""
+        return self._highs_there == self.highs
+
+    @property
     def bytes(self) -> int:
         """That it takes: blocks and parity."""
         return self._memory.nbytes + self._groups.bytes
@@ -273,12 +278,20 @@ class Incoming:
     # -- when it is handed on -------------------------------------------------------------------------------
 
     def poll_verdict(
-        self, now: float, reorder: float, rates: ArrivalRate, srtt: float, rttvar: float
+        self,
+        now: float,
+        reorder: float,
+        rates: ArrivalRate,
+        srtt: float,
+        rttvar: float,
+        *,
+        idle: bool = False,
     ) -> Verdict:
-        """What is to be done now, by the rules of atoll.ltp.closing."""
+        """What is to be done now, by the rules of atoll.ltp.closing. `idle`: low blocks are not waited for
+        any more."""
         spread = DEVIATIONS * rates.gap_deviation
         patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread
-        whole = self._highs_there == self.highs
+        whole = self.whole
         lows, lows_there = self.blocks - self.highs, self._count - self._highs_there
         usable = lows_there >= least(self.settings.usable, lows)
         if whole:
@@ -292,7 +305,7 @@ class Incoming:
             lows_there=lows_there,
             passed=whole and usable and self._count < self.blocks and self._all_passed(reorder),
             grace_over=now >= self._grace_at,
-            deadline_over=now >= self._deadline_at,
+            deadline_over=idle or now >= self._deadline_at,
             early_said=self.early_said,
             need_over=now >= self._need_at,
         )
