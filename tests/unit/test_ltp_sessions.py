@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.ltp.arriving import Receiver
 from atoll.ltp.controls import Handled
+from atoll.ltp.sending import Outgoing
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Fill, Settings
-from atoll.wire.datagrams import HEADER, NOT_SAID, SEAL_BYTES, SLICE, Kind, records_of
+from atoll.wire.datagrams import HEADER, NOT_SAID, SEAL_BYTES, SLICE, Datagrams, Kind, records_of
 from atoll.wire.linkcontrol import Closed, decode_untrusted
 from ltp_wire import EXTENTS, Wire
 
@@ -128,6 +132,62 @@ def test_no_answer_ends_the_session_and_says_so() -> None:
     assert wire.client.poll_deadline() == math.inf
     with pytest.raises(UserError, match="ended"):
         start(wire)
+
+
+def test_a_transfer_with_all_high_blocks_is_handed_on_when_nothing_comes_any_more() -> None:
+    settings = Settings(datagram_bytes=256, idle_seconds=2.0)
+    outgoing = Outgoing(settings, 1, 0, 0, some_values(40_000), None, False)
+    taken = outgoing.take(0.0, 2000)
+    assert taken is not None
+    kind, items = taken
+    frames = np.zeros((len(items), outgoing.size), dtype=np.uint8)
+    outgoing.write(kind, items, frames)
+    receiver, now = Receiver(settings, None, Counter()), 0.0
+    only = int(np.flatnonzero(outgoing._high_at)[0])  # in the middle; with 14 blocks a second the end is far
+    for index in range(only - 60, only + 1):
+        now += 0.07
+        batch = Datagrams(kind, frames[index : index + 1, :-SEAL_BYTES])
+        receiver.handle_slices(now, batch, 0.04)
+        assert receiver.poll(now, 1, 3.0, 0.04, 0.01).event is None
+    assert receiver.deadline == pytest.approx(now + 2.0)
+    event = receiver.poll(receiver.deadline, 1, 3.0, 0.04, 0.01).event
+    assert isinstance(event, Arrived)
+    assert event.how == "deadline"
+    assert event.present.sum() == 61
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fill": "lats"}]
+    + [{name: bad} for name in ("initial_rate", "idle_seconds") for bad in (0.0, -1.0, math.nan, math.inf)],
+)
+def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))} = "):
+        Settings(**wrong)
+
+
+@pytest.mark.parametrize(("chunk", "iteration"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**32)])
+def test_numbers_that_a_header_cannot_hold_are_refused(chunk: int, iteration: int) -> None:
+    wire = Wire()
+    with pytest.raises(UserError, match="between 0 and"):
+        wire.client.send(wire.now, chunk, iteration, some_values(10))
+    assert wire.client.send(wire.now, 2, 0, some_values(1)) == 1  # no id was used
+
+
+def test_transfer_ids_run_out_in_words() -> None:
+    wire = Wire()
+    wire.client._sender._next = 2**32 - 1
+    assert wire.client.send(wire.now, 2, 0, some_values(1)) == 2**32 - 1
+    with pytest.raises(UserError, match="open another"):
+        wire.client.send(wire.now, 2, 0, some_values(1))
+
+
+def test_a_window_does_not_begin_before_there_is_an_address() -> None:
+    wire = Wire()
+    wire.server.send(wire.now, 2, 0, some_values(1))
+    assert wire.server.poll_datagrams(wire.now) is None
+    assert not wire.server._sender._begun
+    wire.run(lambda: both_done(wire, 1, client=False))
 
 
 @pytest.mark.parametrize("client", [True, False])

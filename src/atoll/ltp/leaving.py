@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from atoll.core.errors import UserError
 from atoll.ltp.control import RateControl
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.sending import Items, Outgoing
@@ -16,6 +17,7 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linkcontrol import Closed, Need
 
+MOST_IDS = 2**32  # of transfers: ids have 32 bits in a header
 MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
 MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
 MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
@@ -41,11 +43,14 @@ class Sender:
         return payload_bytes(self._settings.datagram_bytes) // itemsize
 
     def add(self, chunk: int, iteration: int, values: Values, high: Mask | None, reliable: bool) -> int:
-        """A transfer to send; returns its id."""
+        """A transfer to send; returns its id. Raises UserError for what cannot be sent, or when the ids have
+        run out."""
         while self._next in self._burnt:
             self._burnt.remove(self._next)
             self._next += 1
         transfer = self._next
+        if transfer >= MOST_IDS:
+            raise UserError(f"{MOST_IDS - 1} transfers were sent in this session, the most: open another one")
         outgoing = Outgoing(self._settings, transfer, chunk, iteration, values, high, reliable)
         self._next += 1
         self._transfers[transfer] = self._waiting[transfer] = outgoing
