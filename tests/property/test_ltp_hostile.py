@@ -216,20 +216,26 @@ def test_slices_that_contradict_others_have_the_transfer_refused(what: str, firs
 
 
 def test_parity_without_end_is_bounded() -> None:
-    """As much as there can be of honest parity: each group's as many as its data and one, at most."""
+    """No more is kept than there are high blocks, and that is counted as the transfer's memory is."""
     victim = met()
     _, bursts = genuine(1, 3, rng())
     one = next(frames for frames in bursts if frames[0, 1] == Kind.PARITY)[:1]
+    highs = int(slices_of(one)["highs"][0])
     before = held(victim.session)
-    for group in range(100):
-        for place in range(2, 240, 16):
-            frames = np.repeat(one, 16, axis=0)
-            slices = slices_of(frames)
-            slices["group"], slices["data"], slices["parity"] = group, 2, 253
-            slices["place"] = np.arange(place, place + 16)
-            victim.take(frames)
+    places = np.arange(128, 254)
+    for group in range(highs):  # none of them can be restored: of each two are missing
+        frames = np.repeat(one, len(places), axis=0)
+        slices = slices_of(frames)
+        slices["group"], slices["data"], slices["parity"] = group, 128, 127
+        slices["place"] = places
+        victim.take(frames)
         victim.drain()
+    assert not victim.got(Refused)
     assert held(victim.session) < before + 4 * EXTENTS[3] * 4 + MARGIN
+    (incoming,) = victim.session._receiver._open.values()
+    blocks = int(slices_of(one)["blocks"][0])
+    width = one.shape[1] - SEAL_BYTES - HEADER.itemsize - SLICE.itemsize
+    assert blocks * width + highs * width < incoming.bytes < (blocks + 2 * highs) * width
     serves(victim, 2)
 
 

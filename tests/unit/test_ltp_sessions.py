@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.ltp.arriving import Receiver
 from atoll.ltp.controls import Handled
+from atoll.ltp.sending import Outgoing
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
-from atoll.ltp.settings import Settings
-from atoll.wire.datagrams import HEADER, NOT_SAID, SLICE, Kind, records_of
+from atoll.ltp.settings import Fill, Settings
+from atoll.wire.datagrams import HEADER, NOT_SAID, SEAL_BYTES, SLICE, Datagrams, Kind, records_of
+from atoll.wire.linkcontrol import Closed, decode_untrusted
 from ltp_wire import EXTENTS, Wire
 
 BLOCK = 330  # elements of float32 in a datagram of 1,400 B
@@ -129,6 +134,62 @@ def test_no_answer_ends_the_session_and_says_so() -> None:
         start(wire)
 
 
+def test_a_transfer_with_all_high_blocks_is_handed_on_when_nothing_comes_any_more() -> None:
+    settings = Settings(datagram_bytes=256, idle_seconds=2.0)
+    outgoing = Outgoing(settings, 1, 0, 0, some_values(40_000), None, False)
+    taken = outgoing.take(0.0, 2000)
+    assert taken is not None
+    kind, items = taken
+    frames = np.zeros((len(items), outgoing.size), dtype=np.uint8)
+    outgoing.write(kind, items, frames)
+    receiver, now = Receiver(settings, None, Counter()), 0.0
+    only = int(np.flatnonzero(outgoing._high_at)[0])  # in the middle; with 14 blocks a second the end is far
+    for index in range(only - 60, only + 1):
+        now += 0.07
+        batch = Datagrams(kind, frames[index : index + 1, :-SEAL_BYTES])
+        receiver.handle_slices(now, batch, 0.04)
+        assert receiver.poll(now, 1, 3.0, 0.04, 0.01).event is None
+    assert receiver.deadline == pytest.approx(now + 2.0)
+    event = receiver.poll(receiver.deadline, 1, 3.0, 0.04, 0.01).event
+    assert isinstance(event, Arrived)
+    assert event.how == "deadline"
+    assert event.present.sum() == 61
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fill": "lats"}]
+    + [{name: bad} for name in ("initial_rate", "idle_seconds") for bad in (0.0, -1.0, math.nan, math.inf)],
+)
+def test_settings_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))} = "):
+        Settings(**wrong)
+
+
+@pytest.mark.parametrize(("chunk", "iteration"), [(-1, 0), (2**32, 0), (0, -1), (0, 2**32)])
+def test_numbers_that_a_header_cannot_hold_are_refused(chunk: int, iteration: int) -> None:
+    wire = Wire()
+    with pytest.raises(UserError, match="between 0 and"):
+        wire.client.send(wire.now, chunk, iteration, some_values(10))
+    assert wire.client.send(wire.now, 2, 0, some_values(1)) == 1  # no id was used
+
+
+def test_transfer_ids_run_out_in_words() -> None:
+    wire = Wire()
+    wire.client._sender._next = 2**32 - 1
+    assert wire.client.send(wire.now, 2, 0, some_values(1)) == 2**32 - 1
+    with pytest.raises(UserError, match="open another"):
+        wire.client.send(wire.now, 2, 0, some_values(1))
+
+
+def test_a_window_does_not_begin_before_there_is_an_address() -> None:
+    wire = Wire()
+    wire.server.send(wire.now, 2, 0, some_values(1))
+    assert wire.server.poll_datagrams(wire.now) is None
+    assert not wire.server._sender._begun
+    wire.run(lambda: both_done(wire, 1, client=False))
+
+
 @pytest.mark.parametrize("client", [True, False])
 def test_an_end_that_dies_is_noticed_and_its_transfers_are_dropped(client: bool) -> None:
     wire = opened(Wire(Settings(idle_seconds=2.0)))
@@ -147,6 +208,44 @@ def test_closing_tells_the_other_end_why() -> None:
     assert "the run is over" in wire.got(False, Lost)[0].reason
     assert wire.got(True, Lost)[0].sent == (1,)
     assert wire.client.poll_datagrams(wire.now + 100) is None
+
+
+def without_the_word_on(transfer: int):
+    """Loses the server's Closed of this transfer, always."""
+
+    def drop(client: bool, burst: Burst, now: float) -> np.ndarray:
+        lost = False
+        if not client and burst.frames[0, 1] == Kind.CONTROL:
+            message = decode_untrusted(burst.frames[0, HEADER.itemsize : -SEAL_BYTES])
+            lost = isinstance(message, Closed) and message.transfer == transfer
+        return np.full(len(burst.frames), lost)
+
+    return drop
+
+
+@pytest.mark.parametrize("fill", ["zero", "last"])
+def test_what_waits_for_an_earlier_word_is_told_at_the_end(fill: Fill) -> None:
+    settings = Settings(fill=fill, fill_above=0.0, target_loss=0.0, usable=0.5, repair_low=False)
+    wire, word, some = opened(Wire(settings)), without_the_word_on(2), losing(0.1)
+    start(wire)
+    wire.run(lambda: both_done(wire, 1))
+    wire.drop = word
+    start(wire)
+    wire.run(lambda: len(wire.got(False, Arrived)) == 2)
+    wire.drop = lambda client, burst, now: (
+        word(client, burst, now) | (some(client, burst, now) & (burst.frames[0, 1] == Kind.DATA))
+    )
+    start(wire)
+    wire.run(lambda: len(wire.got(False, Arrived)) == 3)
+    wire.run(lambda until=wire.now + 0.2: wire.now > until)
+    assert [each.transfer for each in wire.got(True, Delivered)] == [1]
+    wire.server.close(wire.now, "the run is over")
+    wire.run(lambda: bool(wire.got(True, Lost)))
+    third = wire.got(False, Arrived)[2]
+    told = [each.transfer for each in wire.got(True, Delivered)]
+    assert third.fill == fill
+    assert told == ([1, 3] if fill == "zero" else [1])
+    assert wire.got(True, Lost)[0].sent == ((2,) if fill == "zero" else (2, 3))
 
 
 @pytest.mark.parametrize(

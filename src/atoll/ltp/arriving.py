@@ -104,9 +104,10 @@ class Receiver:
         if transfer in self._refused:
             return self._refuse(now, transfer, self._refused.pop(transfer), "refused")
         incoming = self._open[transfer]
-        if now >= incoming.last_at + self._settings.idle_seconds:  # as in `_deadline_of`, to the bit
+        idle = now >= incoming.last_at + self._settings.idle_seconds  # as in `_deadline_of`, to the bit
+        if idle and not incoming.whole:
             return self._refuse(now, transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
-        verdict = incoming.poll_verdict(now, reorder, self._rates, srtt, rttvar)
+        verdict = incoming.poll_verdict(now, reorder, self._rates, srtt, rttvar, idle=idle)
         if verdict.name == "early":
             return Done(early=True)
         if verdict.name == "need":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from atoll.core.errors import UserError
 from atoll.ltp.control import RateControl
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.sending import Items, Outgoing
@@ -16,6 +17,7 @@ from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import payload_bytes
 from atoll.wire.linkcontrol import Closed, Need
 
+MOST_IDS = 2**32  # of transfers: ids have 32 bits in a header
 MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
 MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
 MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
@@ -30,7 +32,6 @@ class Sender:
         self._transfers: dict[int, Outgoing] = {}  # in the order of `send`
         self._begun: dict[int, Outgoing] = {}  # those whose window has begun
         self._waiting: dict[int, Outgoing] = {}  # and those whose has not
-        self._current: Outgoing | None = None
         self._next = 1
         self._closed_retransmitted = 0
         self._said: dict[int, Delivered | None] = {}  # by the receiver's order, until those before are said
@@ -42,11 +43,14 @@ class Sender:
         return payload_bytes(self._settings.datagram_bytes) // itemsize
 
     def add(self, chunk: int, iteration: int, values: Values, high: Mask | None, reliable: bool) -> int:
-        """A transfer to send; returns its id."""
+        """A transfer to send; returns its id. Raises UserError for what cannot be sent, or when the ids have
+        run out."""
         while self._next in self._burnt:
             self._burnt.remove(self._next)
             self._next += 1
         transfer = self._next
+        if transfer >= MOST_IDS:
+            raise UserError(f"{MOST_IDS - 1} transfers were sent in this session, the most: open another one")
         outgoing = Outgoing(self._settings, transfer, chunk, iteration, values, high, reliable)
         self._next += 1
         self._transfers[transfer] = self._waiting[transfer] = outgoing
@@ -161,8 +165,11 @@ class Sender:
         outgoing = self._begun.get(transfer)
         return outgoing is not None and outgoing.probe(item)
 
-    def end(self) -> tuple[int, ...]:
-        """The session is over: these transfers' fate is not known."""
-        transfers = tuple(self._transfers)
-        self._transfers, self._begun, self._waiting = {}, {}, {}
-        return transfers
+    def end(self) -> tuple[list[Delivered], tuple[int, ...]]:
+        """The session is over: what the receiver has said out of order, which is told now, and the transfers
+        whose fate is not known. To know what the last values were takes every word before."""
+        said = [delivered for _, delivered in sorted(self._said.items()) if delivered is not None]
+        told = [each for each in said if each.fill != "last"]
+        unknown = {each.transfer for each in said if each.fill == "last"} | self._transfers.keys()
+        self._transfers, self._begun, self._waiting, self._said = {}, {}, {}, {}
+        return told, tuple(sorted(unknown))

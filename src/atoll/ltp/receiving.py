@@ -110,7 +110,6 @@ class Incoming:
         self.first_at = self.last_at = now
         self.usable_at = math.inf
         self.restored = 0
-        self.datagrams = 0
         self.early_said = False
         self.verdict = Verdict("wait", "")
         self._memory: Bytes = np.empty((self.blocks, payload), dtype=np.uint8)  # by place
@@ -146,14 +145,20 @@ class Incoming:
             )
 
     @property
+    def whole(self) -> bool:
+        """Whether every high block is there."""
+        return self._highs_there == self.highs
+
+    @property
     def bytes(self) -> int:
-        return self._memory.nbytes
+        """That it takes: blocks and parity."""
+        return self._memory.nbytes + self._groups.bytes
 
     # -- what comes -----------------------------------------------------------------------------------------
 
-    def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> int:
-        """Takes DATA or PARITY of this transfer; returns how many blocks are there newly, restored ones too.
-        Raises RefusedError where a datagram contradicts another, or itself."""
+    def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> None:
+        """Takes DATA or PARITY of this transfer. Raises RefusedError where a datagram contradicts another, or
+        itself."""
         slices = batch.slices
         self._check_alike(slices)
         if batch.elements.shape[1] != self._memory.shape[1]:
@@ -161,11 +166,10 @@ class Incoming:
                 f"transfer {self.transfer}: a datagram with {batch.elements.shape[1]} B of elements, "
                 f"where the others have {self._memory.shape[1]} B"
             )
-        before = self._count
         self.last_at = now
-        self.datagrams += len(batch)
         if batch.kind is Kind.PARITY:
-            self._groups.add_parity(slices, batch.frames[:, HEADER.itemsize + CODED_FROM :])
+            if not self._groups.add_parity(slices, batch.frames[:, HEADER.itemsize + CODED_FROM :]):
+                return
             self._furthest = max(
                 self._furthest, self.blocks - 1 + self._groups.parities
             )  # it follows all data
@@ -173,7 +177,6 @@ class Incoming:
             self._place_blocks(slices, batch.elements)
         if self._groups.parities and self._highs_there < self.highs:
             self._restore(drops)
-        return self._count - before
 
     def _check_alike(self, slices: Records) -> None:
         for name, value in self._like.items():
@@ -275,12 +278,20 @@ class Incoming:
     # -- when it is handed on -------------------------------------------------------------------------------
 
     def poll_verdict(
-        self, now: float, reorder: float, rates: ArrivalRate, srtt: float, rttvar: float
+        self,
+        now: float,
+        reorder: float,
+        rates: ArrivalRate,
+        srtt: float,
+        rttvar: float,
+        *,
+        idle: bool = False,
     ) -> Verdict:
-        """What is to be done now, by the rules of atoll.ltp.closing."""
+        """What is to be done now, by the rules of atoll.ltp.closing. `idle`: low blocks are not waited for
+        any more."""
         spread = DEVIATIONS * rates.gap_deviation
         patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread
-        whole = self._highs_there == self.highs
+        whole = self.whole
         lows, lows_there = self.blocks - self.highs, self._count - self._highs_there
         usable = lows_there >= least(self.settings.usable, lows)
         if whole:
@@ -294,7 +305,7 @@ class Incoming:
             lows_there=lows_there,
             passed=whole and usable and self._count < self.blocks and self._all_passed(reorder),
             grace_over=now >= self._grace_at,
-            deadline_over=now >= self._deadline_at,
+            deadline_over=idle or now >= self._deadline_at,
             early_said=self.early_said,
             need_over=now >= self._need_at,
         )
@@ -407,15 +418,14 @@ class _Coded:
     def __init__(self, blocks: int, highs: int, width: int) -> None:
         self.parities = 0
         self.heads = np.zeros((0, 0), dtype=np.uint8)  # the coded half of SLICE, by index, once one came
-        self._blocks, self._most = blocks, min(highs, NO_GROUP)
+        self._blocks, self._highs, self._most = blocks, highs, min(highs, NO_GROUP)
         self._width = width
         self._group = np.zeros(0, dtype=np.int64)  # by index
         self._place = np.zeros(0, dtype=np.int64)
         self._data = np.zeros(0, dtype=np.int64)  # by group
         self._done = np.zeros(0, dtype=np.bool_)  # by group: restored
-        self._parity_rows: list[Bytes] = []
-        self._parity_group = np.zeros(0, dtype=np.int64)
-        self._parity_place = np.zeros(0, dtype=np.int64)
+        self._parity: dict[int, dict[int, Bytes]] = {}  # by group and place
+        self._parity_count = np.zeros(0, dtype=np.int64)  # by group
 
     def add_data(self, slices: Records, index: Items) -> None:
         """Blocks that are there newly, and may be in a group."""
@@ -431,27 +441,33 @@ class _Coded:
         raw = np.ascontiguousarray(slices).view(np.uint8).reshape(len(slices), SLICE.itemsize)
         self.heads[index] = raw[:, CODED_FROM:]
 
-    def add_parity(self, slices: Records, coded: Bytes) -> None:
-        """Parity that came; a copy is kept."""
+    def add_parity(self, slices: Records, coded: Bytes) -> bool:
+        """Parity that came; a copy is kept, of no more than there are high blocks: with more, nothing else
+        could be restored. Returns whether any was."""
         self._open()
         self._learn(slices)
-        group, place = slices["group"].astype(np.int64), slices["place"].astype(np.int64)
-        known = set((self._parity_group << 8 | self._parity_place).tolist())
-        keys, first = np.unique(group << 8 | place, return_index=True)
-        fresh = first[[key not in known for key in keys.tolist()]] if known else first
-        if not len(fresh):
-            return
-        self._parity_group = np.concatenate((self._parity_group, group[fresh]))
-        self._parity_place = np.concatenate((self._parity_place, place[fresh]))
-        self._parity_rows.extend(coded[fresh].copy())
-        self.parities = len(self._parity_rows)
+        before = self.parities
+        for row, group, place in zip(coded, slices["group"].tolist(), slices["place"].tolist(), strict=True):
+            if self.parities >= self._highs:
+                break
+            rows = self._parity.setdefault(group, {})
+            if place not in rows:
+                rows[place] = row.copy()
+                self._parity_count[group] += 1
+                self.parities += 1
+        return self.parities > before
+
+    @property
+    def bytes(self) -> int:
+        """Of parity."""
+        return self.parities * self._width
 
     def restorable(self, there: Mask) -> list[int]:
         """Groups with something missing of which as many datagrams came as they have data."""
         count = len(self._data)
         grouped = (self._group >= 0) & there
         data = np.bincount(self._group[grouped], minlength=count)
-        parity = np.bincount(self._parity_group, minlength=count)
+        parity = self._parity_count
         enough = (data < self._data) & (data + parity >= self._data) & (parity > 0) & ~self._done
         return [int(group) for group in np.flatnonzero(enough)]
 
@@ -461,9 +477,9 @@ class _Coded:
 
     def restore(self, group: int, members: Items, rows: Bytes) -> Bytes:
         """What the group lacks, coded. ValueError: places that contradict one another."""
-        parity = np.flatnonzero(self._parity_group == group)
-        coded = np.concatenate((rows, np.stack([self._parity_rows[each] for each in parity])))
-        places = np.concatenate((self._place[members], self._parity_place[parity]))
+        parity = self._parity[group]
+        coded = np.concatenate((rows, np.stack(list(parity.values()))))
+        places = np.concatenate((self._place[members], np.array(list(parity), dtype=np.int64)))
         data = int(self._data[group])
         self._done[group] = True
         return fec.restore(coded, places, data)
@@ -474,6 +490,7 @@ class _Coded:
             self._place = np.zeros(self._blocks, dtype=np.int64)
             self._data = np.zeros(self._most, dtype=np.int64)
             self._done = np.zeros(self._most, dtype=np.bool_)
+            self._parity_count = np.zeros(self._most, dtype=np.int64)
             self.heads = np.zeros((self._blocks, SLICE.itemsize - CODED_FROM), dtype=np.uint8)
 
     def _learn(self, slices: Records) -> None:

@@ -42,7 +42,7 @@ _ELEMENTS = HEADER.itemsize + SLICE.itemsize
 
 class Outgoing:
     """One transfer. `high` is by block, in the order of place; the last block is made high, for it alone
-    tells where the chunk ends. Raises UserError for values or masks that cannot be sent."""
+    tells where the chunk ends. Raises UserError for what cannot be sent."""
 
     def __init__(
         self,
@@ -60,6 +60,9 @@ class Outgoing:
                 f"a transfer of {values.dtype} of shape {values.shape}: it takes 1 to 2^32 - 1 values "
                 f"in one dimension, of {', '.join(str(each) for each in ELEMENTS)} (uint16 is bfloat16)"
             )
+        for name, number in (("chunk", chunk), ("iteration", iteration)):
+            if not 0 <= number < 2**32:
+                raise UserError(f"{name} {number}: between 0 and 2^32 - 1, as it has 32 bits in a header")
         payload = payload_bytes(settings.datagram_bytes)
         self.block = payload // values.itemsize
         self.blocks = -(-len(values) // self.block)

@@ -499,13 +499,13 @@ class Session:
         count = min(self._flights.burst, self._flights.room)
         if count <= 0:
             return None
+        way = self._stripe_for(self.settings.datagram_bytes)
+        if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
+            return None
         outgoing = self._sender.next(now, self.control, self._flights.burst_length)
-        if outgoing is None:
+        if outgoing is None or way is None:
             self._flights.handle_limited()
             self._flights.probes = 0
-            return None
-        way = self._stripe_for(self.settings.datagram_bytes)
-        if way is None:
             return None
         stripe, path, allowed = way
         taken = outgoing.take(now, min(count, allowed))
@@ -546,4 +546,6 @@ class Session:
 
     def _end(self, reason: str) -> None:
         self._ended = True
-        self._events.append(Lost(self.session, reason, self._sender.end(), self._receiver.end()))
+        delivered, sent = self._sender.end()
+        self._events += delivered
+        self._events.append(Lost(self.session, reason, sent, self._receiver.end()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from atoll.core.errors import UserError
 from atoll.wire.datagrams import DATAGRAM_BYTES, LEAST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES
@@ -13,7 +14,7 @@ Fill: TypeAlias = Literal["zero", "last", "rescale"]
 
 @dataclass(frozen=True)
 class Settings:
-    """A session's. Raises UserError for shares and thresholds out of their range.
+    """A session's. Raises UserError for what is out of its range.
 
     `usable` is the share of the low-priority blocks with which a transfer is of use; `close_high` that of the
     high-priority ones, restored ones too, at which the receiver says Early; `fill_above` the loss of low ones
@@ -44,3 +45,9 @@ class Settings:
         if not LEAST_DATAGRAM_BYTES <= self.datagram_bytes <= MOST_DATAGRAM_BYTES:
             least, most = LEAST_DATAGRAM_BYTES, MOST_DATAGRAM_BYTES
             raise UserError(f"datagram_bytes = {self.datagram_bytes}: between {least} and {most}")
+        if self.fill not in get_args(Fill):
+            raise UserError(f"fill = {self.fill!r}: one of {', '.join(get_args(Fill))}")
+        for name, unit in (("initial_rate", "bytes per second"), ("idle_seconds", "seconds")):
+            value = getattr(self, name)
+            if not 0.0 < value < math.inf:
+                raise UserError(f"{name} = {value:g}: {unit}, more than 0 and finite")
