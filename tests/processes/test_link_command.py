@@ -560,6 +560,53 @@ def test_a_dropped_flow_ends_its_connection() -> None:
         sender.close()
 
 
+class _Busy(dict[bytes, Any]):
+    """Flows: while they are walked, another thread opens one."""
+
+    flows: TcpFlows
+
+    def items(self) -> Any:
+        for number, each in enumerate(super().items()):
+            opener = threading.Thread(target=self.flows.open, args=(1000 + number, 1))
+            opener.start()
+            opener.join(0.2)  # it may have to wait for us
+            yield each
+
+
+def test_a_flow_may_be_opened_while_another_is_dropped() -> None:
+    with Taker() as taker:
+        busy = _Busy()
+        busy.flows, taker.flows._flows = taker.flows, busy
+        for number in (1, 2):
+            taker.flows.open(number, 1)
+        taker.flows.drop(1)
+        wait_for(lambda: len(busy) == 3, "one to be dropped, and two to be opened")
+        assert taker.told == []
+        assert taker.flows._thread.is_alive()
+
+
+def test_a_thread_that_fails_tells_all_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_self: TcpFlows, _now: float) -> None:
+        if broken.is_set():
+            raise ValueError("broken")
+
+    broken = threading.Event()
+    monkeypatch.setattr(TcpFlows, "_end_silent", fail)
+    with Taker() as taker:
+        sender = TcpSender(taker.place, taker.flows.open(5, 1000), "", DEADLINE)
+        taker.flows.open(6, 1000)
+        sender.send(memoryview(bytes(1000)), no_look)
+        wait_for(lambda: taker.told, "the transfer")
+        broken.set()
+        wait_for(lambda: len(taker.told) == 3, "the end of both flows")
+        lost = [each for each in taker.told if isinstance(each, FlowLost)]
+        assert {each.flow for each in lost} == {5, 6}
+        assert {each.reason for each in lost} == {"what takes TCP transfers has failed: ValueError: broken"}
+        with pytest.raises(UserError, match="what takes TCP transfers has failed"):
+            taker.flows.open(7, 1000)
+        sender.close()
+
+
 def test_a_sender_that_waits_can_be_called_off() -> None:
     """A server that stands still: its buffers fill, and the sender looks round while it waits."""
 

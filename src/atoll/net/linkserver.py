@@ -209,10 +209,10 @@ class LinkServer:
         if isinstance(message, OpenTcp):
             reason = self._no_room(client, message.size)
             if not reason:
-                flow = next(self._numbers)
-                client.flows[flow] = ("tcp", message.size)
-                token = self.tcp.open(flow, message.size)
-                return TcpOpened(number=message.number, flow=flow, port=self.tcp.port, token=token)
+                try:
+                    return self._open_tcp(client, message)
+                except UserError as error:
+                    reason = str(error)
         elif isinstance(message, OpenLtp):
             reason = self._no_ltp(message) or self._no_room(client, _LTP_MEMORY * message.elements)
             if not reason and self.ltp is not None:
@@ -223,6 +223,12 @@ class LinkServer:
         else:
             reason = f"it has no answer to {type(message).__name__}"
         return Refused(reason=reason, request=type(message).__name__, number=getattr(message, "number", 0))
+
+    def _open_tcp(self, client: _Client, wish: OpenTcp) -> TcpOpened:
+        flow = next(self._numbers)
+        token = self.tcp.open(flow, wish.size)
+        client.flows[flow] = ("tcp", wish.size)
+        return TcpOpened(number=wish.number, flow=flow, port=self.tcp.port, token=token)
 
     def _open_ltp(self, ltp: LtpFlows, client: _Client, wish: OpenLtp) -> LtpOpened:
         flow = next(self._numbers)
