@@ -17,16 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atoll.core.errors import PeerLostError, UserError
+from atoll.ltp.events import Delivered
+from atoll.ltp.settings import Settings
 from atoll.net import linkserver, linktester, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkserver import LinkServer
 from atoll.net.linktester import LinkTester, Wish
-from atoll.net.ltpflows import LtpFlows
+from atoll.net.ltpflows import LtpFlows, LtpTransport
+from atoll.net.ltplink import LtpLink
 from atoll.net.tcpflows import TcpFlows, TcpSender
-from atoll.wire.messages import FlowLost, Taken
+from atoll.wire.datagrams import LTP_VERSION
+from atoll.wire.messages import FlowLost, LtpOpened, OpenLtp, Taken
 
 DEADLINE = 60.0  # seconds; a process is up in less than one on an idle machine
 ANY = "tcp://127.0.0.1:0"
@@ -455,6 +460,66 @@ def test_a_session_whose_client_is_gone_is_closed() -> None:
         assert isinstance(flows, LtpFlows)
         wait_for(lambda: not server._clients and not flows._open, "the client to be forgotten")
         wait_for(lambda: not flows._link._sessions, "its session's end")
+
+
+def _flow_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("atoll link flow")]
+
+
+def test_a_session_that_refuses_a_transfer_is_ended_with_its_flow() -> None:
+    asked = Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
+        flows = server.ltp
+        assert isinstance(flows, LtpFlows)
+        for number in range(2 * linkserver.MOST_FLOWS):
+            wish = OpenLtp(number=number, version=LTP_VERSION, elements=1000, datagram_bytes=1400)
+            opened = client._ask(wish, LtpOpened, "a session")
+            addresses = [("127.0.0.1", port) for port in opened.ports]
+            session = link.open(opened.session, opened.secret, addresses, True)
+            session.send(77, 1, np.ones(10, np.float32))  # no chunk of the server's
+
+            def lost(flow: int = opened.flow) -> bool:
+                client.look()
+                return flow in client._lost
+
+            wait_for(lost, "the flow's end")
+            assert "it refused a transfer: " in client._lost[opened.flow]
+        wait_for(lambda: not (flows._open or flows._link._sessions or _flow_threads()), "nothing to be left")
+
+
+def test_threads_of_dropped_flows_have_ended_when_the_server_is_closed() -> None:
+    with serving() as server:
+        client = LinkTester(server.address, None, Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE))
+        client.open("ltp")
+        client._client.abandon()
+        wait_for(lambda: not server._clients, "the client to be forgotten")
+    assert not _flow_threads()
+
+
+def test_nothing_is_taken_at_the_end_that_sends() -> None:
+    link = LtpFlows("127.0.0.1", 0, lambda _told: None)
+    taken = link._link
+    secret = bytes(range(32))
+    session = taken.open(7, secret, None, False)
+    opened = LtpOpened(number=1, flow=1, session=7, ports=link.ports, secret=secret, sealed=True)
+    sender = LtpTransport(
+        "127.0.0.1",
+        opened,
+        np.ones(1000, np.float32),
+        high=0.2,
+        reliable=False,
+        seed=0,
+        settings=Settings(),
+        seconds=DEADLINE,
+        look=no_look,
+    )
+    number = session.send(0, 0, np.ones(1000, np.float32))
+    (delivered,) = wait_for(
+        lambda: [each for each in session.events(0.05) if isinstance(each, Delivered)], "the other end's word"
+    )
+    assert (delivered.transfer, delivered.reason.split(":")[0]) == (number, "refused")
+    sender.close()
+    link.close()
 
 
 # -- TCP's end that takes

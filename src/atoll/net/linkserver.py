@@ -163,7 +163,7 @@ class LinkServer:
                 if peer is None:
                     continue  # it has gone meanwhile
                 if isinstance(result, FlowLost):
-                    self._clients[peer].flows.pop(result.flow)
+                    self._drop(result.flow, self._clients[peer].flows.pop(result.flow)[0])
                 self.served += isinstance(result, Taken)
                 self._clients[peer].heard = time.monotonic()
                 self._say(peer, result)
@@ -280,7 +280,10 @@ class LinkServer:
     def _forget(self, peer: bytes) -> None:
         client = self._clients.pop(peer, None)
         for flow, (transport, _) in client.flows.items() if client is not None else ():
-            if transport == "tcp":
-                self.tcp.drop(flow)
-            elif self.ltp is not None:
-                self.ltp.drop(flow)
+            self._drop(flow, transport)
+
+    def _drop(self, flow: int, transport: str) -> None:
+        if transport == "tcp":
+            self.tcp.drop(flow)
+        elif self.ltp is not None:
+            self.ltp.drop(flow)
