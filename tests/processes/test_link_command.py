@@ -23,7 +23,7 @@ import pytest
 from atoll.core.errors import PeerLostError, UserError
 from atoll.ltp.events import Delivered
 from atoll.ltp.settings import Settings
-from atoll.net import linkserver, linktester, tcpflows
+from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkserver import LinkServer
 from atoll.net.linktester import LinkTester, Wish
@@ -494,6 +494,25 @@ def test_threads_of_dropped_flows_have_ended_when_the_server_is_closed() -> None
         client._client.abandon()
         wait_for(lambda: not server._clients, "the client to be forgotten")
     assert not _flow_threads()
+
+
+def test_a_session_takes_no_more_memory_than_it_is_charged_for() -> None:
+    assert ltpflows.ELEMENT_BYTES == linkserver._LTP_MEMORY
+    asked = Wish(["ltp"], 4_000_000, count=1, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
+        wish = OpenLtp(number=1, version=LTP_VERSION, elements=10**6, datagram_bytes=1400)
+        opened = client._ask(wish, LtpOpened, "a session")
+        addresses = [("127.0.0.1", port) for port in opened.ports]
+        session = link.open(opened.session, opened.secret, addresses, True)
+        for iteration in range(3):  # of 8 MB each: they are on their way at the same time
+            session.send(0, iteration, np.ones(10**6, np.float64))
+
+        def lost() -> bool:
+            client.look()
+            return opened.flow in client._lost
+
+        wait_for(lost, "the flow's end")
+        assert re.search(r"it refused a transfer: .* B are the most", client._lost[opened.flow])
 
 
 def test_nothing_is_taken_at_the_end_that_sends() -> None:

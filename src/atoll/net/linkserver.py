@@ -51,7 +51,7 @@ MOST_CLIENTS = 16
 MOST_FLOWS = 8  # of a client
 MOST_MEMORY = 2**31  # bytes that all transfers together may take here
 IDLE_SECONDS = 900.0  # without a word, after which a client is sent away
-_LTP_MEMORY = 8  # bytes for each element: while one transfer is told of, the next may come
+_LTP_MEMORY = 8  # bytes for each element, as in `ltpflows.ELEMENT_BYTES`, which needs a package more
 _LOOK_SECONDS = 0.2
 _PING_SECONDS = 1.0  # how often it is looked whether clients are still there
 

@@ -24,6 +24,7 @@ from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import FlowLost, LtpOpened, Taken
 
 CHUNK = 0  # which all transfers are of
+ELEMENT_BYTES = 8  # a session takes for each element: while one transfer is told of, the next may come
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 10.0
 
@@ -59,6 +60,7 @@ class LtpFlows:
             settings=settings,
             extents={CHUNK: elements},
             seal=self._sealed,
+            most_bytes=ELEMENT_BYTES * elements + datagram_bytes,  # the last block may be short
         )
         over = threading.Event()
         thread = threading.Thread(

@@ -21,6 +21,7 @@ from types import TracebackType
 import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.grants import Grants
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
@@ -131,11 +132,13 @@ class LtpLink:
         extents: Mapping[int, int] | None = None,
         stripes: int | None = None,
         seal: bool = True,
+        most_bytes: int = MOST_BYTES,
     ) -> LinkSession:
         """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
         learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
-        elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
+        elements, of what may come (None: anything), `most_bytes` that all of it together, until it is handed
+        on, may take. With `seal` False nothing is secret or safe: both ends
         must say so. Raises UserError for what does not fit, RunError when the link is closed."""
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
@@ -156,6 +159,7 @@ class LtpLink:
                 rng=np.random.default_rng(),
                 now=time.monotonic(),
                 paths=paths,
+                most_bytes=most_bytes,
             ),
             session,
             secret,
