@@ -272,6 +272,10 @@ def test_addresses_that_cannot_be_listened_at(server: Served, keys: tuple[Path, 
     elsewhere = ("serve", "--listen", "192.0.2.1:47710", "--key-file", str(keys[0]))
     assert "no address of this machine" in mistake(*elsewhere)
     assert "is no address; write" in mistake("serve", "--listen", "47710")
+    said = mistake("serve", "--listen", "127.0.0.1:65535")
+    assert said.endswith("transfers come to the next port, so 65534 is the last")
+    said = mistake("serve", "--listen", "127.0.0.1:65533", "--stripes", "8")
+    assert said == "UDP ports 65534 to 65541, one for each stripe: 65535 is the last"
 
 
 def test_the_port_for_transfers_is_taken() -> None:
@@ -337,6 +341,36 @@ def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]
     (made,) = json.loads(out)["transports"]
     assert (status, made["transfers"]) == (0, 1)
     assert made["stopped"] == "1 of 20 transfers: they took more than 0.001 s (--budget)"
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+def test_transfers_to_warm_up_are_part_of_the_budget(warm: int) -> None:
+    asked = Wish(["tcp"], 10**6, count=20, warm=warm, timeout=DEADLINE, budget=1e-9)
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        (outcome,) = client.measure().outcomes
+        assert (len(outcome.turns), outcome.packets.sent > 0) == (1, True)
+        assert server.served == 1
+
+
+def test_a_transport_that_is_lost_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose first transfer is of another chunk than the server knows, and is refused."""
+    monkeypatch.setattr(ltpflows, "CHUNK", 77)
+    asked = Wish(["ltp", "tcp"], 10_000, count=3, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        assert isinstance(server.ltp, LtpFlows)
+        taking = server.ltp._link
+        monkeypatch.setattr(taking, "open", _knowing_chunk_0(taking.open))
+        report = client.measure()
+    ltp, tcp = report.outcomes
+    assert (len(ltp.turns), len(tcp.turns)) == (0, 3)
+    assert re.search("it refused a transfer: .*; no more transfers were made", ltp.stopped)
+
+
+def _knowing_chunk_0(opens: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*arguments: Any, **named: Any) -> Any:
+        return opens(*arguments, **{**named, "extents": {0: 2500}})
+
+    return made
 
 
 # -- the server's bounds, within this process

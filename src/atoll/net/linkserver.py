@@ -46,6 +46,7 @@ from atoll.wire.messages import (
 )
 
 NAME = "link server"
+LAST_PORT = 2**16 - 1
 FRAME = 2**16  # bytes of a message: none has a payload
 MOST_CLIENTS = 16
 MOST_FLOWS = 8  # of a client
@@ -96,6 +97,11 @@ class LinkServer:
         if place is None:
             self._server.close()
             raise UserError(f"{NAME}: {listen}: transports need ports: write tcp://HOST:PORT")
+        if place[1] == LAST_PORT:
+            self._server.close()
+            raise UserError(
+                f"{NAME}: {listen}: transfers come to the next port, so {LAST_PORT - 1} is the last"
+            )
         host = {"localhost": "127.0.0.1", "*": "0.0.0.0"}.get(place[0], place[0])
         data_port = place[1] + 1 if place[1] else 0
         self._results: queue.SimpleQueue[Taken | FlowLost] = queue.SimpleQueue()

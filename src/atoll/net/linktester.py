@@ -27,7 +27,7 @@ from atoll.net.keys import Keys
 from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
 from atoll.net.linkserver import FRAME, NAME
 from atoll.net.requests import RefusedError
-from atoll.net.tcpflows import TcpSender, UnreachableError, most_in_flight
+from atoll.net.tcpflows import TcpSender, most_in_flight
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import LINK_ROLE, MOST_TRANSFER
 from atoll.wire.messages import (
@@ -289,7 +289,7 @@ class LinkTester:
                 try:
                     senders[name] = self.open(name)
                     outcome.detail = senders[name].detail
-                except UnreachableError as error:  # the channel gets through, so the rest is worth measuring
+                except PeerLostError as error:  # the channel gets through, so the rest is worth measuring
                     self.read_clock()  # or it does not, either
                     outcome.stopped = str(error)
             turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
@@ -355,18 +355,22 @@ class _Turns:
         return not self.outcome.stopped and len(self.outcome.turns) < self._tester.test.count
 
     def take(self) -> None:
-        """Make a transfer. The first ones are to warm up, and do not count."""
+        """Make a transfer. The first ones are to warm up, and do not count, unless the budget is spent."""
         outcome, test = self.outcome, self._tester.test
-        if self._made == test.warm:
+        if self._made <= test.warm:
             self._before = self._sender.packets()
         try:
             made = self._transfer()
         except _LateError as error:
             outcome.stopped = f"{error} within {test.deadline:g} s (--deadline); no more were made"
             return
+        except PeerLostError as error:
+            self._tester.read_clock()  # raises where the server is gone
+            outcome.stopped = f"{error}; no more transfers were made"
+            return
         self._spent += made.seconds
         self.slow = made.seconds > _SLOW_SECONDS
-        if self._made <= test.warm:
+        if self._made <= test.warm and self._spent <= test.budget:
             return
         outcome.turns.append(made)
         outcome.packets = self._sender.packets().since(self._before)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from atoll.core.errors import AtollError, PeerLostError, RunError
+from atoll.core.errors import AtollError, PeerLostError, RunError, UserError
 from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused
 from atoll.ltp.settings import Settings
 from atoll.net.linkreport import Packets
@@ -41,6 +41,8 @@ class LtpFlows:
     def __init__(self, host: str, port: int, told: Told, *, stripes: int = 1, sealed: bool = True) -> None:
         self._told, self._sealed = told, sealed
         numbers = [port + stripe if port else 0 for stripe in range(stripes)]
+        if numbers[-1] >= 2**16:
+            raise UserError(f"UDP ports {port} to {numbers[-1]}, one for each stripe: 65535 is the last")
         everywhere = host in ("0.0.0.0", "::")
         self._link = LtpLink("" if everywhere else host, numbers, name="link server")
         self.ports = [number for _, number in self._link.addresses]
@@ -174,7 +176,10 @@ class LtpTransport:
         self.detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
-        self._session.send(CHUNK, transfer, self._values, self._next_high, self._reliable)
+        try:
+            self._session.send(CHUNK, transfer, self._values, self._next_high, self._reliable)
+        except RunError as error:  # its own word, where the session has failed here
+            raise PeerLostError(str(error)) from error
         self._sending += 1
 
     def check(self) -> None:
