@@ -316,6 +316,25 @@ def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], t
     assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
 
 
+def test_what_was_measured_before_the_server_died_is_printed() -> None:
+    with served() as server:
+        asked = ("test", server.address, "--transport", "tcp", "--bytes", "1e4", "--count", "10000")
+        code = f"""
+import os, signal
+from atoll.net import linktester
+take = linktester._Turns.take
+def die(turns):
+    take(turns)
+    if len(turns.outcome.turns) == 3:
+        os.kill({server.process.pid}, signal.SIGKILL)
+linktester._Turns.take = die
+"""
+        status, out, err = run(*asked, "--json", code=code)
+    assert (status, err.count("\n")) == (1, 1), err
+    assert re.match(r"atoll: link server at .* is gone: the connection was lost", err), err
+    assert 3 <= json.loads(out)["transports"][0]["transfers"] < 10000
+
+
 def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple[Path, Path]) -> None:
     asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "5e8")
     status, out, err = run(*asked, "--deadline", "1ms")

@@ -135,6 +135,7 @@ class LinkReport:
     round_trip: float
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
+    lost: str = ""  # why the test ended early, with what had been measured by then
 
     def to_json(self) -> dict[str, Any]:
         take, reason = advise(self.outcomes)
