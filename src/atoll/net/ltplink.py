@@ -136,9 +136,9 @@ class LtpLink:
     ) -> LinkSession:
         """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
-        learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
-        elements, of what may come (None: anything), `most_bytes` that all of it together, until it is handed
-        on, may take. With `seal` False nothing is secret or safe: both ends
+        learns where its client is. `stripes`: how many of the ports it uses (all). `most_bytes`: what all
+        open transfers that come may take together. `extents`: chunk id to
+        elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
         must say so. Raises UserError for what does not fit, RunError when the link is closed."""
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
