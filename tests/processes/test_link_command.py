@@ -17,16 +17,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atoll.core.errors import PeerLostError, UserError
-from atoll.net import linkserver, linktester, tcpflows
+from atoll.ltp.events import Delivered
+from atoll.ltp.settings import Settings
+from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkserver import LinkServer
 from atoll.net.linktester import LinkTester, Wish
-from atoll.net.ltpflows import LtpFlows
+from atoll.net.ltpflows import LtpFlows, LtpTransport
+from atoll.net.ltplink import LtpLink
 from atoll.net.tcpflows import TcpFlows, TcpSender
-from atoll.wire.messages import FlowLost, Taken
+from atoll.wire.datagrams import LTP_VERSION
+from atoll.wire.messages import FlowLost, LtpOpened, OpenLtp, Taken
 
 DEADLINE = 60.0  # seconds; a process is up in less than one on an idle machine
 ANY = "tcp://127.0.0.1:0"
@@ -267,6 +272,10 @@ def test_addresses_that_cannot_be_listened_at(server: Served, keys: tuple[Path, 
     elsewhere = ("serve", "--listen", "192.0.2.1:47710", "--key-file", str(keys[0]))
     assert "no address of this machine" in mistake(*elsewhere)
     assert "is no address; write" in mistake("serve", "--listen", "47710")
+    said = mistake("serve", "--listen", "127.0.0.1:65535")
+    assert said.endswith("transfers come to the next port, so 65534 is the last")
+    said = mistake("serve", "--listen", "127.0.0.1:65533", "--stripes", "8")
+    assert said == "UDP ports 65534 to 65541, one for each stripe: 65535 is the last"
 
 
 def test_the_port_for_transfers_is_taken() -> None:
@@ -307,6 +316,25 @@ def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], t
     assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
 
 
+def test_what_was_measured_before_the_server_died_is_printed() -> None:
+    with served() as server:
+        asked = ("test", server.address, "--transport", "tcp", "--bytes", "1e4", "--count", "10000")
+        code = f"""
+import os, signal
+from atoll.net import linktester
+take = linktester._Turns.take
+def die(turns):
+    take(turns)
+    if len(turns.outcome.turns) == 3:
+        os.kill({server.process.pid}, signal.SIGKILL)
+linktester._Turns.take = die
+"""
+        status, out, err = run(*asked, "--json", code=code)
+    assert (status, err.count("\n")) == (1, 1), err
+    assert re.match(r"atoll: link server at .* is gone: the connection was lost", err), err
+    assert 3 <= json.loads(out)["transports"][0]["transfers"] < 10000
+
+
 def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple[Path, Path]) -> None:
     asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "5e8")
     status, out, err = run(*asked, "--deadline", "1ms")
@@ -332,6 +360,36 @@ def test_a_budget_ends_a_transport_early(server: Served, keys: tuple[Path, Path]
     (made,) = json.loads(out)["transports"]
     assert (status, made["transfers"]) == (0, 1)
     assert made["stopped"] == "1 of 20 transfers: they took more than 0.001 s (--budget)"
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+def test_transfers_to_warm_up_are_part_of_the_budget(warm: int) -> None:
+    asked = Wish(["tcp"], 10**6, count=20, warm=warm, timeout=DEADLINE, budget=1e-9)
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        (outcome,) = client.measure().outcomes
+        assert (len(outcome.turns), outcome.packets.sent > 0) == (1, True)
+        assert server.served == 1
+
+
+def test_a_transport_that_is_lost_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose first transfer is of another chunk than the server knows, and is refused."""
+    monkeypatch.setattr(ltpflows, "CHUNK", 77)
+    asked = Wish(["ltp", "tcp"], 10_000, count=3, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client:
+        assert isinstance(server.ltp, LtpFlows)
+        taking = server.ltp._link
+        monkeypatch.setattr(taking, "open", _knowing_chunk_0(taking.open))
+        report = client.measure()
+    ltp, tcp = report.outcomes
+    assert (len(ltp.turns), len(tcp.turns)) == (0, 3)
+    assert re.search("it refused a transfer: .*; no more transfers were made", ltp.stopped)
+
+
+def _knowing_chunk_0(opens: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*arguments: Any, **named: Any) -> Any:
+        return opens(*arguments, **{**named, "extents": {0: 2500}})
+
+    return made
 
 
 # -- the server's bounds, within this process
@@ -457,6 +515,85 @@ def test_a_session_whose_client_is_gone_is_closed() -> None:
         wait_for(lambda: not flows._link._sessions, "its session's end")
 
 
+def _flow_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("atoll link flow")]
+
+
+def test_a_session_that_refuses_a_transfer_is_ended_with_its_flow() -> None:
+    asked = Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
+        flows = server.ltp
+        assert isinstance(flows, LtpFlows)
+        for number in range(2 * linkserver.MOST_FLOWS):
+            wish = OpenLtp(number=number, version=LTP_VERSION, elements=1000, datagram_bytes=1400)
+            opened = client._ask(wish, LtpOpened, "a session")
+            addresses = [("127.0.0.1", port) for port in opened.ports]
+            session = link.open(opened.session, opened.secret, addresses, True)
+            session.send(77, 1, np.ones(10, np.float32))  # no chunk of the server's
+
+            def lost(flow: int = opened.flow) -> bool:
+                client.look()
+                return flow in client._lost
+
+            wait_for(lost, "the flow's end")
+            assert "it refused a transfer: " in client._lost[opened.flow]
+        wait_for(lambda: not (flows._open or flows._link._sessions or _flow_threads()), "nothing to be left")
+
+
+def test_threads_of_dropped_flows_have_ended_when_the_server_is_closed() -> None:
+    with serving() as server:
+        client = LinkTester(server.address, None, Wish(["ltp"], 4000, count=1, warm=0, timeout=DEADLINE))
+        client.open("ltp")
+        client._client.abandon()
+        wait_for(lambda: not server._clients, "the client to be forgotten")
+    assert not _flow_threads()
+
+
+def test_a_session_takes_no_more_memory_than_it_is_charged_for() -> None:
+    assert ltpflows.ELEMENT_BYTES == linkserver._LTP_MEMORY
+    asked = Wish(["ltp"], 4_000_000, count=1, warm=0, timeout=DEADLINE)
+    with serving() as server, LinkTester(server.address, None, asked) as client, LtpLink("127.0.0.1") as link:
+        wish = OpenLtp(number=1, version=LTP_VERSION, elements=10**6, datagram_bytes=1400)
+        opened = client._ask(wish, LtpOpened, "a session")
+        addresses = [("127.0.0.1", port) for port in opened.ports]
+        session = link.open(opened.session, opened.secret, addresses, True)
+        for iteration in range(3):  # of 8 MB each: they are on their way at the same time
+            session.send(0, iteration, np.ones(10**6, np.float64))
+
+        def lost() -> bool:
+            client.look()
+            return opened.flow in client._lost
+
+        wait_for(lost, "the flow's end")
+        assert re.search(r"it refused a transfer: .* B are the most", client._lost[opened.flow])
+
+
+def test_nothing_is_taken_at_the_end_that_sends() -> None:
+    link = LtpFlows("127.0.0.1", 0, lambda _told: None)
+    taken = link._link
+    secret = bytes(range(32))
+    session = taken.open(7, secret, None, False)
+    opened = LtpOpened(number=1, flow=1, session=7, ports=link.ports, secret=secret, sealed=True)
+    sender = LtpTransport(
+        "127.0.0.1",
+        opened,
+        np.ones(1000, np.float32),
+        high=0.2,
+        reliable=False,
+        seed=0,
+        settings=Settings(),
+        seconds=DEADLINE,
+        look=no_look,
+    )
+    number = session.send(0, 0, np.ones(1000, np.float32))
+    (delivered,) = wait_for(
+        lambda: [each for each in session.events(0.05) if isinstance(each, Delivered)], "the other end's word"
+    )
+    assert (delivered.transfer, delivered.reason.split(":")[0]) == (number, "refused")
+    sender.close()
+    link.close()
+
+
 # -- TCP's end that takes
 
 
@@ -557,6 +694,53 @@ def test_a_dropped_flow_ends_its_connection() -> None:
         taker.flows.drop(5)
         with pytest.raises(PeerLostError, match="the connection ended"):
             sender.send(memoryview(bytes(10**8)), no_look)  # more than what buffers hold
+        sender.close()
+
+
+class _Busy(dict[bytes, Any]):
+    """Flows: while they are walked, another thread opens one."""
+
+    flows: TcpFlows
+
+    def items(self) -> Any:
+        for number, each in enumerate(super().items()):
+            opener = threading.Thread(target=self.flows.open, args=(1000 + number, 1))
+            opener.start()
+            opener.join(0.2)  # it may have to wait for us
+            yield each
+
+
+def test_a_flow_may_be_opened_while_another_is_dropped() -> None:
+    with Taker() as taker:
+        busy = _Busy()
+        busy.flows, taker.flows._flows = taker.flows, busy
+        for number in (1, 2):
+            taker.flows.open(number, 1)
+        taker.flows.drop(1)
+        wait_for(lambda: len(busy) == 3, "one to be dropped, and two to be opened")
+        assert taker.told == []
+        assert taker.flows._thread.is_alive()
+
+
+def test_a_thread_that_fails_tells_all_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_self: TcpFlows, _now: float) -> None:
+        if broken.is_set():
+            raise ValueError("broken")
+
+    broken = threading.Event()
+    monkeypatch.setattr(TcpFlows, "_end_silent", fail)
+    with Taker() as taker:
+        sender = TcpSender(taker.place, taker.flows.open(5, 1000), "", DEADLINE)
+        taker.flows.open(6, 1000)
+        sender.send(memoryview(bytes(1000)), no_look)
+        wait_for(lambda: taker.told, "the transfer")
+        broken.set()
+        wait_for(lambda: len(taker.told) == 3, "the end of both flows")
+        lost = [each for each in taker.told if isinstance(each, FlowLost)]
+        assert {each.flow for each in lost} == {5, 6}
+        assert {each.reason for each in lost} == {"what takes TCP transfers has failed: ValueError: broken"}
+        with pytest.raises(UserError, match="what takes TCP transfers has failed"):
+            taker.flows.open(7, 1000)
         sender.close()
 
 

@@ -125,6 +125,17 @@ def test_the_advice_compares_the_best_of_each_kind() -> None:
     assert (chosen, "about as fast as ltp" in reason) == ("tcp:bbr", True)
 
 
+def test_the_advice_names_transfers_that_were_handed_on_with_too_little() -> None:
+    short = Turn(1.0, SIZE, lows=100, lows_there=96)
+    whole = Turn(1.0, SIZE, lows=100, lows_there=97)
+    for tcp in ([outcome("tcp", 2.0, 2.0)], [outcome("tcp", 1.0, 2.0)], []):
+        for turns, words in (([short, whole], "; but 1 of its 2 transfers"), ([whole, whole], "")):
+            other = Outcome("ltp:reliable", "", SIZE, [Turn(3.0, SIZE)])
+            take, reason = advise([Outcome("ltp", "", SIZE, turns), other, *tcp])
+            assert take == "ltp"
+            assert ("; but" in reason, words in reason) == (bool(words), True)
+
+
 def test_without_two_there_is_nothing_to_advise() -> None:
     assert advise([]) == ("", "nothing was measured")
     assert advise([outcome("tcp", 1.0), outcome("ltp")])[0] == ""

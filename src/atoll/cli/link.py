@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from atoll.core.config import KEYS_VARIABLE
-from atoll.core.errors import ConfigError, UserError
+from atoll.core.errors import ConfigError, PeerLostError, UserError
 from atoll.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def measure(
     except KeyboardInterrupt:
         raise typer.Abort from None  # else typer ends without a word
     print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
+    if report.lost:
+        raise PeerLostError(report.lost)
     if not any(outcome.turns for outcome in report.outcomes):
         raise typer.Exit(1)
 

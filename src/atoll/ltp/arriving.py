@@ -42,9 +42,16 @@ class Done:
 class Receiver:
     """Of one end."""
 
-    def __init__(self, settings: Settings, extents: Mapping[int, int] | None, drops: Counter[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        extents: Mapping[int, int] | None,
+        drops: Counter[str],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self.repaired = self.borne = self.filled = 0
         self._settings, self._extents, self._drops = settings, extents, drops
+        self._most_bytes = most_bytes
         self._open: dict[int, Incoming] = {}
         self._refused: dict[int, str] = {}  # that are still to be told
         self._closed: dict[int, Done | None] = {}  # what was told; None: it is forgotten
@@ -87,7 +94,7 @@ class Receiver:
         if len(self._open) >= MOST_TRANSFERS:
             raise RefusedError(f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most")
         elements = None if self._extents is None else self._extents[chunk]
-        room = MOST_BYTES - sum(each.bytes for each in self._open.values())
+        room = self._most_bytes - sum(each.bytes for each in self._open.values())
         return Incoming(self._settings, first, payload, elements, room, now)
 
     def _repeat(self, now: float, transfer: int) -> bool:

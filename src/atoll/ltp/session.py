@@ -15,7 +15,7 @@ import numpy as np
 
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
-from atoll.ltp.arriving import Receiver
+from atoll.ltp.arriving import MOST_BYTES, Receiver
 from atoll.ltp.controls import Handled, Message, Outbox
 from atoll.ltp.events import (
     Arrived,
@@ -81,8 +81,8 @@ BYE_COPIES = 3  # sent at once: it is not asked for again
 
 class Session:
     """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
-    where the client first sends, one for each stripe. Raises UserError for stripes and paths that do not
-    fit."""
+    where the client first sends, one for each stripe. `most_bytes`: that all open transfers that come may
+    take. Raises UserError for stripes and paths that do not fit."""
 
     def __init__(
         self,
@@ -95,6 +95,7 @@ class Session:
         rng: np.random.Generator,
         now: float,
         paths: Sequence[Hashable] = (),
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         if not 1 <= stripes <= MOST_STRIPES:
             raise UserError(f"stripes = {stripes}: between 1 and {MOST_STRIPES}")
@@ -111,7 +112,7 @@ class Session:
         self._arrivals = [Arrivals(ack_bits(settings.datagram_bytes)) for _ in range(stripes)]
         self._outbox, self._handled = Outbox(), Handled()
         self._sender = Sender(settings)
-        self._receiver = Receiver(settings, extents, self.drops)
+        self._receiver = Receiver(settings, extents, self.drops, most_bytes)
         self._events: list[Event] = []
         self._opened = self._ended = False
         self._bye: list[Burst] = []

@@ -135,6 +135,7 @@ class LinkReport:
     round_trip: float
     outcomes: list[Outcome]
     notes: list[str] = field(default_factory=list)
+    lost: str = ""  # why the test ended early, with what had been measured by then
 
     def to_json(self) -> dict[str, Any]:
         take, reason = advise(self.outcomes)
@@ -228,20 +229,31 @@ def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     if tcp is None or ltp is None:
         best = _best(measured)
         assert best is not None
-        return best.transport, "the shortest median"
+        return best.transport, "the shortest median" + _caveat(best)
     ours, theirs = median(ltp.seconds), median(tcp.seconds)
     our_tail, their_tail = (nearest_rank(each.seconds, 0.99) for each in (ltp, tcp))
     if ours <= SOONER * theirs:
-        return ltp.transport, f"a transfer is usable {theirs / ours:.1f}x sooner than with {tcp.transport}"
+        words = f"a transfer is usable {theirs / ours:.1f}x sooner than with {tcp.transport}"
+        return ltp.transport, words + _caveat(ltp)
     if ours <= theirs / SOONER and our_tail <= SHORTER_TAIL * their_tail:
         return (
             ltp.transport,
             f"as fast as {tcp.transport} at the median, and {their_tail / our_tail:.1f}x sooner at the 99th "
-            "percentile",
+            f"percentile{_caveat(ltp)}",
         )
     if theirs <= SOONER * ours:
         return tcp.transport, f"{ours / theirs:.1f}x sooner than {ltp.transport}, and every byte arrives"
     return tcp.transport, f"about as fast as {ltp.transport}, and every byte arrives"
+
+
+def _caveat(outcome: Outcome) -> str:
+    """What is to be weighed against its speed."""
+    if not outcome.short:
+        return ""
+    return (
+        f"; but {outcome.short} of its {len(outcome.turns)} transfers were handed on with less than "
+        f"{USABLE:.0%} of their low blocks: take it where training bears that"
+    )
 
 
 def _is_tcp(outcome: Outcome) -> bool:

@@ -46,12 +46,13 @@ from atoll.wire.messages import (
 )
 
 NAME = "link server"
+LAST_PORT = 2**16 - 1
 FRAME = 2**16  # bytes of a message: none has a payload
 MOST_CLIENTS = 16
 MOST_FLOWS = 8  # of a client
 MOST_MEMORY = 2**31  # bytes that all transfers together may take here
 IDLE_SECONDS = 900.0  # without a word, after which a client is sent away
-_LTP_MEMORY = 8  # bytes for each element: while one transfer is told of, the next may come
+_LTP_MEMORY = 8  # bytes for each element, as in `ltpflows.ELEMENT_BYTES`, which needs a package more
 _LOOK_SECONDS = 0.2
 _PING_SECONDS = 1.0  # how often it is looked whether clients are still there
 
@@ -96,6 +97,11 @@ class LinkServer:
         if place is None:
             self._server.close()
             raise UserError(f"{NAME}: {listen}: transports need ports: write tcp://HOST:PORT")
+        if place[1] == LAST_PORT:
+            self._server.close()
+            raise UserError(
+                f"{NAME}: {listen}: transfers come to the next port, so {LAST_PORT - 1} is the last"
+            )
         host = {"localhost": "127.0.0.1", "*": "0.0.0.0"}.get(place[0], place[0])
         data_port = place[1] + 1 if place[1] else 0
         self._results: queue.SimpleQueue[Taken | FlowLost] = queue.SimpleQueue()
@@ -163,7 +169,7 @@ class LinkServer:
                 if peer is None:
                     continue  # it has gone meanwhile
                 if isinstance(result, FlowLost):
-                    self._clients[peer].flows.pop(result.flow)
+                    self._drop(result.flow, self._clients[peer].flows.pop(result.flow)[0])
                 self.served += isinstance(result, Taken)
                 self._clients[peer].heard = time.monotonic()
                 self._say(peer, result)
@@ -209,10 +215,10 @@ class LinkServer:
         if isinstance(message, OpenTcp):
             reason = self._no_room(client, message.size)
             if not reason:
-                flow = next(self._numbers)
-                client.flows[flow] = ("tcp", message.size)
-                token = self.tcp.open(flow, message.size)
-                return TcpOpened(number=message.number, flow=flow, port=self.tcp.port, token=token)
+                try:
+                    return self._open_tcp(client, message)
+                except UserError as error:
+                    reason = str(error)
         elif isinstance(message, OpenLtp):
             reason = self._no_ltp(message) or self._no_room(client, _LTP_MEMORY * message.elements)
             if not reason and self.ltp is not None:
@@ -223,6 +229,12 @@ class LinkServer:
         else:
             reason = f"it has no answer to {type(message).__name__}"
         return Refused(reason=reason, request=type(message).__name__, number=getattr(message, "number", 0))
+
+    def _open_tcp(self, client: _Client, wish: OpenTcp) -> TcpOpened:
+        flow = next(self._numbers)
+        token = self.tcp.open(flow, wish.size)
+        client.flows[flow] = ("tcp", wish.size)
+        return TcpOpened(number=wish.number, flow=flow, port=self.tcp.port, token=token)
 
     def _open_ltp(self, ltp: LtpFlows, client: _Client, wish: OpenLtp) -> LtpOpened:
         flow = next(self._numbers)
@@ -274,7 +286,10 @@ class LinkServer:
     def _forget(self, peer: bytes) -> None:
         client = self._clients.pop(peer, None)
         for flow, (transport, _) in client.flows.items() if client is not None else ():
-            if transport == "tcp":
-                self.tcp.drop(flow)
-            elif self.ltp is not None:
-                self.ltp.drop(flow)
+            self._drop(flow, transport)
+
+    def _drop(self, flow: int, transport: str) -> None:
+        if transport == "tcp":
+            self.tcp.drop(flow)
+        elif self.ltp is not None:
+            self.ltp.drop(flow)

@@ -27,7 +27,7 @@ from atoll.net.keys import Keys
 from atoll.net.linkreport import Clocks, LinkReport, Outcome, Packets, Turn, window_note
 from atoll.net.linkserver import FRAME, NAME
 from atoll.net.requests import RefusedError
-from atoll.net.tcpflows import TcpSender, UnreachableError, most_in_flight
+from atoll.net.tcpflows import TcpSender, most_in_flight
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import LINK_ROLE, MOST_TRANSFER
 from atoll.wire.messages import (
@@ -278,44 +278,56 @@ class LinkTester:
     # -- the measuring
 
     def measure(self, progress: Callable[[str], None] = lambda _line: None) -> LinkReport:
-        """Let the transports take turns, in an order drawn anew for each round. One that is far slower makes
-        the rest of its transfers after the others: on their connections, nothing would be warm any more."""
-        test, order = self.test, np.random.default_rng(self.test.seed)
+        """Let the transports take turns. Raises PeerLostError where the server is gone before anything was
+        measured; where it goes later, the report has it in `lost`."""
         self.read_clock()
+        lost = ""
         senders: dict[str, Sender] = {}
+        outcomes = {name: Outcome(name, "", self.values.nbytes) for name in self.test.transports}
         try:
-            outcomes = {name: Outcome(name, "", self.values.nbytes) for name in test.transports}
             for name, outcome in outcomes.items():
                 try:
                     senders[name] = self.open(name)
                     outcome.detail = senders[name].detail
-                except UnreachableError as error:  # the channel gets through, so the rest is worth measuring
+                except PeerLostError as error:  # the channel gets through, so the rest is worth measuring
                     self.read_clock()  # or it does not, either
                     outcome.stopped = str(error)
-            turns = [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()]
-            while quick := [each for each in turns if each.left and not each.slow]:
-                for place in order.permutation(len(quick)):
-                    quick[place].take()
-                made = min(len(each.outcome.turns) for each in quick)
-                progress(f"{made} of {test.count} transfers of each")
-            for each in turns:
-                while each.left:
-                    each.take()
-                    made = len(each.outcome.turns)
-                    progress(f"{made} of {test.count} transfers of {each.outcome.transport}")
+            self._take_turns(
+                [_Turns(self, sender, outcomes[name]) for name, sender in senders.items()], progress
+            )
+        except PeerLostError as error:
+            if not any(outcome.turns for outcome in outcomes.values()):
+                raise
+            lost = str(error)
         finally:
             for sender in senders.values():
                 sender.close()
         report = LinkReport(
             self._client.address,
             self.values.nbytes,
-            test.high,
+            self.test.high,
             self.clocks.round_trip,
             list(outcomes.values()),
+            lost=lost,
         )
         note = window_note(most_in_flight(), self.clocks.round_trip, report.outcomes)
         report.notes += [note] if note else []
         return report
+
+    def _take_turns(self, turns: list[_Turns], progress: Callable[[str], None]) -> None:
+        """In an order drawn anew for each round. One that is far slower makes the rest of its transfers after
+        the others: on their connections, nothing would be warm any more."""
+        test, order = self.test, np.random.default_rng(self.test.seed)
+        while quick := [each for each in turns if each.left and not each.slow]:
+            for place in order.permutation(len(quick)):
+                quick[place].take()
+            made = min(len(each.outcome.turns) for each in quick)
+            progress(f"{made} of {test.count} transfers of each")
+        for each in turns:
+            while each.left:
+                each.take()
+                made = len(each.outcome.turns)
+                progress(f"{made} of {test.count} transfers of {each.outcome.transport}")
 
     def wait_taken(self, sender: Sender, transfer: int, until: float) -> Taken | None:
         """The server's word on a transfer; None where it does not come before `until` (monotonic)."""
@@ -355,18 +367,22 @@ class _Turns:
         return not self.outcome.stopped and len(self.outcome.turns) < self._tester.test.count
 
     def take(self) -> None:
-        """Make a transfer. The first ones are to warm up, and do not count."""
+        """Make a transfer. The first ones are to warm up, and do not count, unless the budget is spent."""
         outcome, test = self.outcome, self._tester.test
-        if self._made == test.warm:
+        if self._made <= test.warm:
             self._before = self._sender.packets()
         try:
             made = self._transfer()
         except _LateError as error:
             outcome.stopped = f"{error} within {test.deadline:g} s (--deadline); no more were made"
             return
+        except PeerLostError as error:
+            self._tester.read_clock()  # raises where the server is gone
+            outcome.stopped = f"{error}; no more transfers were made"
+            return
         self._spent += made.seconds
         self.slow = made.seconds > _SLOW_SECONDS
-        if self._made <= test.warm:
+        if self._made <= test.warm and self._spent <= test.budget:
             return
         outcome.turns.append(made)
         outcome.packets = self._sender.packets().since(self._before)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from atoll.core.errors import AtollError, PeerLostError, RunError
+from atoll.core.errors import AtollError, PeerLostError, RunError, UserError
 from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused
 from atoll.ltp.settings import Settings
 from atoll.net.linkreport import Packets
@@ -24,6 +24,7 @@ from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import FlowLost, LtpOpened, Taken
 
 CHUNK = 0  # which all transfers are of
+ELEMENT_BYTES = 8  # a session takes for each element: while one transfer is told of, the next may come
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 10.0
 
@@ -40,11 +41,14 @@ class LtpFlows:
     def __init__(self, host: str, port: int, told: Told, *, stripes: int = 1, sealed: bool = True) -> None:
         self._told, self._sealed = told, sealed
         numbers = [port + stripe if port else 0 for stripe in range(stripes)]
+        if numbers[-1] >= 2**16:
+            raise UserError(f"UDP ports {port} to {numbers[-1]}, one for each stripe: 65535 is the last")
         everywhere = host in ("0.0.0.0", "::")
         self._link = LtpLink("" if everywhere else host, numbers, name="link server")
         self.ports = [number for _, number in self._link.addresses]
         self.offload = self._link.offload
         self._open: dict[int, tuple[threading.Event, threading.Thread]] = {}  # by flow
+        self._ending: list[threading.Thread] = []  # of flows that were dropped
 
     def open(self, number: int, elements: int, datagram_bytes: int) -> tuple[int, bytes, bool]:
         """Wait for a session; returns its id, its secret, and whether its datagrams are sealed. Raises
@@ -58,6 +62,7 @@ class LtpFlows:
             settings=settings,
             extents={CHUNK: elements},
             seal=self._sealed,
+            most_bytes=ELEMENT_BYTES * elements + datagram_bytes,  # the last block may be short
         )
         over = threading.Event()
         thread = threading.Thread(
@@ -69,33 +74,37 @@ class LtpFlows:
 
     def drop(self, number: int) -> None:
         """End a flow, and its session, soon."""
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
         if number in self._open:
-            self._open.pop(number)[0].set()
+            over, thread = self._open.pop(number)
+            over.set()
+            self._ending.append(thread)
 
     def close(self) -> None:
-        ending, self._open = list(self._open.values()), {}
-        for over, _ in ending:
-            over.set()
-        for _, thread in ending:
+        for number in list(self._open):
+            self.drop(number)
+        for thread in self._ending:
             thread.join(_JOIN_SECONDS)
         self._link.close()
 
     def _take(self, number: int, session: LinkSession, over: threading.Event) -> None:
-        """Tell of what arrives, until the session ends or the flow is dropped."""
-        repaired = 0
+        """Tell of what arrives, until the session ends, it has refused something, or the flow is dropped."""
+        repaired, lost = 0, ""
         with contextlib.suppress(RunError):  # the session is over
-            while not over.is_set():
+            while not over.is_set() and not lost:
                 for event in session.events(_LOOK_SECONDS):
                     if isinstance(event, Arrived):
                         at = time.monotonic()
                         before, repaired = repaired, session.status().session.repaired
                         self._told(_taken(number, event, at, repaired - before))
                     elif isinstance(event, Refused):
-                        self._told(FlowLost(flow=number, reason=f"it refused a transfer: {event.reason}"))
+                        lost = lost or f"it refused a transfer: {event.reason}"
                     elif isinstance(event, Lost):
-                        self._told(FlowLost(flow=number, reason=event.reason))
+                        lost = lost or event.reason
+        if lost:
+            self._told(FlowLost(flow=number, reason=lost))
         with contextlib.suppress(AtollError):  # its last word is not worth more waiting
-            session.close("its client has gone")
+            session.close(lost or "its client has gone")
 
 
 def _taken(number: int, arrived: Arrived, at: float, repaired: int) -> Taken:
@@ -149,7 +158,13 @@ class LtpTransport:
         try:
             addresses = [(host, port) for port in opened.ports]
             self._session = self._link.open(
-                opened.session, opened.secret, addresses, True, settings=settings, seal=opened.sealed
+                opened.session,
+                opened.secret,
+                addresses,
+                True,
+                settings=settings,
+                extents={},  # nothing is to come
+                seal=opened.sealed,
             )
             self._wait_opened(seconds, look)
         except BaseException:
@@ -161,7 +176,10 @@ class LtpTransport:
         self.detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
-        self._session.send(CHUNK, transfer, self._values, self._next_high, self._reliable)
+        try:
+            self._session.send(CHUNK, transfer, self._values, self._next_high, self._reliable)
+        except RunError as error:  # its own word, where the session has failed here
+            raise PeerLostError(str(error)) from error
         self._sending += 1
 
     def check(self) -> None:

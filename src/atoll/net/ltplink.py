@@ -22,6 +22,7 @@ from types import TracebackType
 import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.grants import Grants
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
@@ -134,10 +135,12 @@ class LtpLink:
         extents: Mapping[int, int] | None = None,
         stripes: int | None = None,
         seal: bool = True,
+        most_bytes: int = MOST_BYTES,
     ) -> LinkSession:
         """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
-        learns where its client is. `stripes`: how many of the ports it uses (all). `extents`: chunk id to
+        learns where its client is. `stripes`: how many of the ports it uses (all). `most_bytes`: what all
+        open transfers that come may take together. `extents`: chunk id to
         elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
         must say so. Raises UserError for what does not fit or a secret that was used,
         RunError when the link is closed."""
@@ -161,6 +164,7 @@ class LtpLink:
                 rng=np.random.default_rng(),
                 now=time.monotonic(),
                 paths=paths,
+                most_bytes=most_bytes,
             ),
             session,
             secret,

@@ -77,7 +77,9 @@ class TcpFlows:
             raise UserError(f"cannot take TCP connections at {host}:{port}: {why}") from None
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()  # guards the next two
         self._flows: dict[bytes, _Flow] = {}  # by token: those that nobody has connected for yet
+        self._failure = ""
         self._links: dict[int, _Link] = {}  # by file descriptor; touched by the thread alone
         self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -87,9 +89,14 @@ class TcpFlows:
         self._thread.start()
 
     def open(self, number: int, size: int) -> bytes:
-        """A flow of transfers of at most `size` bytes; returns its token."""
+        """A flow of transfers of at most `size` bytes; returns its token. Raises UserError where the thread
+        has failed."""
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._flows[token] = _Flow(number, size, token, bytearray(size))
+        flow = _Flow(number, size, token, bytearray(size))
+        with self._lock:
+            if self._failure:
+                raise UserError(self._failure)
+            self._flows[token] = flow
         return token
 
     def drop(self, number: int) -> None:
@@ -112,18 +119,34 @@ class TcpFlows:
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        while not self._over.is_set():
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fd == self._woken:
-                    self._drop_asked()
-                elif key.fd in self._links:  # and not ended just now
-                    self._take(self._links[key.fd])
-            self._end_silent(time.monotonic())
+        try:
+            while not self._over.is_set():
+                self._turn()
+        except Exception as error:
+            self._fail(f"what takes TCP transfers has failed: {type(error).__name__}: {error}")
         for link in list(self._links.values()):
             self._end(link)
         self._selector.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_LOOK_SECONDS):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._woken:
+                self._drop_asked()
+            elif key.fd in self._links:  # and not ended just now
+                self._take(self._links[key.fd])
+        self._end_silent(time.monotonic())
+
+    def _fail(self, reason: str) -> None:
+        """All flows are lost, and none comes any more."""
+        with self._lock:
+            self._failure = reason
+            lost = [*self._flows.values(), *(link.flow for link in self._links.values())]
+            self._flows.clear()
+        for flow in lost:
+            if flow is not None:
+                self._told(FlowLost(flow=flow.number, reason=reason))
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it is gone again
@@ -142,8 +165,9 @@ class TcpFlows:
         with contextlib.suppress(queue.Empty):
             while True:
                 number = self._dropped.get_nowait()
-                for token in [token for token, flow in self._flows.items() if flow.number == number]:
-                    del self._flows[token]
+                with self._lock:
+                    for token in [token for token, flow in self._flows.items() if flow.number == number]:
+                        del self._flows[token]
                 for link in [each for each in self._links.values() if each.flow is not None]:
                     if link.flow is not None and link.flow.number == number:
                         self._end(link)
@@ -184,7 +208,8 @@ class TcpFlows:
         head = bytes(link.head)
         link.head.clear()
         if link.flow is None:
-            link.flow = self._flows.pop(head, None)  # a token is good once
+            with self._lock:
+                link.flow = self._flows.pop(head, None)  # a token is good once
             if link.flow is None:
                 raise ConnectionError("another token")
             return
