@@ -458,6 +458,8 @@ def test_a_session_that_is_over_takes_nothing_though_its_last_event_was_not_read
         pair.here._session.close(time.monotonic(), "a test")
         with pytest.raises(RunError, match="is over: closed here: a test"):
             pair.here.send(3, 1, values())
+    pair.here.deadline = -math.inf
+    pair.here._wake()
     wait_until(lambda: pair.there.finished, "it was not told")
     for call in (
         lambda: pair.there.send(3, 1, values()),
