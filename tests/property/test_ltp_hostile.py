@@ -6,6 +6,7 @@ it may, and sleeps when there is nothing to do; the checks for that are in the h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,11 @@ from atoll.wire.datagrams import (
     SLICE,
     Acknowledgement,
     Bytes,
+    Datagrams,
     Element,
     Kind,
     control_datagram,
+    records_of,
 )
 from atoll.wire.linkcontrol import (
     Answer,
@@ -649,3 +652,35 @@ def test_counters_and_times_that_no_clock_gives(what: str) -> None:
         assert 0 < status.rate < 1e24
         assert status.in_flight >= 0
     finishes(victim, transfers)
+
+
+@pytest.mark.parametrize("reason", ["over", "x" * 128])
+def test_the_last_word_keeps_to_what_an_address_may_get(reason: str) -> None:
+    victim = Victim()
+    victim.say(Ping(sequence=0))  # small, and the address has not answered
+    victim.drain()
+    victim.session.close(victim.now, reason)
+    victim.drain()
+    path = ("peer", 0)
+    assert victim.sent[path] <= 3 * victim.received[path]
+
+
+def test_an_address_that_answered_gets_the_last_word() -> None:
+    victim = met()
+    victim.session.close(victim.now, "x" * 128)
+    before = sum(victim.sent.values())
+    victim.drain()
+    assert sum(victim.sent.values()) > before + 3 * 128
+
+
+def test_what_is_remembered_of_closed_transfers_is_bounded() -> None:
+    receiver = arriving.Receiver(SETTINGS, {}, Counter())
+    one = genuine(1, 1, rng())[1][0][:1, :-SEAL_BYTES]
+    for transfer in range(1, 2 * arriving.MOST_CLOSED):
+        frames = one.copy()
+        records_of(frames, SLICE, HEADER.itemsize)["transfer"] = transfer
+        (touched,) = receiver.handle_slices(0.0, Datagrams(Kind.DATA, frames), 0.04)
+        assert isinstance(receiver.poll(0.0, touched, 3.0, 0.04, 0.01).event, Refused)
+    assert len(receiver._closed) == arriving.MOST_CLOSED
+    assert len(receiver._told_at) == arriving.MOST_TOLD
+    assert sum(told is not None for told in receiver._closed.values()) == arriving.MOST_TOLD

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.ltp import flights
 from atoll.ltp.arriving import Receiver
 from atoll.ltp.controls import Handled
 from atoll.ltp.sending import Outgoing
@@ -400,6 +401,19 @@ def test_keys_change_one_phase_at_a_time() -> None:
         assert phases[-1] == 5
         headers = [burst.frames[0, 2] for client, burst in wire.sent if client and burst.stripe == stripe]
         assert phases == headers
+
+
+def test_keys_change_by_themselves_after_so_many_datagrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "PHASE_DATAGRAMS", 100)
+    monkeypatch.setattr(flights, "PHASE_LARGE_DATAGRAMS", 100)
+    wire = opened(Wire())
+    for count in range(1, 4):
+        values = start(wire)  # 122 blocks
+        wire.run(lambda count=count: both_done(wire, count))
+        check(wire.got(False, Arrived)[-1], wire.got(True, Delivered)[-1], values)
+    phases = [burst.phase for client, burst in wire.sent if client]
+    assert 2 <= max(phases) <= 4
+    assert all(0 <= after - before <= 1 for before, after in pairwise(phases))
 
 
 def test_a_phase_waits_until_the_one_before_was_seen() -> None:
