@@ -24,6 +24,7 @@ from atoll.wire.datagrams import (
     ACK,
     CODED_FROM,
     HEADER,
+    NO_GROUP,
     SEAL_BYTES,
     SLICE,
     Acknowledgement,
@@ -327,8 +328,11 @@ def _one_life(victim: Victim, rng: np.random.Generator, count: int) -> int:
             spoiled_frames, spoiled_sizes = spoiled(rng, frames, sizes, kind)
             if kind in (Kind.DATA, Kind.PARITY):
                 # What is restored from these is what a hostile peer says, and nobody else.
-                coded = slice(HEADER.itemsize + CODED_FROM, HEADER.itemsize + SLICE.itemsize)
-                changed = (frames[:, coded] != spoiled_frames[:, coded]).any(axis=1)
+                head, coded = HEADER.itemsize, HEADER.itemsize + CODED_FROM
+                differs = frames[:, : head + SLICE.itemsize] != spoiled_frames[:, : head + SLICE.itemsize]
+                changed = differs[:, coded:].any(axis=1)
+                grouped = slices_of(frames)["group"] != NO_GROUP  # it may be put into another's group
+                changed |= grouped & differs[:, head:].any(axis=1)
                 victim.coded.update(slices_of(frames)["transfer"][changed].tolist())
                 victim.coded.update(slices_of(spoiled_frames)["transfer"][changed].tolist())
             keep = rng.random(len(frames)) < 0.9
