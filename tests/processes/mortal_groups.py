@@ -100,6 +100,7 @@ class Fault:
         return f"{self.who} {self.point}{leads}{f' {self.nth}' if self.nth > 1 else ''}"
 
 
+LINGER_SECONDS = 1.0  # in which others make many iterations, where they can
 MOVING = ("group.leaving", "group.formed", "group.ring", "group.arrived", "group.joined")
 
 
@@ -110,6 +111,7 @@ class Striker:
     who: int
     faults: tuple[Fault, ...]
     folder: Path
+    lingers: str = ""  # a point that it takes LINGER_SECONDS to pass
     session: Session | None = None
     since: int | None = None  # the first iteration in a group
     struck: dict[Fault, int] = field(default_factory=dict)  # the iteration in which one is to happen
@@ -117,6 +119,8 @@ class Striker:
     fired: set[Fault] = field(default_factory=set)
 
     def __call__(self, point: str, iteration: int) -> None:
+        if point == self.lingers:
+            time.sleep(LINGER_SECONDS)
         for fault in self.faults:
             due = self._is_due(fault, iteration)
             if fault.point != point or fault in self.fired or not due:
@@ -286,10 +290,10 @@ def trains(session: Session, who: int, folder: Path) -> dict[str, Any]:
 SCRIPTS: dict[str, Callable[[Session, int, Path], dict[str, Any]]] = {"asp": counts, "bsp": trains}
 
 
-def work(who: int, plan: Plan) -> None:
+def work(who: int, plan: Plan, lingers: str = "") -> None:
     """A worker's whole life; what came of it is in a file."""
     torch.set_num_threads(1)
-    folder, striker = plan.folder, Striker(who, plan.faults, plan.folder)
+    folder, striker = plan.folder, Striker(who, plan.faults, plan.folder, lingers)
     striker.faults = tuple(f for f in plan.faults if f.who == who and not (folder / f.file).exists())
     points.install(striker)
     config = Config(
@@ -328,8 +332,8 @@ class Case:
     decided: Path
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
-    def start(self, who: int) -> None:
-        self.processes[who] = _forked.Process(target=work, args=(who, self.plan))  # type: ignore[attr-defined]
+    def start(self, who: int, lingers: str = "") -> None:
+        self.processes[who] = _forked.Process(target=work, args=(who, self.plan, lingers))  # type: ignore[attr-defined]
         self.processes[who].start()
 
     def pid(self, who: int) -> int:

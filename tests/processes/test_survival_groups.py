@@ -163,11 +163,14 @@ def a_group_dies(consistency: str, folder: Path) -> None:
 
 
 def one_comes_again(consistency: str, folder: Path) -> None:
-    """Killed in its group, a worker comes with the same rank, and is put beside the one that it left."""
+    """Killed in its group, a worker comes with the same rank, and is put beside the one that it left.
+
+    It asks for the state late: under bsp when the others wait already for its part in the iteration with which it
+    enters."""
     with run_of(folder, consistency, "leader", Fault(1, "group.answered")) as made:
         made.wait_fired(Fault(1, "group.answered"))
         made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
-        made.start(1)
+        made.start(1, lingers="enter.member")
         made.wait_until_together(GROUPS)
         finish(made, range(WORKERS))
 
@@ -289,7 +292,7 @@ def one_flaps(folder: Path) -> None:
 def test_other_parts_are_lost_and_speeds_change(tmp_path: Path) -> None:
     cases: dict[str, Run] = {
         "group": partial(a_group_dies, "asp"),
-        "again": partial(one_comes_again, "asp"),
+        "again": partial(one_comes_again, "bsp"),
         "still": partial(one_stands_still, "bsp"),
         "hub": partial(the_hub_dies, "move", "asp"),
         "shards": partial(shards_die, "asp", "members", ["shard.staged", "shard.stepped"]),

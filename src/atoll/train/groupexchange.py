@@ -146,13 +146,13 @@ class GroupReducer(RingReducer, Exchange):
             super()._publish(agreed)
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
-        self.connection.members.over()
         self._used += self._everyones
         self._of_group = Contribution(agreed.weight, agreed.samples)
         self._group_is_whole(own)
 
     def _group_is_whole(self, own: Contribution) -> None:
         """`p.grad` shows the group's mean."""
+        self.connection.members.over()
         self._done(own, self._of_group.samples)
 
     def after_step(self) -> None:
@@ -424,6 +424,8 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self._ring.round(what, lambda: self._exchange(outgoing, what), self.steps)
+        # Until the mean is there, the iteration may wait for a newcomer, and that one for this worker's state.
+        self.connection.members.over()
         for chunk_id, flat in values.items():
             chunk = self._gradients[chunk_id]
             chunk.published.flat.copy_(flat)
