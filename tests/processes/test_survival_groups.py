@@ -165,8 +165,8 @@ def a_group_dies(consistency: str, folder: Path) -> None:
 def one_comes_again(consistency: str, folder: Path) -> None:
     """Killed in its group, a worker comes with the same rank, and is put beside the one that it left.
 
-    It asks for the state late: under bsp when the others wait already for its part in the iteration with which it
-    enters."""
+    It asks for the state late: under bsp when the others wait already for its part in the iteration with
+    which it enters."""
     with run_of(folder, consistency, "leader", Fault(1, "group.answered")) as made:
         made.wait_fired(Fault(1, "group.answered"))
         made.wait_for(lambda: made.decisions("worker died"), "the death to be known")

@@ -424,7 +424,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self._ring.round(what, lambda: self._exchange(outgoing, what), self.steps)
-        # Until the mean is there, the iteration may wait for a newcomer, and that one for this worker's state.
+        # Until the mean is there, all may wait for a newcomer, and that one for this worker's state.
         self.connection.members.over()
         for chunk_id, flat in values.items():
             chunk = self._gradients[chunk_id]
