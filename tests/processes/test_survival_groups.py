@@ -292,7 +292,7 @@ def one_flaps(folder: Path) -> None:
 def test_other_parts_are_lost_and_speeds_change(tmp_path: Path) -> None:
     cases: dict[str, Run] = {
         "group": partial(a_group_dies, "asp"),
-        "again": partial(one_comes_again, "bsp"),
+        "again": partial(one_comes_again, "asp"),
         "still": partial(one_stands_still, "bsp"),
         "hub": partial(the_hub_dies, "move", "asp"),
         "shards": partial(shards_die, "asp", "members", ["shard.staged", "shard.stepped"]),
