@@ -62,6 +62,7 @@ class ReturningLinks:
         is_it: Callable[[int, Welcome], bool],
         lost: Callable[[int], None] = lambda _index: None,
         back: Callable[[int, float], None] = lambda _index, _seconds: None,
+        link: object = None,
     ) -> None:
         self.come_back = 0  # how often a server was lost and found again
         self._hello, self._keys, self._limit = hello, keys, limit
@@ -105,7 +106,12 @@ class ReturningLinks:
     # -- what is sent -------------------------------------------------------------------------------------
 
     def send(
-        self, index: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        index: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: object = None,
     ) -> None:
         """Send without waiting; `payload` must not change before the server has answered.
 
