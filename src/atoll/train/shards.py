@@ -24,6 +24,7 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Hello,
+    LinkFigures,
     Missing,
     Ping,
     Refused,
@@ -185,6 +186,10 @@ class Shards:
         With `lossy`, parts of the payload may be lost, and the shard's answer tells which.
         """
         self._links.send(shard, message, payload, until, lossy)
+
+    def links(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant links do, by shard: those that are open."""
+        return self._links.links()
 
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
