@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
 from atoll.net.keys import Keys
-from atoll.wire.messages import HEADER_BYTES
+from atoll.wire.messages import HEADER_BYTES, LostBlocks
 
 Buffer: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a numpy array
 Offered: TypeAlias = Literal["sent", "full", "gone"]
@@ -61,11 +61,13 @@ _domains, _monitors = itertools.count(), itertools.count()
 
 @dataclass(frozen=True)
 class Received:
-    """What a server got: `peer` is good for answers while that connection lasts."""
+    """What a server got: `peer` is good for answers while that connection lasts. `lost`: which blocks of the
+    payload the link lost, and what became of them."""
 
     peer: bytes
     header: bytes
     payload: memoryview | None
+    lost: LostBlocks | None = None
 
 
 class Endpoint:

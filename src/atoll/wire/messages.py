@@ -70,6 +70,7 @@ from atoll.wire.linktest import (
     Taken,
     TcpOpened,
 )
+from atoll.wire.lost import LostBlocks
 from atoll.wire.served import (
     Arrive,
     Commit,
@@ -144,6 +145,7 @@ __all__ = [
     "LinkPlace",
     "Look",
     "Looked",
+    "LostBlocks",
     "LostTouch",
     "LtpOpened",
     "Mean",
