@@ -14,6 +14,7 @@ import numpy as np
 
 from atoll.ltp.events import Arrived, Event, Mask, Refused
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import Extent
 from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Datagrams, Records
@@ -45,7 +46,7 @@ class Receiver:
     def __init__(
         self,
         settings: Settings,
-        extents: Mapping[int, int] | None,
+        extents: Mapping[int, Extent] | None,
         drops: Counter[str],
         most_bytes: int = MOST_BYTES,
     ) -> None:
@@ -93,9 +94,9 @@ class Receiver:
             raise RefusedError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
         if len(self._open) >= MOST_TRANSFERS:
             raise RefusedError(f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most")
-        elements = None if self._extents is None else self._extents[chunk]
+        extent = None if self._extents is None else self._extents[chunk]
         room = self._most_bytes - sum(each.bytes for each in self._open.values())
-        return Incoming(self._settings, first, payload, elements, room, now)
+        return Incoming(self._settings, first, payload, extent, room, now)
 
     def _repeat(self, now: float, transfer: int) -> bool:
         """Whether to say once more that a transfer is closed: its sender, who goes on, may not know."""

@@ -24,6 +24,7 @@ from atoll.ltp.blocks import mean_abs
 from atoll.ltp.events import Arrived, Delivered, Event
 from atoll.ltp.feedback import Feedback
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import Extent
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -119,7 +120,7 @@ class Pair:
         back: LinkModel | None = None,
         server_settings: Settings | None = None,
         stripes: int = 1,
-        extents: Mapping[int, int] | None = None,
+        extents: Mapping[int, Extent] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
         outages: Sequence[tuple[float, float]] = (),
         seal: bool = True,
