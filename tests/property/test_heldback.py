@@ -1,5 +1,5 @@
-"""Error feedback over any sequence of losses, runs, weights and steps that are left out: nothing is lost, only
-late."""
+"""Error feedback over any sequence of losses, runs, weights and steps that are left out: nothing is lost,
+only late."""
 
 from __future__ import annotations
 

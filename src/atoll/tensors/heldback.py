@@ -87,8 +87,8 @@ class HeldBack:
         gradient itself where nothing was held.
 
         Asked once more of the same `exchange`, also for another run, it gives the same values, and waits for
-        another answer. `again`: others may have sent this contribution, and what they sent may be what counts;
-        so only the gradient goes.
+        another answer. `again`: others may have sent this contribution, and theirs may be what counts; so only
+        the gradient goes.
         """
         sent = self._sent.get(exchange)
         if sent is not None:
@@ -101,8 +101,8 @@ class HeldBack:
     def answered(
         self, exchange: Hashable, sent: Tensor, missing: Missing, block: int, *, start: int = 0
     ) -> None:
-        """Of `sent`, the run from element `start` on, the blocks `missing`, of `block` elements, were lost. It
-        is held once the contribution is `made`. An exchange that is not on its way is passed over."""
+        """Of `sent`, the run from element `start` on, the blocks `missing`, of `block` elements, were lost.
+        They are held once the contribution is `made`. An exchange that is not on its way is passed over."""
         flight = self._sent.get(exchange)
         if flight is None or not missing.any():
             return
@@ -113,8 +113,8 @@ class HeldBack:
         flight.lost.append(_Lost(start, start + sent.numel(), block, which, rows, rest))
 
     def made(self, exchange: Hashable, accepted: bool = True) -> None:
-        """The contribution counts, as far as it was not lost. Not `accepted`: it was in no step, and what went
-        along with it is held as before."""
+        """The contribution counts, as far as it was not lost. Not `accepted`: it was in no step, and what
+        went along with it is held as before."""
         sent = self._sent.pop(exchange, None)
         if sent is None:
             return
