@@ -1,4 +1,4 @@
-"""The loss-tolerant links of a run, as they were seen last: for its summary, its picture and its last words."""
+"""The loss-tolerant links of a run as they were seen last: for its summary, picture and last words."""
 
 from __future__ import annotations
 

@@ -232,13 +232,15 @@ def _draw_links(panel: Axes, summary: Summary) -> None:
         ]
         for link in most_lossy(summary, _MOST_LINKS)
     ]
+    from matplotlib.transforms import Bbox
+
     panel.set_axis_off()
     widths = [max(len(row[place]) for row in [_LINK_COLUMNS, *rows]) for place in range(len(_LINK_COLUMNS))]
     table = panel.table(
         rows,
         colLabels=_LINK_COLUMNS,
         colWidths=[width / sum(widths) for width in widths],
-        bbox=[0, 0, 1, 1],
+        bbox=Bbox.unit(),
         edges="horizontal",
     )
     table.auto_set_font_size(False)
