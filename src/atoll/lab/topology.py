@@ -133,7 +133,7 @@ def _topology(values: dict[str, Any]) -> Topology:
     control = values.get("congestion_control", "")
     if not isinstance(control, str) or not re.fullmatch("[a-z0-9_-]{0,15}", control):
         raise table.error(
-            "congestion_control", f"{shown(control)} is not TCP's congestion control, such as \"cubic\""
+            "congestion_control", f'{shown(control)} is not TCP\'s congestion control, such as "cubic"'
         )
     sites = _sites(table)
     names = [site.name for site in sites]
