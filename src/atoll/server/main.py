@@ -16,6 +16,7 @@ from types import FrameType
 
 import torch
 
+from atoll.core.config import LinkOptions
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
 from atoll.net.endpoint import Server
@@ -183,6 +184,7 @@ def serve_site(
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
     sync: bool = False,
+    link: LinkOptions | None = None,
     ready: Callable[[str], None] = lambda _address: None,
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
@@ -191,7 +193,7 @@ def serve_site(
 
     `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
     parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
-    and for the global shards.
+    and for the global shards. `link` is how it reaches those.
     """
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
@@ -221,6 +223,7 @@ def serve_site(
             timeout=timeout,
             journal=journal,
             image_seconds=snapshot_seconds,
+            link=link,
             emit=emit,
         )
         stack.callback(shard.close)
