@@ -7,7 +7,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
 from atoll.core.config import LinkOptions
+from atoll.net.keys import Keys
+from atoll.net.returning import ReturningLinks
 from atoll.server import main as server
+from atoll.server import upstream
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
 
@@ -43,11 +45,22 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
     }
     if who in NAMES:
         link = LinkOptions(transport="ltp") if loses else None
+        if loses:
+            upstream.ReturningLinks = _over_tcp  # type: ignore[misc, assignment]
         server.serve_site(who, address, link=link, **options)
     else:
         if loses:  # this process is of this shard alone
-            server.Server = partial(LosingServer, lost_by_content)  # type: ignore[misc, assignment]
+            server._door = _losing_door  # type: ignore[assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
+
+
+def _over_tcp(*args: Any, link: LinkOptions, **options: Any) -> ReturningLinks:
+    """Links that lose only what the other end makes them lose: the same in every run."""
+    return ReturningLinks(*args, **options)
+
+
+def _losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
+    return LosingServer(lost_by_content, listen, keys, limit=server.LARGEST_FRAME, name=name)
 
 
 class MortalSites(Mortal[Kill]):

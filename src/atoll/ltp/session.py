@@ -34,6 +34,7 @@ from atoll.ltp.events import (
 from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
+from atoll.ltp.order import Extent
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
 from atoll.ltp.sent import ACK, CONTROL
@@ -80,9 +81,9 @@ BYE_COPIES = 3  # sent at once: it is not asked for again
 
 
 class Session:
-    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
-    where the client first sends, one for each stripe. `most_bytes`: that all open transfers that come may
-    take. Raises UserError for stripes and paths that do not fit."""
+    """One end. `extents` are the chunks that may come; None: any, up to a bound. `paths`: where the client
+    first sends, one for each stripe. `most_bytes`: that all open transfers that come may take. Raises
+    UserError for stripes and paths that do not fit."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Session:
         session: int,
         client: bool,
         stripes: int,
-        extents: Mapping[int, int] | None,
+        extents: Mapping[int, Extent] | None,
         rng: np.random.Generator,
         now: float,
         paths: Sequence[Hashable] = (),

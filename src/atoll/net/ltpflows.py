@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from atoll.core.errors import AtollError, PeerLostError, RunError, UserError
 from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused
+from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net.linkreport import Packets
 from atoll.net.linksession import LinkSession
@@ -60,7 +61,7 @@ class LtpFlows:
             None,
             False,
             settings=settings,
-            extents={CHUNK: elements},
+            extents={CHUNK: Extent(elements, np.dtype(np.float32))},
             seal=self._sealed,
             most_bytes=ELEMENT_BYTES * elements + datagram_bytes,  # the last block may be short
         )

@@ -2,8 +2,8 @@
 held back for the next one. Source: S3, "Beyond the paper".
 
 One contribution is under way at a time, known by the iteration that it is to. What was lost of it is held
-once all of it is over; so answers that come twice, and a contribution that a shard sends up once more that was
-started again, change nothing.
+once all of it is over; so answers that come twice, and a contribution that is sent up once more by a shard
+that was started again, change nothing.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from typing import TypeAlias
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, RunError, UserError
-from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.returning import ReturningLinks
-from atoll.net.tunnel import Lossy, block_elements
+from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -170,7 +169,7 @@ class Upstream:
 
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
-        return block_elements(dtype, Settings())
+        return self._links.block_elements(dtype)
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):

@@ -107,6 +107,7 @@ from atoll.wire.shards import (
     Staged,
     Standing,
 )
+from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
 
 __all__ = [
     "HEADER_BYTES",
@@ -141,7 +142,10 @@ __all__ = [
     "JoinGroup",
     "Lease",
     "Leased",
+    "LinkFigures",
+    "LinkLost",
     "LinkMeasured",
+    "LinkOpened",
     "LinkPlace",
     "Look",
     "Looked",
@@ -155,6 +159,7 @@ __all__ = [
     "Met",
     "Missing",
     "Name",
+    "OpenLink",
     "OpenLtp",
     "OpenTcp",
     "Over",
@@ -209,6 +214,7 @@ AnyMessage: TypeAlias = Union[
     Follow, Staged, Entry,
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
+    OpenLink, LinkOpened, LinkLost,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
