@@ -116,11 +116,14 @@ class ReturningLinks:
             link.client.close()
         self._links.clear()
 
-    def links(self) -> list[LinkFigures]:
-        """The tunnels in figures, of those that are open; none over TCP."""
-        clients = (link.client for link in self._links)
-        figures = (client.link for client in clients if isinstance(client, TunnelClient))
-        return [each for each in figures if each is not None]
+    def links(self) -> dict[int, LinkFigures]:
+        """The tunnels in figures, by server, of those that are open; none over TCP."""
+        tunnels = {
+            index: link.client.link
+            for index, link in enumerate(self._links)
+            if isinstance(link.client, TunnelClient)
+        }
+        return {index: figures for index, figures in tunnels.items() if figures is not None}
 
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload of "float32", "bfloat16" and the like."""

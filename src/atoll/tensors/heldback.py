@@ -96,7 +96,7 @@ class HeldBack:
         gradient itself where nothing was held.
 
         Asked once more of the same `exchange`, also for another run, it gives the same values, and waits for
-        another answer. `again`: others may have sent this contribution, and theirs may be what counts; so only
+        another answer. `again`: others may have sent this contribution, and theirs may be what counts: only
         the gradient goes.
         """
         sent = self._sent.get(exchange)

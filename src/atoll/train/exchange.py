@@ -242,7 +242,7 @@ class NewParameters:
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
-        self.told_lost(self._asked - 1, message.chunk, message.lost)
+        self.told_lost(message.asked - 1, message.chunk, message.lost)
         values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way
             self._put(bound, values)

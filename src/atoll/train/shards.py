@@ -12,18 +12,19 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from atoll.chunks.specs import itemsize
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
-from atoll.ltp.settings import Settings
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.net.returning import ReturningLinks
-from atoll.net.tunnel import Lossy, block_elements
+from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Hello,
+    LinkFigures,
     Missing,
     Ping,
     Refused,
@@ -186,9 +187,13 @@ class Shards:
         """
         self._links.send(shard, message, payload, until, lossy)
 
+    def links(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant links do, by shard: those that are open."""
+        return self._links.links()
+
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
-        return block_elements(dtype, Settings())
+        return self._links.block_elements(itemsize(dtype))
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):
