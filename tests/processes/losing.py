@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from atoll.net.endpoint import Received, Server
+from atoll.net.endpoint import Received
+from atoll.net.tunnel import TunnelServer
 from atoll.server.payloads import payload_of, tensor_of
 from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
@@ -36,7 +37,7 @@ def lost_by_content(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
     return by_chance(payload, payload.nbytes // 4, "zero" if push.iteration % 3 == 2 else "borne")
 
 
-class LosingServer(Server):
+class LosingServer(TunnelServer):
     """A server whose link loses what `loses` says of each push (float32)."""
 
     def __init__(self, loses: Loses, *args: Any, **options: Any) -> None:
