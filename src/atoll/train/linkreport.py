@@ -29,8 +29,8 @@ class LinkReport:
         self._latest: dict[int, LinkFigures] = {}  # of each shard's connection, as it is or was
         self._before: dict[int, dict[str, int]] = {}  # counts of connections that are no more
 
-    def poll(self) -> None:
-        """A step is made: tell, if it is time."""
+    def tell_if_due(self) -> None:
+        """A step is made: tell, where it is time to."""
         if time.monotonic() >= self._due:
             self.tell()
 
