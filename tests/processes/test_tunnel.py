@@ -3,6 +3,7 @@ dies."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -176,7 +177,7 @@ def test_messages_of_all_sizes_come_in_order_both_ways_beside_a_plain_client() -
         Client(door.address, None, limit=LIMIT, name="plain") as plain,
     ):
         assert not end.connected
-        assert "not connected" in end.trouble
+        assert end.trouble
         for number, payload in enumerate(payloads):  # the first of them before the tunnel is open
             end.send(b"%d" % number, payload)
             plain.send(b"%d" % number, payload)
@@ -479,7 +480,7 @@ def test_connections_that_come_back_send_again_what_has_no_answer() -> None:
                     got.append(each)
             assert [type(decode_untrusted(each.header)) for each in got] == [Hello, Ready]
             assert got[1].payload.nbytes == 400_000
-            (figures,) = links.links.links()
+            figures = links.links.links()[0]
             assert (figures.site, door.links()[0].peer, door.links()[0].site) == (
                 "paris",
                 "worker 3",
@@ -632,6 +633,36 @@ def test_a_server_with_keys_takes_tunnels_of_those_who_have_them() -> None:
             until(lambda: False, stranger, door)
     with pytest.raises(UserError, match="key file"):
         TunnelClient("tcp://10.1.2.3:4567", None, limit=LIMIT, name="shard 0")
+
+
+def test_a_link_is_shared_out_among_sites_whatever_the_number_of_their_workers() -> None:
+    rate = 20e6
+    payload = np.ones(125_000, dtype=np.float32)
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(server(link_rate=rate))
+        ends = [
+            stack.enter_context(client(door, Wish(f"worker {number}", site="oslo" if number else "paris")))
+            for number in range(4)
+        ]
+        for end in ends:
+            connect(door, end)
+        for _ in range(60):
+            for end in ends:
+                end.send(b"push", payload.data, Lossy(0, 0, "float32"))
+        begun, before, after = time.monotonic(), {}, {}
+        while (now := time.monotonic()) < begun + 2.5:
+            poll([door], 0.02)
+            while door.receive(0) is not None:
+                pass
+            if not before and now > begun + 0.5:  # the first of them had the link to themselves
+                before = {each.peer: each.bytes_in for each in door.links()}
+        after = {each.peer: each.bytes_in - before[each.peer] for each in door.links()}
+        paris, *oslo = (after[f"worker {number}"] for number in range(4))
+        assert sum(after.values()) <= 1.05 * rate * 2.0
+        assert sum(after.values()) >= 0.5 * rate * 2.0
+        assert 0.7 < paris / sum(oslo) < 1.4
+        for end in ends:
+            end.abandon()
 
 
 def test_stripes_are_ports_of_their_own() -> None:
