@@ -25,6 +25,7 @@ import pytest
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
+from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
 from atoll.net import tunnel as tunnels
 from atoll.net import tunnelorder
@@ -635,34 +636,45 @@ def test_a_server_with_keys_takes_tunnels_of_those_who_have_them() -> None:
         TunnelClient("tcp://10.1.2.3:4567", None, limit=LIMIT, name="shard 0")
 
 
-def test_a_link_is_shared_out_among_sites_whatever_the_number_of_their_workers() -> None:
-    rate = 20e6
-    payload = np.ones(125_000, dtype=np.float32)
+def test_a_link_is_shared_out_among_sites_whatever_the_number_of_their_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rate, given = 20e6, []
+    poll_grants = Grants.poll_grants
+
+    def noted(grants: Grants, now: float) -> list[Grant]:
+        made = poll_grants(grants, now)
+        given.extend((now, each.session, each.rate, now + each.seconds) for each in made)
+        return made
+
+    monkeypatch.setattr(Grants, "poll_grants", noted)
+    payload = np.ones(2_000_000, dtype=np.float32)
     with contextlib.ExitStack() as stack:
         door = stack.enter_context(server(link_rate=rate))
         ends = [
             stack.enter_context(client(door, Wish(f"worker {number}", site="oslo" if number else "paris")))
             for number in range(4)
         ]
+        peers = [connect(door, end) for end in ends]
         for end in ends:
-            connect(door, end)
-        for _ in range(60):
-            for end in ends:
+            for _ in range(10):
                 end.send(b"push", payload.data, Lossy(0, 0, "float32"))
-        begun, before, after = time.monotonic(), {}, {}
-        while (now := time.monotonic()) < begun + 2.5:
-            poll([door], 0.02)
-            while door.receive(0) is not None:
-                pass
-            if not before and now > begun + 0.5:  # the first of them had the link to themselves
-                before = {each.peer: each.bytes_in for each in door.links()}
-        after = {each.peer: each.bytes_in - before[each.peer] for each in door.links()}
-        paris, *oslo = (after[f"worker {number}"] for number in range(4))
-        assert sum(after.values()) <= 1.05 * rate * 2.0
-        assert sum(after.values()) >= 0.5 * rate * 2.0
-        assert 0.7 < paris / sum(oslo) < 1.4
+        numbers = [door._tunnels[peer].end.session.number for peer in peers]
+        shares = [0.475 * rate] + [0.475 / 3 * rate] * 3
+
+        def all_have_their_share() -> bool:
+            latest = {session: rate for _, session, rate, _ in given}
+            return [latest.get(number) for number in numbers] == pytest.approx(shares)
+
+        until(all_have_their_share, door, *ends)
         for end in ends:
             end.abandon()
+    for now, _, _, _ in given:
+        held: dict[int, float] = {}
+        for at, session, each, over in given:
+            if at <= now < over:
+                held[session] = max(each, held.get(session, 0.0))
+        assert sum(held.values()) <= rate
 
 
 def test_stripes_are_ports_of_their_own() -> None:
