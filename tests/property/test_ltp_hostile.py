@@ -686,6 +686,21 @@ def test_what_is_remembered_of_closed_transfers_is_bounded_and_none_comes_twice(
     assert len(receiver._closed) <= (1 if step == 1 else arriving.MOST_RANGES)
 
 
+def test_a_transfer_that_is_open_in_a_gap_that_is_taken_for_full_is_handed_on() -> None:
+    receiver = arriving.Receiver(SETTINGS, None, Counter())
+    one = genuine(1, 1, rng(), elements=BLOCK, loss=0.0)[1][0][:1, :-SEAL_BYTES]
+    first, *rest = genuine(2, 0, rng(), elements=100 * BLOCK, loss=0.0)[1]
+    assert closes(receiver, first[:, :-SEAL_BYTES], 2) == arriving.Done()
+    for transfer in range(1, 4 * arriving.MOST_RANGES, 2):
+        closes(receiver, one, transfer)
+    for burst in rest:
+        done = closes(receiver, burst[:, :-SEAL_BYTES], 2)
+    assert done is not None
+    assert isinstance(done.event, Arrived)
+    assert receiver.deadline == np.inf
+    assert closes(receiver, first[:, :-SEAL_BYTES], 2) is None
+
+
 def test_the_words_of_large_transfers_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving, "MOST_TOLD_BYTES", 1000)
     receiver = arriving.Receiver(SETTINGS, None, Counter())
