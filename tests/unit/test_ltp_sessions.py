@@ -460,11 +460,11 @@ def test_another_path_has_the_target_begin_anew() -> None:
     wire = opened(Wire())
     start(wire, client=False)
     wire.run(lambda: both_done(wire, 1, client=False))
-    assert "path has changed" not in wire.server.control.target_reason
+    assert "path has changed" not in wire.server.status().target_reason
     wire.from_path = ("client", 1)
     wire.run(lambda: len(wire.got(False, Migrated)) == 2)
-    assert "the path has changed: the other end has another address" in wire.server.control.target_reason
-    assert "path has changed" not in wire.client.control.target_reason
+    assert "the path has changed: the other end has another address" in wire.server.status().target_reason
+    assert "path has changed" not in wire.client.status().target_reason
 
 
 def test_data_moves_to_the_address_that_answers() -> None:

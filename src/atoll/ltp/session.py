@@ -211,6 +211,7 @@ class Session:
             borne=receiver.borne,
             filled=receiver.filled,
             reason=control.decision.reason,
+            target_reason=control.target_reason,
         )
 
     @property
