@@ -577,6 +577,7 @@ def batch_of(*entries: Entry, first: int = 0, taken: int = 0) -> np.ndarray:
     [
         (BATCHES, np.zeros(10, dtype=np.uint8), "no batch of messages"),
         (BATCHES, batch_of(Entry(b"h"), first=5000), "message 5000"),
+        (BATCHES, np.frombuffer(msgspec.msgpack.encode([0, 0, [[b""]] * 500_000]), np.uint8), "<= 1024"),
         (BATCHES, batch_of(taken=1), "1 messages were taken, of 0"),
         (BATCHES, batch_of(Entry(b"h", apart=True, size=LIMIT + 1)), "is the most"),
         (7, np.zeros(10, dtype=np.float32), "message 99999"),
