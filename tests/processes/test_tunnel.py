@@ -351,13 +351,14 @@ def test_a_killed_server_is_a_loss_at_once() -> None:
         process.communicate(timeout=SOON)
 
 
-def test_clients_that_are_killed_leave_nothing_behind() -> None:
+def test_clients_that_are_killed_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
     with server() as door, client(door) as lasting:
         stays = connect(door, lasting)
         threads, files = threading.active_count(), open_files()
         for _ in range(2):
-            processes = [start(SPEAKS, door.address) for _ in range(3)]
-            until(lambda: len(door.links()) == 4, door)
+            processes = [start(SPEAKS, door.address) for _ in range(2)]
+            until(lambda: len(door.links()) == 3, door)
             peers = set(door._tunnels) - {stays}
             for process in processes:
                 process.kill()
@@ -373,7 +374,8 @@ def test_clients_that_are_killed_leave_nothing_behind() -> None:
         assert take(door, 1, lasting)[0].header == b"still here"
 
 
-def test_clients_that_come_and_go_leave_no_thread_and_no_file() -> None:
+def test_clients_that_come_and_go_leave_no_thread_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
     with server() as door:
         counts = []
         for _ in range(4):
@@ -584,8 +586,12 @@ def batch_of(*entries: Entry, first: int = 0, taken: int = 0) -> np.ndarray:
     ],
 )
 def test_who_breaks_the_rules_loses_the_tunnel_and_no_one_else(
-    chunk: int, content: np.ndarray, why: str
+    chunk: int,
+    content: np.ndarray,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tunnels, "LOOK_SECONDS", 0.1)
     with (
         server() as door,
         client(door) as good,
