@@ -290,10 +290,10 @@ def test_what_the_server_does_not_take_waits_at_the_client(monkeypatch: pytest.M
             end.send(b"%d" % number, payload)
         (held,) = (each.end for each in door._tunnels.values())
         until(lambda: held._inbox._next >= 7, end)  # the application at the server takes nothing
-        end._end_of_tunnel.wait_sent(0.3)
+        end._tunnel.wait_sent(0.3)
         assert 2**21 <= held._inbox._held <= 2**21 + 400_000
         assert held._inbox._next <= 9
-        assert end._end_of_tunnel.waiting > 35
+        assert end._tunnel.waiting > 35
         got = take(door, 50, end)
         assert [each.header for each in got] == [b"%d" % number for number in range(50)]
         monkeypatch.setattr(tunnels, "SERVER_OUTGOING", 20)
