@@ -225,9 +225,7 @@ def server(
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
     rate = _link_rate(link_rate)
     if config and not site:
-        raise UserError(
-            "--config FILE goes with --site; a shard of the run takes links as workers make them"
-        )
+        raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
     link = load_config(config).link_options if config else LinkOptions()
     if not 0 <= udp_port < 2**16:
         raise UserError(f"--udp-port {udp_port}: ports are from 1 to 65535, and 0 is any free one")
