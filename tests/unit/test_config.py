@@ -262,7 +262,7 @@ def test_a_link_that_makes_no_sense_is_refused_in_one_line(given: list[str], sai
         ({"site": "paris", "link_rate": "1Gbit/s"}, "--link-rate and --udp-port go with --shard"),
         ({"site": "paris", "udp_port": 47800}, "--link-rate and --udp-port go with --shard"),
         ({"shard": 0, "config": "atoll.toml"}, "--config FILE goes with --site"),
-        ({"site": "paris", "config": "nowhere.toml"}, "nowhere.toml: no such file"),
+        ({"site": "paris", "config": "nowhere.toml"}, "nowhere.toml: cannot read the configuration"),
     ],
 )
 def test_what_a_shard_cannot_do_with_a_link_is_said_before_it_looks_for_the_hub(
