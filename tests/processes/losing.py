@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from atoll.net.endpoint import Received
+from atoll.net.keys import Keys
 from atoll.net.tunnel import TunnelServer
 from atoll.server.payloads import payload_of, tensor_of
 from atoll.wire import messages as m
@@ -57,3 +58,8 @@ class LosingServer(TunnelServer):
         for start, stop in spans_of(lost, values.numel()):
             values[start:stop] = 0
         return dataclasses.replace(received, payload=payload_of(values), lost=lost)
+
+
+def losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
+    """In the place of a shard's own (atoll.server.main), whose link loses by content."""
+    return LosingServer(lost_by_content, listen, keys, limit=2**31 - 1, name=name)

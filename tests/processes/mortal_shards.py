@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from losing import losing_door
 from mortal import DEADLINE, Mortal, begin_life, train_in
 
 from atoll.core import points
@@ -51,6 +52,8 @@ def _live(
 ) -> None:
     """A shard's life, in a process of its own."""
     begin_life(who, folder, kills)
+    if options.pop("loses", False):  # this process is of this shard alone
+        server._door = losing_door  # type: ignore[assignment]
     try:
         server.serve(
             shard,
@@ -68,7 +71,8 @@ def _live(
 
 class MortalRun(Mortal[Kill]):
     """A hub on a thread, and shards as processes, each `replicas` times; a shard that is killed is started
-    again, `pause` seconds later. `options` go to `serve`; `keeps` is whether shards have directories."""
+    again, `pause` seconds later. `options` go to `serve`; `keeps` is whether shards have directories, and
+    `loses` whether their links lose blocks of gradients."""
 
     def __init__(
         self,

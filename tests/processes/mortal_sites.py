@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from losing import LosingServer, lost_by_content
+from losing import losing_door
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
 from atoll.core.config import LinkOptions
-from atoll.net.keys import Keys
 from atoll.server import main as server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
@@ -47,12 +46,8 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
         server.serve_site(who, address, link=link, **options)
     else:
         if loses:  # this process is of this shard alone
-            server._door = _losing_door  # type: ignore[assignment]
+            server._door = losing_door  # type: ignore[assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
-
-
-def _losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
-    return LosingServer(lost_by_content, listen, keys, limit=server.LARGEST_FRAME, name=name)
 
 
 class MortalSites(Mortal[Kill]):

@@ -72,6 +72,21 @@ def test_under_bsp_primaries_are_killed_at_each_point(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("point", ["shard.staged", "shard.logged", "shard.stepped"])
+def test_of_what_was_lost_the_successor_makes_the_same(
+    pool: WorkerPool, tmp_path: Path, point: str, replicas: int
+) -> None:
+    """Also where it is the same shard, started again: then with its directory."""
+    expected, _ = run_with(pool, tmp_path / "unharmed", [], loses=True)
+    without, _ = run_with(pool, tmp_path / "without", [])
+    assert not all(map(torch.equal, expected["parameters"], without["parameters"]))
+    options = {"replicas": replicas, "keeps": replicas == 1, "loses": True}
+    for result in run_with(pool, tmp_path / "harmed", kills_of_primaries(point), **options):
+        assert_equal(result, expected)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_standbys_are_killed_and_come_again(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, consistency: str
