@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import zlib
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from atoll.net.endpoint import Received
-from atoll.net.keys import Keys
 from atoll.net.tunnel import TunnelServer
 from atoll.server.payloads import payload_of, tensor_of
 from atoll.wire import messages as m
@@ -38,6 +38,16 @@ def lost_by_content(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
     return by_chance(payload, payload.nbytes // 4, "zero" if push.iteration % 3 == 2 else "borne")
 
 
+def anew(push: m.Push, payload: memoryview, how: str = "borne") -> m.LostBlocks | None:
+    """A third of the blocks (float32) of what has any gradients, others each time that it is sent."""
+    return by_chance(str(os.urandom(8)), payload.nbytes // 4, how) if any(push.present) else None
+
+
+def filled_anew(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
+    """The same, where zeros that count have taken their place."""
+    return anew(push, payload, "zero")
+
+
 class LosingServer(TunnelServer):
     """A server whose link loses what `loses` says of each push (float32)."""
 
@@ -50,7 +60,8 @@ class LosingServer(TunnelServer):
         if received is None or received.payload is None or b"Push" not in received.header:
             return received
         push = decode_untrusted(received.header)
-        assert isinstance(push, m.Push)
+        if not isinstance(push, m.Push):
+            return received  # a primary's copy of one, to its standby
         lost = self._loses(push, received.payload)
         if lost is None:
             return received
@@ -58,8 +69,3 @@ class LosingServer(TunnelServer):
         for start, stop in spans_of(lost, values.numel()):
             values[start:stop] = 0
         return dataclasses.replace(received, payload=payload_of(values), lost=lost)
-
-
-def losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
-    """In the place of a shard's own (atoll.server.main), whose link loses by content."""
-    return LosingServer(lost_by_content, listen, keys, limit=2**31 - 1, name=name)

@@ -7,10 +7,11 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from losing import losing_door
+from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
 from atoll.core.config import LinkOptions
@@ -46,7 +47,7 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
         server.serve_site(who, address, link=link, **options)
     else:
         if loses:  # this process is of this shard alone
-            server._door = losing_door  # type: ignore[assignment]
+            server.TunnelServer = partial(LosingServer, lost_by_content)  # type: ignore[misc, assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
 
 

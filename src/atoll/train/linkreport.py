@@ -21,8 +21,8 @@ class LinkReport:
         self._due = time.monotonic() + EVERY_SECONDS
         self._counts = LinkCounts()
 
-    def poll(self) -> None:
-        """A step is made: tell, if it is time."""
+    def tell_if_due(self) -> None:
+        """A step is made: tell, where it is time to."""
         if time.monotonic() >= self._due:
             self.tell()
 

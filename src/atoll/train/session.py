@@ -174,6 +174,8 @@ class Session:
         else:
             service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
+            if config.link.transport != "tcp":
+                self._decided("link", service.describe_link(config), "link.transport")
 
     # Who and where
 
@@ -779,7 +781,7 @@ class Session:
             self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)
             return
         if self._links is not None:
-            self._links.poll()
+            self._links.tell_if_due()
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
         self._emit(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from atoll.chunks.specs import itemsize
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net.endpoint import poll
@@ -193,7 +192,7 @@ class Shards:
 
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
-        return self._links.block_elements(itemsize(dtype))
+        return self._links.block_elements(dtype)
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):
