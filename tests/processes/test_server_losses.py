@@ -18,7 +18,7 @@ from atoll.server.journal import Folder, Journal
 from atoll.server.payloads import payload_of
 from atoll.server.recovery import encode_image, find
 from atoll.server.shard import Shard
-from atoll.store.losses import ChunkLoss, Told
+from atoll.store.arrivals import Answered, Arrival
 from atoll.store.shard import Asked
 from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
@@ -151,6 +151,23 @@ def test_asp_with_losses_is_plain_torch_with_zeros_for_what_was_lost(start: Call
         assert message.lost == expected_loss(worker, 2, chunk)
 
 
+def test_parameters_without_a_gradient_count_as_zeros_whatever_is_lost(start: Callable[..., Run]) -> None:
+    """Nobody has sent their zeros for their values: so the mean is what it is where nothing is lost."""
+
+    def loses(push: m.Push, payload: memoryview) -> LostBlocks | None:
+        return LostBlocks(payload.nbytes // 4, b"\1", "borne") if push.incarnation == 1 else None
+
+    run = start(1, 2, loses=loses)
+    one, two = run.workers
+    one.push(0, gradients(1), missing=(0, 2, 4))
+    two.push(0, gradients(2))
+    one.commit(0, 3.0)
+    two.commit(0, 1.0)
+    expected = [g * (0.25 if i in (0, 2, 4) else 1.0) for i, g in enumerate(gradients(2))]
+    for chunk, (values, _) in two.means(0).items():
+        torch.testing.assert_close(values, run.model.flat(chunk, expected))
+
+
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_of_what_is_sent_twice_the_losses_of_the_copy_that_counts_are_told(
     start: Callable[..., Run], consistency: str
@@ -273,7 +290,7 @@ def test_a_shard_that_is_started_again_knows_what_was_lost(
     for chunk in model.chunks:
         lost = expected_loss(worker, 0, chunk)
         if when == "staged":
-            assert staged[0].losses.get(chunk) == (ChunkLoss(1, {0: lost}) if lost else None)
+            assert staged[0].arrivals.get(chunk) == (Arrival(1, {0: lost}) if lost else None)
         else:
             pull = model.pull_with(m.Push(incarnation=1, iteration=0, chunk=0, chunks_in_all=1, present=b""))
-            assert model.told_of(Asked(0, pull), chunk) == Told(lost)
+            assert model.told_of(Asked(0, pull), chunk) == Answered(lost)

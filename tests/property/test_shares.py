@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.store.actions import PushOutcome, Release
+from atoll.store.arrivals import Arrival
 from atoll.store.entries import Fenced, Joined
-from atoll.store.losses import ChunkLoss
 from atoll.store.shard import HeldState, ShardState
 from atoll.wire.messages import LostBlocks, Push, run_of
 
@@ -120,8 +120,8 @@ def test_a_chunk_is_made_of_one_cuts_runs(
             assert [run[:3] for run in runs] == [(chunk, share, shares) for share in range(shares)]
             lost = {share: run[3] for share, run in enumerate(runs) if run[3] is not None}
             members = {share: run[4] for share, run in enumerate(runs) if run[4]}
-            came = group.state.state().staged[5, 9][0].losses.get(chunk, ChunkLoss())
-            assert came == ChunkLoss(shares, lost, members)
+            came = group.state.state().staged[5, 9][0].arrivals.get(chunk, Arrival())
+            assert came == Arrival(shares, lost, members)
         assert sorted(runs[0][0] for runs in group.held.values()) == list(range(chunks))
     released = group.state.handle_entry(Fenced(worker=5, incarnation=9))
     handles = [handle for each in released if isinstance(each, Release) for handle in each.handles]

@@ -9,8 +9,8 @@ from typing import TypeAlias, Union
 import msgspec
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
+from atoll.store.arrivals import Answered, Arrival, told_of
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
-from atoll.store.losses import ChunkLoss, Told, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Count, LostBlocks
@@ -57,9 +57,8 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     expected: Count
     parts: Parts = {}
     runs: dict[int, Runs] = {}  # by chunk: those that are here in part
-    losses: dict[
-        int, ChunkLoss
-    ] = {}  # whole chunks that came in runs, or not from member 0, or lost something
+    # How whole chunks came: those in runs, not from member 0, or with losses.
+    arrivals: dict[int, Arrival] = {}
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
@@ -69,7 +68,7 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
             chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost), dict(each.members))
             for chunk, each in self.runs.items()
         }
-        return Contribution(self.expected, dict(self.parts), runs, dict(self.losses))
+        return Contribution(self.expected, dict(self.parts), runs, dict(self.arrivals))
 
     def handles(self) -> list[int]:
         """Of all that is here."""
@@ -101,7 +100,7 @@ class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     combined: int
     mean_of: list[Count]
     replaced: dict[int, Parts]
-    losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
+    arrivals: dict[Key, dict[int, dict[int, Arrival]]] = {}
 
 
 class ShardState:
@@ -126,7 +125,7 @@ class ShardState:
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
         # How the latest `limit` contributions that count have come: by iteration and chunk.
-        self._losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
+        self._arrivals: dict[Key, dict[int, dict[int, Arrival]]] = {}
         self._pulls: dict[Waiting, messages.Pull] = {}
         self._mean_pulls: dict[Waiting, messages.PullMean] = {}
 
@@ -151,7 +150,7 @@ class ShardState:
             combined=self._combined,
             mean_of=sorted(self._mean_of),
             replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
-            losses={key: dict(iterations) for key, iterations in self._losses.items()},
+            arrivals={key: dict(iterations) for key, iterations in self._arrivals.items()},
         )
 
     @classmethod
@@ -163,7 +162,7 @@ class ShardState:
         shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
         shard._combined, shard._mean_of = state.combined, frozenset(state.mean_of)
         shard._replaced = {worker: dict(parts) for worker, parts in state.replaced.items()}
-        shard._losses = {key: dict(iterations) for key, iterations in state.losses.items()}
+        shard._arrivals = {key: dict(iterations) for key, iterations in state.arrivals.items()}
         return shard
 
     def refusal(self, worker: int, incarnation: int) -> str:
@@ -329,24 +328,24 @@ class ShardState:
             raise StoreError(
                 f"the log counts iteration {iteration} of worker {worker}, whose chunks are not staged here"
             )
-        self._note_losses((worker, incarnation), iteration, contribution.losses)
+        self._note_arrivals((worker, incarnation), iteration, contribution.arrivals)
         return contribution
 
-    def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
+    def _note_arrivals(self, key: Key, iteration: int, arrivals: dict[int, Arrival]) -> None:
         """Remember what was lost of a contribution as long as it may be asked for."""
-        held = {at: each for at, each in self._losses.pop(key, {}).items() if at > iteration - self.limit}
-        held[iteration] = losses
-        self._losses[key] = held
+        held = {at: each for at, each in self._arrivals.pop(key, {}).items() if at > iteration - self.limit}
+        held[iteration] = arrivals
+        self._arrivals[key] = held
 
     def _combine(self, entry: Combine) -> list[Action]:
         members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
         taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
-        losses = [found.losses for found in members] if any(found.losses for found in members) else []
+        arrivals = [found.arrivals for found in members] if any(found.arrivals for found in members) else []
         self._combined = entry.iteration
         self._mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(member.weight for member in entry.members)
         samples = sum(member.samples for member in entry.members)
-        combine = CombineChunks(entry.iteration, taken, weight, samples, losses)
+        combine = CombineChunks(entry.iteration, taken, weight, samples, arrivals)
         return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: Step) -> list[Action]:
@@ -401,8 +400,8 @@ class ShardState:
         for waiting in (self._pulls, self._mean_pulls):
             for asking in [each for each in waiting if self.refusal(*each[:2])]:
                 del waiting[asking]
-        for key in [key for key in self._losses if self.refusal(*key)]:
-            del self._losses[key]
+        for key in [key for key in self._arrivals if self.refusal(*key)]:
+            del self._arrivals[key]
         gone: list[int] = []
         for key in [key for key in self._staged if self.refusal(*key)]:
             for contribution in self._staged.pop(key).values():
@@ -425,14 +424,14 @@ class ShardState:
         """How stale a live worker's last contribution was, in global iterations."""
         return self._members[worker].staleness
 
-    def told_of(self, asked: Asked, iteration: int, chunk: int, extent: int) -> Told:
+    def told_of(self, asked: Asked, iteration: int, chunk: int, extent: int) -> Answered:
         """What was lost of the asker's contribution to an iteration, and who sent it: of the share that is
         asked for of a chunk of `extent` elements. Only of the latest `limit` that count is anything known."""
         pull = asked.pull
-        found = self._losses.get((asked.worker, pull.incarnation), {}).get(iteration)
+        found = self._arrivals.get((asked.worker, pull.incarnation), {}).get(iteration)
         if found is None:
-            return Told()
-        return told_of(found.get(chunk, ChunkLoss()), extent, pull.share, pull.shares, asked.member)
+            return Answered()
+        return told_of(found.get(chunk, Arrival()), extent, pull.share, pull.shares, asked.member)
 
     def staged(self) -> list[tuple[int, int, int]]:
         """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
@@ -483,7 +482,7 @@ def _add(
     contribution.runs.pop(push.chunk, None)
     contribution.parts[push.chunk] = (handle, push.present)
     if runs.lost or runs.members or runs.shares > 1:
-        contribution.losses[push.chunk] = ChunkLoss(runs.shares, runs.lost, runs.members)
+        contribution.arrivals[push.chunk] = Arrival(runs.shares, runs.lost, runs.members)
     joins = tuple(runs.handles[share] for share in range(runs.shares)) if runs.shares > 1 else ()
     return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 
