@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -82,13 +81,15 @@ class LossyPushes:
         along: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Lossy | None]:
         """What to send of this contribution, and how: `gradient`, 1-D, is the run of the chunk from element
-        `start` on. It must stay as it is until `answered`. Other arguments as `HeldBack.outgoing`'s; `along`,
-        by chunk, as `HeldBack.outgoing_again`'s, for one that others may have sent before.
+        `start` on. What is returned is on the CPU, and must stay as it is until `answered`. Other arguments
+        as `HeldBack.outgoing`'s; `along`, by chunk, as `HeldBack.outgoing_again`'s, for a contribution that
+        others may have sent before.
 
         A contribution that weighs nothing goes as it is, and so that nothing of it is lost: nobody misses it.
         """
         if not self._options.lossy or weight <= 0 or not any(present) or not gradient.numel():
             return gradient, None
+        gradient = gradient.detach().to("cpu")  # where it is sent from
         chunk, sent = bound.chunk.id, gradient
         if chunk in self._held:
             held = self._held[chunk]
@@ -158,7 +159,7 @@ class LossyPushes:
     def _high(self, chunk: int, start: int, sent: Tensor, block: int) -> Mask:
         """The blocks that must arrive: those with the largest mean |g|, smoothed over iterations. What is
         held back counts, so that what was lost again and again arrives."""
-        means = mean_abs(_numbers(sent), block)
+        means = mean_abs((sent.float() if sent.dtype == torch.bfloat16 else sent).numpy(), block)
         found = self._importance.get(chunk)
         if found is None or found[0] != start or found[1].blocks != len(means):
             found = self._importance[chunk] = start, Importance(len(means))
@@ -167,12 +168,6 @@ class LossyPushes:
         self._sizes[chunk] = float(np.nansum(means, where=np.isfinite(means)) * block)
         share = self._options.high if self._options.high is not None else importance.derived_share()[0]
         return importance.high(share)
-
-
-def _numbers(flat: Tensor) -> npt.NDArray[np.floating]:
-    """Values that numpy can reckon with, (elements,)."""
-    host = flat.detach().to("cpu")
-    return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
 
 
 def _check(bound: BoundChunk, options: LinkOptions) -> None:
