@@ -55,6 +55,8 @@ class SiteLosses:
         """
         if not self.may_lose(present, weight):
             return values
+        if exchange == self._exchange and chunk in self._sent:
+            return self._sent[chunk]
         self._exchange = exchange
         if chunk in self._held:
             values = self._held[chunk].outgoing(exchange, values, present, weight)
