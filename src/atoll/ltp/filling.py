@@ -116,8 +116,8 @@ class LastValues:
     """The values of each chunk's blocks that came last; 0 where a block never came.
 
     Kept by the receiver for filling with `last`. A sender that keeps them too knows what it was: both ends
-    take the same transfers in the same order, and only blocks that came change anything. A
-    chunk with which they would take more than `most_bytes` is not kept.
+    take the same transfers in the same order, and only blocks that came change anything. A chunk with which
+    they would take more than `most_bytes` is not kept.
     """
 
     def __init__(self, most_bytes: float = math.inf) -> None:
