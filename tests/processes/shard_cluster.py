@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
-from atoll.net.endpoint import Client, Server
+from atoll.net.endpoint import Client, Received, Server
 from atoll.server.optimizer import full_name
 from atoll.server.payloads import payload_of, tensor_of
 from atoll.server.shard import Shard
 from atoll.store.balance import balance
 from atoll.tensors.binding import specs_of
 from atoll.wire import messages as m
+from atoll.wire.lost import spans_of
 from atoll.wire.messages import AnyMessage, decode_untrusted, encode, plain_hyperparameters
 
 DEADLINE = 60.0
@@ -27,16 +30,47 @@ SHAPES = [(33, 5), (33,), (65, 7), (7,), (40, 16), (), (300,)]
 M = TypeVar("M", bound=m.Message)
 
 
+Loses: TypeAlias = Callable[[m.Push, int], m.LostBlocks | None]  # of a push of so many elements
+
+
+class LosingServer(Server):
+    """A server with a link that loses blocks of pushed gradients (float32), as `loses` says."""
+
+    def __init__(self, loses: Loses, address: str, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._loses = loses
+
+    def receive(self, timeout: float) -> Received | None:
+        received = super().receive(timeout)
+        if received is None or received.payload is None or b"Push" not in received.header:
+            return received
+        push = decode_untrusted(received.header)
+        assert isinstance(push, m.Push)
+        lost = self._loses(push, received.payload.nbytes // 4)
+        if lost is None:
+            return received
+        values = tensor_of(received.payload, torch.float32).clone()
+        for start, stop in spans_of(lost, values.numel()):
+            values[start:stop] = 0
+        return dataclasses.replace(received, payload=payload_of(values), lost=lost)
+
+
 class Cluster:
     """Shards in threads, without a hub."""
 
     def __init__(
-        self, shards: int, workers: int, prepare: Callable[[Shard], None] = lambda _: None, **options: Any
+        self,
+        shards: int,
+        workers: int,
+        prepare: Callable[[Shard], None] = lambda _: None,
+        loses: Loses | None = None,
+        **options: Any,
     ) -> None:
-        """`prepare` is called for each before it serves."""
+        """`prepare` is called for each before it serves; `loses` says what their links lose."""
         self.stop = threading.Event()
+        make_server = Server if loses is None else partial(LosingServer, loses)
         self.servers = [
-            Server("tcp://127.0.0.1:0", None, limit=2**24, name=f"shard {i}") for i in range(shards)
+            make_server("tcp://127.0.0.1:0", keys=None, limit=2**24, name=f"shard {i}") for i in range(shards)
         ]
         log = self.servers[0].address
         self.shards = [

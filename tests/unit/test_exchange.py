@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
+from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
 from atoll.train.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
 from atoll.train.reducer import Calls
@@ -76,10 +77,19 @@ class FakeShards:
         self.handlers[kind] = handler
 
     def send(
-        self, _shard: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        _shard: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
     ) -> None:
+        assert lossy is None
         self.sent.append((message, payload, until))
         self.unanswered.add(until)
+
+    def block_elements(self, _dtype: str) -> int:
+        return 4
 
     def answered(self, until: Hashable) -> None:
         self.unanswered.discard(until)

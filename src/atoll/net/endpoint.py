@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
 from atoll.net.keys import Keys
-from atoll.wire.messages import HEADER_BYTES
+from atoll.wire.messages import HEADER_BYTES, LostBlocks
 
 Buffer: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a numpy array
 Offered: TypeAlias = Literal["sent", "full", "gone"]
@@ -61,11 +61,13 @@ _domains, _monitors = itertools.count(), itertools.count()
 
 @dataclass(frozen=True)
 class Received:
-    """What a server got: `peer` is good for answers while that connection lasts."""
+    """What a server got: `peer` is good for answers while that connection lasts. `lost`: which blocks of the
+    payload the link lost, and what became of them."""
 
     peer: bytes
     header: bytes
     payload: memoryview | None
+    lost: LostBlocks | None = None
 
 
 class Endpoint:
@@ -74,6 +76,7 @@ class Endpoint:
     def __init__(self, kind: int, address: str, name: str) -> None:
         self.address, self.name = address, name
         self.dropped = 0  # messages that were no header, or header and payload
+        self.wake = -1  # a file descriptor that can be read from while something waits beside the socket
         self._generation = process.generation()
         self._closed = False
         self._socket: zmq.Socket[bytes] = process.context().socket(kind)
@@ -110,7 +113,7 @@ class Endpoint:
 
     def _wait(self, until: float) -> bool:
         """Whether something came before the monotonic time `until`."""
-        return bool(self._socket.poll(_milliseconds(until - time.monotonic())))
+        return bool(poll([self], until - time.monotonic()))
 
     def _alive(self) -> zmq.Socket[bytes]:
         if self._generation != process.generation():
@@ -212,7 +215,7 @@ class Server(Endpoint):
     ) -> Offered:
         """As `send`, and tells why not: "full" (try again later) or "gone" (that connection is no more)."""
         door = self._alive()
-        _check_size(self, header, payload, self._limit)
+        check_size(self, header, payload, self._limit)
         try:
             # The first frame decides: a router takes all frames of a message or none.
             door.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
@@ -323,7 +326,7 @@ class Client(Endpoint):
         """Send, never waiting. The payload is not copied: it must stay unchanged until the other side has
         answered. Raises RunError when far too many messages wait already."""
         link = self._alive()
-        _check_size(self, header, payload, self._limit)
+        check_size(self, header, payload, self._limit)
         try:
             _send_all(link, header, payload, copy=False)
         except zmq.Again:
@@ -423,8 +426,10 @@ def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Se
         poller.register(wake, zmq.POLLIN)
     for endpoint in endpoints:
         poller.register(endpoint._alive(), zmq.POLLIN)
+        if endpoint.wake >= 0:
+            poller.register(endpoint.wake, zmq.POLLIN)
     ready = {socket for socket, _ in poller.poll(_milliseconds(timeout))}
-    return [endpoint for endpoint in endpoints if endpoint._socket in ready]
+    return [endpoint for endpoint in endpoints if endpoint._socket in ready or endpoint.wake in ready]
 
 
 def _monitor_of(link: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
@@ -457,10 +462,10 @@ def _send_all(link: zmq.Socket[bytes], header: bytes, payload: Buffer | None, co
         link.send(header, zmq.NOBLOCK)
     else:
         link.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-        link.send(_flat(payload), zmq.NOBLOCK, copy=copy)
+        link.send(flat(payload), zmq.NOBLOCK, copy=copy)
 
 
-def _check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
+def check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
     """The other side would cut the connection, and nobody would know why."""
     size = max(len(header), 0 if payload is None else memoryview(payload).nbytes)
     if size > limit:
@@ -469,7 +474,7 @@ def _check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit
         )
 
 
-def _flat(payload: Buffer) -> memoryview | bytes:
+def flat(payload: Buffer) -> memoryview | bytes:
     view = memoryview(payload)
     return view.cast("B") if view.nbytes else b""
 

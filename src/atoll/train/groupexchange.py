@@ -71,6 +71,12 @@ class Outgoing:
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0  # exchanges of the group's own that were in flight when it was computed
     sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
+    begun_in: int = -1  # the one in which its exchange began: in a later one others may have sent it before
+
+    def push(self, uplink: Uplink, role: Role, generation: int) -> None:
+        """Send this member's part, in the ring of that generation."""
+        again = generation != self.begun_in
+        uplink.push(role, self.iteration, self.flats, self.present, self.own.weight, again)
 
 
 class GroupReducer(RingReducer, Exchange):
@@ -95,7 +101,8 @@ class GroupReducer(RingReducer, Exchange):
         `hyperparameters` gives the optimizer's."""
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
         self._connect(connection, lazy=False)
-        self.uplink = Uplink(uplink, ring, connection, chunks)
+        self.parameters.told_lost = self.lossy.answered
+        self.uplink = Uplink(uplink, ring, connection, chunks, self.lossy)
         self._grouping, self._move, self._hyperparameters = grouping, told, hyperparameters
         self._pipeline = pipeline
         self._in_flight: Outgoing | None = None
@@ -372,12 +379,14 @@ class GroupExchange(GroupReducer):
 
     def _begin(self, outgoing: Outgoing, role: Role) -> None:
         """Send this member's part, unless it has done so in this ring, and ask for what comes of it."""
-        if not role.talks or outgoing.sent_in == self._ring.generation:
+        generation = self._ring.generation
+        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
+        if not role.talks or outgoing.sent_in == generation:
             return
-        outgoing.sent_in = self._ring.generation
+        outgoing.sent_in = generation
         self._counted = None
         self.parameters.expect(outgoing.iteration + 1, share=role.share)
-        self.uplink.push(role, outgoing.iteration, outgoing.flats, outgoing.present)
+        outgoing.push(self.uplink, role, generation)
         points.reach("group.pushed", outgoing.iteration)
         if role.leads:
             self._send_commit(outgoing)
@@ -390,6 +399,7 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
+        self.lossy.made(outgoing.iteration)
         self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._take_word(answer.counted)
@@ -436,12 +446,14 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[MeanAnswer, dict[int, Tensor]]:
         role, shards = self.uplink.role(outgoing.iteration), self.connection.shards
+        generation = self._ring.generation
+        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
         runs: dict[int, Tensor] | None = None
         word = None
         if role.talks:
             self._means.clear()
             self._mean_runs, self._counted, self._mean_share = {}, None, role.share
-            self.uplink.push(role, outgoing.iteration, outgoing.flats, outgoing.present)
+            outgoing.push(self.uplink, role, generation)
             points.reach("group.pushed", outgoing.iteration)
             if role.leads:
                 self._send_commit(outgoing)
@@ -499,6 +511,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
         with self._timed():
             values = self._ring.round(what, act, self.steps)
+        self.lossy.made(self.steps, accepted)
         self._scale_at_step = 1.0
         return values
 
@@ -518,5 +531,6 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             shards = self.connection.shards
             rest = self.uplink.pull_mean(self.uplink.role(self.steps), self.steps)
             shards.answered(CONTRIBUTION, shard, instead=rest)
+        self.lossy.answered(message.iteration, message.chunk, message.lost)
         self._mean_runs[message.chunk] = values_of(payload, chunk.bound, shard, self._mean_share).clone()
         self._means[message.chunk] = message

@@ -16,6 +16,7 @@ from atoll.core.config import (
     SERVED,
     SITE_VARIABLE,
     Config,
+    LinkOptions,
 )
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
@@ -105,6 +106,8 @@ class Service:
             site=self.site,
             where=self.hub.where_shards_are,
             tell=lambda line: self.warn(line),
+            # Within a site it is near; the site's shard has the long way to go.
+            link=LinkOptions() if self.site else config.link_options,
         )
         self.finished = False  # the session came to its end
         self.samplers: list[LeasedSampler] = []
