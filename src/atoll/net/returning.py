@@ -16,8 +16,7 @@ from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, Endpoint
 from atoll.net.keys import Keys
 from atoll.net.tunnel import Lossy, TunnelClient, Wish
-from atoll.net.tunnelend import IDLE_SECONDS
-from atoll.wire.datagrams import payload_bytes
+from atoll.net.tunnelend import IDLE_SECONDS, block_elements
 from atoll.wire.messages import AnyMessage, Hello, LinkFigures, Welcome, encode
 
 _ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
@@ -126,10 +125,9 @@ class ReturningLinks:
         }
         return {index: figures for index, figures in tunnels.items() if figures is not None}
 
-    def block_elements(self, itemsize: int) -> int:
-        """Elements in a block of a lossy payload whose elements have so many bytes."""
-        settings = self._wish.settings if self._wish is not None else Settings()
-        return payload_bytes(settings.datagram_bytes) // itemsize
+    def block_elements(self, dtype: str) -> int:
+        """Elements in a block of a lossy payload of "float32", "bfloat16" and the like."""
+        return block_elements(dtype, self._wish.settings if self._wish is not None else Settings())
 
     # -- what is sent -------------------------------------------------------------------------------------
 
