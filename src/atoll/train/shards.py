@@ -193,7 +193,7 @@ class Shards:
 
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
-        return self._links.block_elements(itemsize(dtype))
+        return self._links.block_elements(dtype)
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):
