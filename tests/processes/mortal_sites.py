@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
+from atoll.core.config import LinkOptions
+from atoll.net.keys import Keys
+from atoll.net.returning import ReturningLinks
 from atoll.server import main as server
+from atoll.server import upstream
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
 
@@ -28,7 +33,7 @@ class Kill:
     nth: int = 1
 
 
-def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: float) -> None:
+def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: float, loses: bool) -> None:
     """A shard's life, in a process of its own."""
     begin_life(who, folder, kills)
     options: dict[str, Any] = {
@@ -39,9 +44,23 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
         "goes_on": lambda line: print(line, flush=True),
     }
     if who in NAMES:
-        server.serve_site(who, address, **options)
+        link = LinkOptions(transport="ltp") if loses else None
+        if loses:
+            upstream.ReturningLinks = _over_tcp  # type: ignore[misc, assignment]
+        server.serve_site(who, address, link=link, **options)
     else:
+        if loses:  # this process is of this shard alone
+            server._door = _losing_door  # type: ignore[assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
+
+
+def _over_tcp(*args: Any, link: LinkOptions, **options: Any) -> ReturningLinks:
+    """Links that lose only what the other end makes them lose: the same in every run."""
+    return ReturningLinks(*args, **options)
+
+
+def _losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
+    return LosingServer(lost_by_content, listen, keys, limit=server.LARGEST_FRAME, name=name)
 
 
 class MortalSites(Mortal[Kill]):
@@ -56,7 +75,10 @@ class MortalSites(Mortal[Kill]):
         patience: float = 10.0,
         snapshot_seconds: float = 60.0,
         sites: int = 2,
+        loses: bool = False,
     ) -> None:
+        """`loses`: the global shards' links lose blocks of what the sites send up."""
+        self._loses = loses
         self._sites = Counter(site_of(rank, sites) for rank in range(workers))
         super().__init__(folder, workers, shards, kills, patience, sites=self._sites)
         self._seconds = snapshot_seconds
@@ -69,7 +91,7 @@ class MortalSites(Mortal[Kill]):
         self._processes[who].kill()
 
     def _life(self, who: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return _live, (who, self.address, self.folder, self.kills, self._seconds)
+        return _live, (who, self.address, self.folder, self.kills, self._seconds, self._loses)
 
     def _goes_on(self, who: str, code: int) -> bool | None:
         if code == 0 and who in self._sites:

@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from losing import Loses, LosingServer
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
-from atoll.net.endpoint import Client, Received, Server
+from atoll.net.endpoint import Client, Server
 from atoll.server.optimizer import full_name
 from atoll.server.payloads import payload_of, tensor_of
 from atoll.server.shard import Shard
 from atoll.store.balance import balance
 from atoll.tensors.binding import specs_of
 from atoll.wire import messages as m
-from atoll.wire.lost import spans_of
 from atoll.wire.messages import AnyMessage, decode_untrusted, encode, plain_hyperparameters
 
 DEADLINE = 60.0
 SHAPES = [(33, 5), (33,), (65, 7), (7,), (40, 16), (), (300,)]
 M = TypeVar("M", bound=m.Message)
-
-
-Loses: TypeAlias = Callable[[m.Push, int], m.LostBlocks | None]  # of a push of so many elements
-
-
-class LosingServer(Server):
-    """A server with a link that loses blocks of pushed gradients (float32), as `loses` says."""
-
-    def __init__(self, loses: Loses, address: str, **options: Any) -> None:
-        super().__init__(address, **options)
-        self._loses = loses
-
-    def receive(self, timeout: float) -> Received | None:
-        received = super().receive(timeout)
-        if received is None or received.payload is None or b"Push" not in received.header:
-            return received
-        push = decode_untrusted(received.header)
-        assert isinstance(push, m.Push)
-        lost = self._loses(push, received.payload.nbytes // 4)
-        if lost is None:
-            return received
-        values = tensor_of(received.payload, torch.float32).clone()
-        for start, stop in spans_of(lost, values.numel()):
-            values[start:stop] = 0
-        return dataclasses.replace(received, payload=payload_of(values), lost=lost)
 
 
 class Cluster:

@@ -3,15 +3,13 @@ a shard that is started again has of it."""
 
 from __future__ import annotations
 
-import random
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from losing import by_chance
 from shard_cluster import Run, Worker, gradients
 from torch import Tensor
 
@@ -25,7 +23,6 @@ from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
 from atoll.wire.messages import LostBlocks, run_of
 
-BLOCK = 16  # elements
 WEIGHTS = (1.0, 3.0, 2.0)
 
 
@@ -49,13 +46,14 @@ def start() -> Iterator[Callable[..., Run]]:
         assert not run.cluster.errors, run.cluster.errors
 
 
-def lost_of(push: m.Push, extent: int) -> LostBlocks | None:
+def lost_of(push: m.Push, payload: memoryview) -> LostBlocks | None:
     """A third of the blocks of most, by chance, the same each time that it is sent."""
+    return loss_of(push, payload.nbytes // 4)
+
+
+def loss_of(push: m.Push, extent: int) -> LostBlocks | None:
     what = f"{push.incarnation} {push.iteration} {push.chunk} {push.share} {push.shares}"
-    chance = random.Random(zlib.crc32(what.encode()))
-    missing = [chance.random() < 1 / 3 for _ in range(-(-extent // BLOCK))]
-    how = "zero" if push.iteration % 3 == 2 else "borne"
-    return LostBlocks(BLOCK, np.packbits(missing, bitorder="little").tobytes(), how) if any(missing) else None
+    return by_chance(what, extent, "zero" if push.iteration % 3 == 2 else "borne")
 
 
 def expected_loss(worker: Worker, iteration: int, chunk: int, share: int = 0, shares: int = 1) -> Any:
@@ -69,7 +67,7 @@ def expected_loss(worker: Worker, iteration: int, chunk: int, share: int = 0, sh
         shares=shares,
     )
     start, stop = run_of(worker.model.layout.chunks[chunk].extent, share, shares)
-    return lost_of(push, stop - start)
+    return loss_of(push, stop - start)
 
 
 def delivered(worker: Worker, iteration: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -158,9 +156,9 @@ def test_of_what_is_sent_twice_the_losses_of_the_copy_that_counts_are_told(
 ) -> None:
     copies: dict[int, int] = {}
 
-    def loses(push: m.Push, extent: int) -> LostBlocks:
+    def loses(push: m.Push, payload: memoryview) -> LostBlocks:
         copies[push.chunk] = copies.get(push.chunk, -1) + 1
-        return LostBlocks(extent, b"\1", "borne" if copies[push.chunk] == 0 else "zero")
+        return LostBlocks(payload.nbytes // 4, b"\1", "borne" if copies[push.chunk] == 0 else "zero")
 
     run = start(2, 1, consistency=consistency, loses=loses)
     (worker,) = run.workers

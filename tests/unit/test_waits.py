@@ -106,6 +106,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.controls.Outbox: a list of messages",
     ("send", "_session"): "ltp.session.Session, which knows no socket",
+    ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
     ("receive", "port"): "UdpPort.receive: takes what has come",
     ("accept", "_hooks"): "what to do with NaN; no socket",
@@ -167,14 +168,15 @@ REVIEWED: dict[str, str] = {
     "net/ltplink.py: LtpLink._sleep: os.read(self._woken, 4096)": "the pipe does not block",
     "net/returning.py: ReturningLinks._connect: client.send(encode(self._hello))": "the same",
     "net/returning.py: ReturningLinks._greet_again: link.client.send(encode(self._hello))": "the same",
-    "net/returning.py: ReturningLinks.handle_welcome: link.client.send(encode(sent.message), sent.payload)": (
-        "the same"
-    ),
-    "net/returning.py: ReturningLinks.send: link.client.send(encode(message), payload)": "the same",
+    "net/returning.py: _transmit: client.send(encode(message), payload)": "the same",
+    "net/returning.py: _transmit: client.send(encode(message), payload, lossy)": "the same",
     "net/tcpflows.py: TcpFlows._accept: self._listener.accept()": "a socket that does not block",
     "net/tcpflows.py: TcpFlows._drop_asked: os.read(self._woken, 4096)": "a pipe that does not block",
     "net/tcpflows.py: TcpSender.__init__: self._socket.connect(where)": _PROBE,
     "net/tcpflows.py: TcpSender.__init__: self._socket.sendall(token)": _PROBE,
+    "net/tunnel.py: TunnelClient.__init__: super().send(encode(opening))": _NEVER,
+    "net/tunnelend.py: Mailbox.take: os.read(self._woken, 1)": "the pipe does not block",
+    "net/tunnelend.py: TunnelEnd.wait_sent: self._condition.wait(left), holding self._condition": _RELEASES,
     "server/links.py: HubLink._beat: self._stop.wait(pause), again and again": _HEARTBEATS,
     "server/journal.py: Journal.release: os.read(self._woken, 4096)": _POLLED,
     "server/journal.py: Journal._work: self._items.get()": (

@@ -83,10 +83,10 @@ class TunnelClient(Client):
         self, address: str, keys: Keys | None, *, limit: int, name: str, wish: Wish | None = None
     ) -> None:
         self._mail: Mailbox[Message] = Mailbox()
-        self._end_of_tunnel = TunnelEnd(limit, self._mail.put, self._fail)
+        self._end_of_tunnel = TunnelEnd(limit, self._mail.add, self._fail)
         self._wish = wish or Wish(who="a client")
         self._link: LtpLink | None = None
-        self._place = ""  # where its datagrams go, in words
+        self._udp_ports: list[int] = []  # where its datagrams go
         self._opening_at = 0.0  # since when the first datagram of the server's is waited for
         self._link_lost = ""  # why the tunnel is over
         try:
@@ -130,7 +130,9 @@ class TunnelClient(Client):
     def trouble(self) -> str:
         """Why there is no tunnel, in words; empty when there is one."""
         why = self._link_lost or super().trouble
-        return why or ("" if self._end_of_tunnel.opened else f"no datagram came back from {self._place} yet")
+        if why or self._end_of_tunnel.opened:
+            return why
+        return f"no datagram came back from {self._place} yet" if self._udp_ports else "no tunnel is open yet"
 
     def check(self) -> None:
         """Raises UserError when the other side refuses the key, is no Atoll, or lets no UDP through."""
@@ -140,7 +142,7 @@ class TunnelClient(Client):
             return
         trouble = f" ({self._link.trouble})" if self._link.trouble else ""
         raise UserError(
-            f"{self.name} at {self.address}: no datagram came back from {self._place} within "
+            f"{self.name} at {self.address}: no datagram came back from {self._place}, within "
             f'{NO_UDP_SECONDS:g} s{trouble}: let UDP through, both ways, or set link.transport = "tcp"'
         )
 
@@ -157,14 +159,14 @@ class TunnelClient(Client):
             self.check()
             why = self.trouble or "it does not read them"
             raise RunError(f"{CLIENT_OUTGOING} messages wait for {self.name} at {self.address}: {why}")
-        self._end_of_tunnel.send(message)
+        self._end_of_tunnel.say(message)
 
     def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
         """The next header and payload, waiting for up to `timeout` seconds."""
         self._alive()
         until = time.monotonic() + timeout
         while True:
-            message = self._mail.get()
+            message = self._mail.take()
             if message is not None:
                 self._end_of_tunnel.taken(message)
                 return message.header, message.payload
@@ -204,10 +206,7 @@ class TunnelClient(Client):
         return False
 
     def _open_link(self, opened: LinkOpened) -> None:
-        place = host_and_port(self.address)
-        host = place[0].replace("localhost", "127.0.0.1") if place is not None else "127.0.0.1"
-        many = "s" * (len(opened.ports) > 1)
-        self._place = f"{host}, UDP port{many} {', '.join(map(str, opened.ports))},"
+        self._udp_ports = opened.ports
         link = self._link = LtpLink(ports=[0] * len(opened.ports), name=f"tunnel to {self.name}")
         self._opening_at = time.monotonic()
         try:
@@ -215,7 +214,7 @@ class TunnelClient(Client):
                 lambda told: link.open(
                     opened.session,
                     opened.secret,
-                    [(host, port) for port in opened.ports],
+                    [(self._host, port) for port in opened.ports],
                     True,
                     settings=self._wish.settings,
                     most_bytes=_most_bytes(self._limit),
@@ -226,10 +225,21 @@ class TunnelClient(Client):
             self._lose("it could not be opened")
             raise
 
+    @property
+    def _host(self) -> str:
+        """Where its datagrams go."""
+        place = host_and_port(self.address)
+        return place[0].replace("localhost", "127.0.0.1") if place is not None else "127.0.0.1"
+
+    @property
+    def _place(self) -> str:
+        many = "s" * (len(self._udp_ports) > 1)
+        return f"{self._host}, UDP port{many} {', '.join(map(str, self._udp_ports))}"
+
     def _fail(self, reason: str) -> None:
         """The session is over; from the link's thread."""
         self._link_lost = self._link_lost or reason
-        self._mail.put([None])
+        self._mail.add([None])
 
     def _lose(self, reason: str) -> None:
         self._link_lost = self._link_lost or reason
@@ -258,7 +268,8 @@ class TunnelServer(Server):
 
     `link_rate`, bytes per second: what comes through tunnels is shared out, so that all who send do not pass
     it: alike among sites, and then among the sessions of each. `udp_port` is the first of the ports for
-    datagrams (0: any free ones); they are opened for the first client that asks.
+    datagrams (0: any free ones); they are opened for the first client that asks, as many as it wishes, and
+    those after it get no more. Raises UserError too where that port is in use.
     """
 
     def __init__(
@@ -276,6 +287,8 @@ class TunnelServer(Server):
         self._mail: Mailbox[tuple[_Tunnel, Message]] = Mailbox()
         super().__init__(address, keys, limit=limit, name=name)
         self.wake = self._mail.fileno()
+        if udp_port:
+            self._make_link(1).close()  # who started this is to hear of a port that is in use
         self._tunnels: dict[bytes, _Tunnel] = {}
         self._gone: dict[bytes, None] = {}  # whose tunnel is over
         self._looked_at = 0.0
@@ -299,7 +312,7 @@ class TunnelServer(Server):
                 return received
 
     def _from_mail(self) -> Received | None:
-        got = self._mail.get()
+        got = self._mail.take()
         if got is None:
             return None
         tunnel, message = got
@@ -335,7 +348,7 @@ class TunnelServer(Server):
             return "gone"
         if tunnel.end.waiting >= SERVER_OUTGOING:
             return "full"
-        tunnel.end.send(message)
+        tunnel.end.say(message)
         return "sent"
 
     # -- tunnels ---------------------------------------------------------------------------------------------
@@ -374,7 +387,10 @@ class TunnelServer(Server):
             raise UserError(f"UDP ports {self._udp_port} to {last}, one for each stripe: 65535 is the last")
         ports = [self._udp_port + each if self._udp_port else 0 for each in range(stripes)]
         everywhere = host in ("0.0.0.0", "::")
-        return LtpLink("" if everywhere else host, ports, name=self.name, link_rate=self._link_rate)
+        try:
+            return LtpLink("" if everywhere else host, ports, name=self.name, link_rate=self._link_rate)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
 
     def _open_session(self, link: LtpLink, peer: bytes, wish: OpenLink, settings: Settings) -> LinkOpened:
         ports = [port for _, port in link.addresses][: wish.stripes]
@@ -397,7 +413,7 @@ class TunnelServer(Server):
             peer,
             wish.who,
             wish.site,
-            TunnelEnd(self._limit, lambda came: self._mail.put([(tunnel, each) for each in came])),
+            TunnelEnd(self._limit, lambda came: self._mail.add([(tunnel, each) for each in came])),
             time.monotonic(),
         )
         tunnel.end.begin(open_session)

@@ -58,7 +58,7 @@ class Mailbox(Generic[T]):
     def fileno(self) -> int:
         return self._woken
 
-    def put(self, items: Sequence[T | None]) -> None:
+    def add(self, items: Sequence[T | None]) -> None:
         """Adds items; None only wakes whoever waits."""
         with self._lock:
             if self._closed:
@@ -67,7 +67,7 @@ class Mailbox(Generic[T]):
                 os.write(self._waker, b"x")
             self._items.extend(items)
 
-    def get(self) -> T | None:
+    def take(self) -> T | None:
         """The next item, if there is one."""
         with self._lock:
             while self._items:
@@ -115,7 +115,7 @@ class TunnelEnd:
             self.session = open_session(self.handle_events)
             self._send()
 
-    def send(self, message: Message) -> None:
+    def say(self, message: Message) -> None:
         """Sends, never waiting; once the session is over, nothing happens."""
         with self._condition:
             if not self.lost:
@@ -181,7 +181,7 @@ class TunnelEnd:
                 for event in events:
                     self._handle(event)
                     lost = lost or (event.reason if isinstance(event, Lost) else "")
-                came = self._inbox.poll()
+                came = self._inbox.in_order()
                 self.bytes_in += sum(message.bytes for message in came)
                 if not lost:
                     self._send()

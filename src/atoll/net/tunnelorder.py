@@ -155,7 +155,7 @@ class Inbox:
                 f"{self._held} bytes are not taken, where {WINDOW_BYTES} and a message are the most"
             )
 
-    def poll(self) -> list[Message]:
+    def in_order(self) -> list[Message]:
         """The messages whose turn has come."""
         ready = []
         while (entry := self._entries.get(self._next)) is not None:

@@ -16,6 +16,7 @@ from types import FrameType
 
 import torch
 
+from atoll.core.config import LinkOptions
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
 from atoll.net.keys import Keys, read_keys
@@ -187,6 +188,7 @@ def serve_site(
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
     sync: bool = False,
+    link: LinkOptions | None = None,
     link_rate: float = 0.0,
     udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
@@ -197,7 +199,7 @@ def serve_site(
 
     `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
     parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
-    and for the global shards. `link_rate` and `udp_port` are as there.
+    and for the global shards. `link` is how it reaches those; `link_rate` and `udp_port` are as there.
     """
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
@@ -225,6 +227,7 @@ def serve_site(
             timeout=timeout,
             journal=journal,
             image_seconds=snapshot_seconds,
+            link=link,
             emit=emit,
         )
         stack.callback(shard.close)

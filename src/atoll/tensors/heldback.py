@@ -72,6 +72,15 @@ class HeldBack:
         self._held = None
         self._sent.clear()
 
+    def state(self) -> tuple[Tensor, float] | None:
+        """What is held, (extent,), and the weight of the contributions that it is of; None: nothing. For a
+        journal, while nothing is on its way."""
+        return None if self._held is None else (self._held, self._weight)
+
+    def restore(self, values: Tensor, weight: float) -> None:
+        """Hold what `state` gave; `values` are copied."""
+        self._held, self._weight = values.clone(), weight
+
     def outgoing(
         self,
         exchange: Hashable,
