@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import zlib
 from collections.abc import Callable
@@ -35,6 +36,16 @@ def by_chance(seed: str | memoryview, extent: int, how: str) -> m.LostBlocks | N
 def lost_by_content(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
     """A third of the blocks, by what is in the payload (float32): what is sent again loses the same."""
     return by_chance(payload, payload.nbytes // 4, "zero" if push.iteration % 3 == 2 else "borne")
+
+
+def anew(push: m.Push, payload: memoryview, how: str = "borne") -> m.LostBlocks | None:
+    """A third of the blocks (float32) of what has any gradients, others each time that it is sent."""
+    return by_chance(str(os.urandom(8)), payload.nbytes // 4, how) if any(push.present) else None
+
+
+def filled_anew(push: m.Push, payload: memoryview) -> m.LostBlocks | None:
+    """The same, where zeros that count have taken their place."""
+    return anew(push, payload, "zero")
 
 
 class LosingServer(TunnelServer):

@@ -7,11 +7,13 @@ Hub and shards run in this process, on threads; workers in the pool's processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from losing import LosingServer, lost_by_content
+from losing import LosingServer, anew, filled_anew, lost_by_content
+from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS, Kill, MortalRun, kills_at
 from torch import Tensor, nn
 
 import atoll
@@ -252,3 +254,38 @@ def test_what_was_given_is_applied_or_held(
     if way.workers == 1:
         for value, there in zip(found[0].values, applied, strict=True):
             assert torch.equal(-value.double(), there)
+
+
+# -- shards that are killed --------------------------------------------------------------------------------
+
+ANY_POINT = [
+    Kill(0, "shard.journalled", 1),
+    Kill(1, "shard.answered", 2),
+    Kill(0, "shard.stepped", 4),
+    Kill(1, "shard.staged", 6),
+]
+# Means of filled blocks are sums of what came, whoever else's has come; one worker's are sums in any case.
+KILLED = [(Way(2, "bsp"), filled_anew, ANY_POINT), (Way(1, "asp", pipeline=1), anew, ANY_POINT)] + [
+    pytest.param(way, loses, kills_at(point), marks=pytest.mark.soak)
+    for way, loses in ((Way(2, "bsp"), filled_anew), (Way(1, "asp", pipeline=1), anew))
+    for point in POINTS_OF_SHARDS
+    if point not in OF_STANDBYS and not (way.consistency == "asp" and point == "shard.combined")
+]
+
+
+@pytest.mark.parametrize(("way", "loses", "kills"), KILLED)
+def test_the_books_are_exact_whatever_point_a_shard_is_killed_at(
+    pool: WorkerPool, tmp_path: Path, way: Way, loses: Any, kills: list[Kill]
+) -> None:
+    with MortalRun(tmp_path, way.workers, way.shards, kills, loses=loses, snapshot_seconds=0.1) as run:
+        found: list[Books] = pool.run(train, run.address, way, world=way.workers)
+        assert len(run.fired) == len(kills)
+    assert not run.failures
+    lost = 0
+    for place in range(len(SIZES)):
+        given: Any = sum(books.given[place] for books in found)
+        held: Any = sum(books.held[place] for books in found)
+        for books in found:  # a step of 1 times the mean, for each iteration
+            assert torch.equal(given, held - way.workers * books.values[place].double()), place
+        lost += int(held.count_nonzero())
+    assert lost > 50

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +52,11 @@ def trains(place: Place, address: str, consistency: str, site: str) -> Tensor:
         return model.weight.detach().clone()
 
 
-def losses(folder: Path) -> int:
-    """Blocks that a site's contributions have lost, by its own record."""
+def last_seen(folder: Path) -> dict[str, Any]:
+    """What the site's shard has told last of its link."""
     lines = (folder / "site-paris" / "journal.jsonl").read_text().splitlines()
-    seen = [each for each in map(json.loads, lines) if each.get("event") == "LinkSeen"]
-    return sum(each["borne"] + each["filled"] for each in seen[-1:])
+    seen: list[dict[str, Any]] = [each for each in map(json.loads, lines) if each["event"] == "linkseen"]
+    return seen[-1]
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
@@ -74,4 +75,8 @@ def test_of_a_site_s_gradients_nothing_is_lost_only_late(
         late += gradient(0, step)
         owed[held == late] = 0
     assert not owed.any()
-    assert 0 < int(held.count_nonzero()) < SIZE / 10
+    seen = last_seen(tmp_path)
+    assert (seen["who"], seen["peer"]) == ("site paris", "shard 0")
+    assert seen["borne"] + seen["filled"] > 0
+    assert seen["lost"] > 0
+    assert seen["held"] == pytest.approx(float(held.sum() / gradient(0, STEPS - 1).sum()), rel=0.1)

@@ -29,6 +29,7 @@ from atoll.server.shard import Shard
 from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
 from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
+from atoll.server.sitereport import SiteReport
 from atoll.server.upstream import LOG, Place, Upstream
 from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
@@ -182,6 +183,7 @@ class SiteShard(Shard):
         self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
         self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
         self._upstream: Upstream | None = None
+        self._report = SiteReport(self.site, emit)
         self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
         self._alone_since = math.inf  # monotonic: when the last of its workers was lost
         self._refreshed = 0  # the parameters are those after so many meetings
@@ -225,8 +227,12 @@ class SiteShard(Shard):
 
     def close(self) -> None:
         super().close()
+        self._tell_of_links(self._report.tell)
         if self._upstream is not None:
             self._upstream.close()
+
+    def _tell_of_links(self, tell: Callable[[Upstream | None, SiteModel | None], None]) -> None:
+        tell(self._upstream, self._model if isinstance(self._model, SiteModel) else None)
 
     def _endpoints(self) -> list[Endpoint]:
         above = self._upstream.clients if self._upstream is not None else []
@@ -238,6 +244,7 @@ class SiteShard(Shard):
             self._upstream = self._connect_up(self._link_up.addresses)
         if self._upstream is not None:
             self._upstream.poll()
+        self._tell_of_links(self._report.poll)
         if not self._over:
             self._see_to_end()
 
@@ -282,12 +289,14 @@ class SiteShard(Shard):
         if self._until():
             raise _StoppedError
         self._link_up.take()
+        self._tell_of_links(self._report.poll)
         self._serve_meanwhile()
         return len(self._inbox) < self.in_box
 
     def _leave(self, reason: str) -> None:
         """No other site is to wait for this one."""
         self._over, self._ends_at = True, time.monotonic() + _FAREWELL
+        self._tell_of_links(self._report.tell)
         if self._upstream is not None:
             self._upstream.leave()
         self._link_up.goodbye()

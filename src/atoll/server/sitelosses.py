@@ -8,7 +8,7 @@ that was started again, change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class SiteLosses:
         self._exchange = -1  # the iteration of the contribution that is under way
         self._sent: dict[int, Tensor] = {}  # of it, by chunk: as it was sent
         self._lost: dict[int, LostBlocks] = {}  # of it, by chunk
-        self.borne, self.filled = 0, 0  # blocks, since the beginning
+        self._sizes: dict[int, float] = {}  # by chunk: of the latest sent, the sum of absolute values
+        self._blocks: dict[tuple[int, bool], int] = {}  # lost since the beginning, by chunk; whether borne
 
     def outgoing(self, exchange: int, chunk: int, values: Tensor, present: bytes, weight: float) -> Tensor:
         """What is sent of a chunk's gradients, (extent,): with what was held back of it. Asked once more of
@@ -79,7 +80,9 @@ class SiteLosses:
         importance = self._importance.get(chunk)
         if importance is None:
             importance = self._importance[chunk] = Importance(block_count(len(numbers), block))
-        importance.update(mean_abs(numbers, block))
+        means = mean_abs(numbers, block)
+        importance.update(means)
+        self._sizes[chunk] = float(means[np.isfinite(means)].sum()) * block
         share = self._link.high if self._link.high is not None else importance.derived_share()[0]
         return Lossy(
             chunk=chunk, iteration=self._exchange, dtype=self._dtypes[chunk], high=importance.high(share)
@@ -101,14 +104,24 @@ class SiteLosses:
             sent = self._sent[chunk]
             bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
             missing = bits[: block_count(sent.numel(), lost.block)].astype(bool)
-            self.borne += 0 if lost.counts else int(missing.sum())
-            self.filled += int(missing.sum()) if lost.counts else 0
+            key = chunk, not lost.counts
+            self._blocks[key] = self._blocks.get(key, 0) + int(missing.sum())
             if chunk in self._held:
                 self._held[chunk].answered(self._exchange, sent, missing, lost.block)
         for held in self._held.values():
             held.made(self._exchange, accepted)
         self._sent.clear()
         self._lost.clear()
+
+    def of(self, chunks: Collection[int]) -> tuple[int, int, float]:
+        """Of these chunks: blocks that were lost and borne, and filled, since the beginning; what is held now
+        as a share of the latest contribution, both as sums of absolute values."""
+        borne, filled = (
+            sum(self._blocks.get((chunk, kind), 0) for chunk in chunks) for kind in (True, False)
+        )
+        held = sum(self._held[chunk].size for chunk in chunks if chunk in self._held)
+        sent = sum(self._sizes.get(chunk, 0.0) for chunk in chunks)
+        return borne, filled, held / sent if sent > 0 else 0.0
 
     # -- a journal's --------------------------------------------------------------------------------------
 

@@ -271,6 +271,10 @@ class SiteModel(Model):
             self._note(answer)
             self.losses.told(iteration, answer.chunk, answer.lost)
 
+    def lost_to(self, shard: int) -> tuple[int, int, float]:
+        """Of what goes to a global shard, as SiteLosses.of."""
+        return self.losses.of([chunk for chunk, place in self._shard_of.items() if place == shard])
+
     def hear_losses(self, answer: messages.Mean | messages.Parameters) -> None:
         """Of a journal: what a global shard had said was lost."""
         iteration = answer.iteration if isinstance(answer, messages.Mean) else answer.asked - 1

@@ -25,6 +25,7 @@ from atoll.wire.messages import (
     AnyMessage,
     Committed,
     Hello,
+    LinkFigures,
     Mean,
     Missing,
     Parameters,
@@ -170,6 +171,10 @@ class Upstream:
     def block_elements(self, dtype: str) -> int:
         """Elements in a block of a lossy payload."""
         return self._links.block_elements(dtype)
+
+    def links(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant links do, by global shard: those that are open."""
+        return self._links.links()
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):

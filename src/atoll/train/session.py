@@ -779,7 +779,7 @@ class Session:
             self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)
             return
         if self._links is not None:
-            self._links.poll()
+            self._links.tell_if_due()
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
         self._emit(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from atoll.chunks.specs import itemsize
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net.endpoint import poll
