@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, Consistency, GroupBy, nearest
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    Consistency,
+    GroupBy,
+    LinkOptions,
+    load_config,
+    nearest,
+)
 from atoll.core.errors import UserError
 from atoll.core.units import parse_rate, parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
@@ -196,6 +204,12 @@ def server(
             metavar="RATE", help="This shard's link, which those with link.transport = ltp share, by site."
         ),
     ] = "",
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="With --site: the configuration whose [link] is its way to the other shards."
+        ),
+    ] = "",
     udp_port: Annotated[
         int, typer.Option(metavar="P", help="The first UDP port for link.transport = ltp; 0: any free.")
     ] = 0,
@@ -210,6 +224,9 @@ def server(
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
     rate = _link_rate(link_rate)
+    if config and not site:
+        raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
+    link = load_config(config).link_options if config else LinkOptions()
     if not 0 <= udp_port < 2**16:
         raise UserError(f"--udp-port {udp_port}: ports are from 1 to 65535, and 0 is any free one")
     from atoll.net.endpoint import check_listen
@@ -232,6 +249,7 @@ def server(
             snapshot_seconds=snapshot_seconds,
             timeout=deadline,
             sync=sync,
+            link=link,
             link_rate=rate,
             udp_port=udp_port,
             goes_on=lambda line: print(line, flush=True),

@@ -23,13 +23,12 @@ from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.losses import absent
-from atoll.store.shard import AnyPull, HeldState, ShardState
+from atoll.store.losses import Told, absent
+from atoll.store.shard import AnyPull, Asked, HeldState, ShardState
 from atoll.store.streams import SCALED
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (
     Count,
-    LostBlocks,
     Pull,
     PullMean,
     Push,
@@ -301,14 +300,15 @@ class Model:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
-        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
+    def push(self, worker: int, push: Push, payload: memoryview | None, member: int = 0) -> tuple[str, bool]:
+        """Stage a chunk of a contribution that a member sends; returns why not, and whether the contribution
+        is now whole."""
         refusal = self._check_gradient(push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
             return refusal, False
-        outcome = self.state.handle_push(worker, push, self._handles + 1)
+        outcome = self.state.handle_push(worker, push, self._handles + 1, member)
         if outcome.keep:
             self._keep(payload)
         for handle in outcome.freed:
@@ -341,15 +341,16 @@ class Model:
         """How many elements a chunk has."""
         return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
 
-    def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
-        """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
+    def told_of(self, asked: Asked, chunk: int) -> Told:
+        """What an answer tells of the asker's own contribution: of that which it is the answer to."""
+        pull = asked.pull
         if isinstance(pull, PullMean):
             iteration = pull.iteration
         elif self.setup.consistency == "bsp":
-            return None  # it was told with the mean
+            return Told()  # it was told with the mean
         else:
             iteration = pull.clock - 1
-        return self.state.lost_of(worker, pull, iteration, chunk, self.extent(chunk))
+        return self.state.told_of(asked, iteration, chunk, self.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""

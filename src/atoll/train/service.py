@@ -131,6 +131,18 @@ class Service:
         where = f" between sites, at site {self.site!r}" if self.site else ""
         return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {sealed}"
 
+    def describe_link(self, config: Config) -> str:
+        """The way to the shards in a few words, where it is another than TCP."""
+        link = config.link_options
+        if self.site:
+            return (
+                f"tcp inside site {self.site!r}; its shard has the way to the others (atoll server --config)"
+            )
+        if not link.lossy:
+            return "ltp, and nothing may be lost"
+        late = "goes with the next one" if link.feedback else "is gone"
+        return f"ltp: what is lost of a gradient {late}"
+
     def used(self) -> list[Used]:
         """The leased positions that this worker's next commit uses up."""
         return [each for sampler in self.samplers for each in sampler.used()]

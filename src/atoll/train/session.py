@@ -174,6 +174,8 @@ class Session:
         else:
             service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
+            if config.link.transport != "tcp":
+                self._decided("link", service.describe_link(config), "link.transport")
 
     # Who and where
 
