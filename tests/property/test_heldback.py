@@ -144,33 +144,86 @@ def test_by_their_weights_nothing_is_lost_and_none_counts_for_more_than_it_did(
     assert torch.equal(given_, done)
 
 
-def test_asked_once_more_it_gives_the_same() -> None:
-    chunk = chunk_of([6])
-    held = HeldBack(chunk)
-    gradient = torch.arange(6.0)
-    held.answered(0, held.outgoing(0, gradient, [True], 1.0), np.array([True, False]), 3)
-    held.made(0)
-    first = held.outgoing(1, gradient, [True], 1.0)
-    assert first.tolist() == [0, 2, 4, 3, 4, 5]
-    assert held.held is None
-    assert held.outgoing(1, gradient[2:], [True], 1.0, start=2).tolist() == [4, 3, 4, 5]
-    held.made(1, accepted=False)
-    assert held.held is not None
-    assert held.held.tolist() == [0, 1, 2, 0, 0, 0]
+@st.composite
+def members_who_send(draw: st.DrawFn) -> list[list[int]]:
+    """Who lives at each attempt to send a contribution, of three at first; the ring only gets smaller."""
+    attempts = [[0, 1, 2]]
+    for _ in range(draw(st.integers(0, 2))):
+        gone = draw(st.sampled_from([*attempts[-1], None]))
+        left = [each for each in attempts[-1] if each != gone]
+        attempts.append(left or attempts[-1])
+    return attempts
 
 
-def test_where_others_may_have_sent_it_before_only_the_gradient_goes() -> None:
-    chunk = chunk_of([4])
-    held = HeldBack(chunk)
-    gradient = torch.arange(1.0, 5.0)
-    held.answered(0, held.outgoing(0, gradient, [True], 1.0), np.array([True, False]), 2)
-    held.made(0)
-    again = held.outgoing(1, gradient, [True], 1.0, again=True)
-    assert again is gradient
-    held.answered(1, again, np.array([False, True]), 2)
-    held.made(1)
-    assert held.held is not None
-    assert held.held.tolist() == [1, 2, 3, 4]  # what was held, and what is lost of whichever came
+def runs_of(members: list[int], leader: int | None, extent: int) -> list[tuple[int, int, int]]:
+    """(member, start, stop) of what each sends: the leader all of it, or else each its own share."""
+    if leader is not None:
+        return [(members[leader % len(members)], 0, extent)]
+    size = -(-extent // len(members))
+    cut = [(place * size, min(extent, (place + 1) * size)) for place in range(len(members))]
+    return [(member, *each) for member, each in zip(members, cut, strict=True)]
+
+
+@given(st.data(), st.booleans())
+def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
+    data: st.DataObject, by_leader: bool
+) -> None:
+    """Rings that break while a contribution is sent, and a leader that changes: whichever copy counts, what
+    the living gave, and what they held, is applied or held."""
+    extent = 12
+    chunk = chunk_of([extent])
+    held = [HeldBack(chunk) for _ in range(3)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    living = [0, 1, 2]
+    for exchange in range(data.draw(st.integers(1, 4))):
+        before = {member: held_of(held[member]) for member in living}
+        gradient = torch.from_numpy(rng.integers(-3, 4, extent)).float()
+        attempts = [
+            [each for each in alive if each in living] or living for alive in data.draw(members_who_send())
+        ]
+        copies: list[Tensor] = []
+        sent: dict[int, tuple[int, Tensor]] = {}
+        for attempt, alive in enumerate(attempts):
+            leader = data.draw(st.integers(0, 2)) if by_leader else None
+            taken = [held[member].taken(exchange) for member in alive] if attempt else []
+            there = [each for each in taken if each is not None]
+            along = torch.stack(there).sum(0) if there else None
+            sent, copy = {}, torch.zeros(extent)
+            for member, start, stop in runs_of(alive, leader, extent):
+                run = gradient[start:stop]
+                if attempt:
+                    values = held[member].outgoing_again(exchange, run, along, 1.0, start=start)
+                else:
+                    values = held[member].outgoing(exchange, run, [True], 1.0, start=start)
+                sent[member] = start, values
+                copy[start:stop] = values
+            copies.append(copy)
+        counts = copies[data.draw(st.integers(0, len(copies) - 1))]
+        missing = losses(rng, extent, 1, 0.4)
+        for member, (start, values) in sent.items():
+            held[member].answered(exchange, values, missing[start : start + len(values)], 1, start=start)
+        living = attempts[-1]
+        accepted = data.draw(st.booleans())
+        for member in living:
+            held[member].made(exchange, accepted)
+        after = sum((held_of(held[member]) for member in living), torch.zeros(extent))
+        gone = [member for member in before if member not in living]
+        if not accepted:
+            assert torch.equal(after, sum((before[member] for member in living), torch.zeros(extent)))
+        elif not gone:
+            owed = gradient + sum(before.values(), torch.zeros(extent))
+            assert torch.equal(owed, applied(counts, missing, 1) + after)
+        else:  # who is gone may have taken along what it held, or not
+            least = gradient + sum((before[member] for member in living), torch.zeros(extent))
+            theirs = least - applied(counts, missing, 1) - after
+            assert (
+                (theirs == 0)
+                | sum((theirs == -before[member] for member in gone), torch.zeros(extent)).bool()
+            ).all()
+
+
+def held_of(held: HeldBack) -> Tensor:
+    return torch.zeros(held._chunk.extent) if held.held is None else held.held.clone()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

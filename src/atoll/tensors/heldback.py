@@ -89,23 +89,38 @@ class HeldBack:
         weight: float,
         *,
         start: int = 0,
-        again: bool = False,
     ) -> Tensor:
         """What to send of a contribution of `weight` > 0: the run of the chunk that is `gradient`, 1-D, from
         element `start` on, and what was held of it in the slots that are `present`. In new memory, or the
-        gradient itself where nothing was held.
-
-        Asked once more of the same `exchange`, also for another run, it gives the same values, and waits for
-        another answer. `again`: others may have sent this contribution, and theirs may be what counts: only
-        the gradient goes.
+        gradient itself where nothing was held. What is held in these places goes along, once.
         """
+        taken = self._take(present, start, start + gradient.numel(), weight)
+        self._sent[exchange] = _Sent(weight, taken)
+        return gradient if taken is None else gradient + taken[start : start + gradient.numel()]
+
+    def taken(self, exchange: Hashable) -> Tensor | None:
+        """What of the held went along with a contribution, (extent,), to be read; None: nothing. It is to be
+        sent again, by whomever: the answer to that one counts."""
         sent = self._sent.get(exchange)
-        if sent is not None:
-            sent.lost.clear()
-        else:
-            taken = None if again else self._take(present, start, start + gradient.numel(), weight)
-            sent = self._sent[exchange] = _Sent(weight, taken)
-        return gradient if sent.taken is None else gradient + sent.taken[start : start + gradient.numel()]
+        if sent is None:
+            return None
+        sent.lost.clear()
+        return sent.taken
+
+    def outgoing_again(
+        self,
+        exchange: Hashable,
+        gradient: Tensor,
+        along: Tensor | None,
+        weight: float,
+        *,
+        start: int = 0,
+    ) -> Tensor:
+        """What to send of a contribution that others may have sent before, theirs or this one being what
+        counts: the run that is `gradient`, and `along`, (extent,), what all who send it had `taken`. So it is
+        the same, whoever sends it. Nothing else that is held here goes along."""
+        self._sent.setdefault(exchange, _Sent(weight, None))
+        return gradient if along is None else gradient + along[start : start + gradient.numel()]
 
     def answered(
         self, exchange: Hashable, sent: Tensor, missing: Missing, block: int, *, start: int = 0

@@ -237,8 +237,8 @@ class NewParameters:
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Parameters)
         bound = self._chunks.get(message.chunk)
-        if self._asked is None or message.clock < self._asked or bound is None:
-            return  # an answer to a pull that was given up
+        if self._asked is None or message.asked != self._asked or bound is None:
+            return  # an answer to a pull that was given up, or to the one before, once more
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -71,12 +71,11 @@ class Outgoing:
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0  # exchanges of the group's own that were in flight when it was computed
     sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
-    begun_in: int = -1  # the one in which its exchange began: in a later one others may have sent it before
 
-    def push(self, uplink: Uplink, role: Role, generation: int) -> None:
-        """Send this member's part, in the ring of that generation."""
-        again = generation != self.begun_in
-        uplink.push(role, self.iteration, self.flats, self.present, self.own.weight, again)
+    def push(self, uplink: Uplink, role: Role, generation: int, along: Mapping[int, Tensor] | None) -> None:
+        """Send this member's part, in the ring of that generation; `along` as `Uplink.push` has it."""
+        self.sent_in = generation
+        uplink.push(role, self.iteration, self.flats, self.present, self.own.weight, along)
 
 
 class GroupReducer(RingReducer, Exchange):
@@ -194,6 +193,29 @@ class GroupReducer(RingReducer, Exchange):
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
 
+    def _along(self, outgoing: Outgoing, what: str) -> dict[int, Tensor] | None:
+        """Where members may have sent this contribution in a ring before this one: what had gone along with
+        it of what they hold back, by chunk, (extent,), summed up. So all hold again what is sent, to the bit.
+        None where nobody has. A collective of the ring.
+        """
+        if not self.connection.link.holds_back:
+            return None
+        channel = self._ring.agreement
+        before = outgoing.sent_in not in (-1, self._ring.generation)
+        said, work = channel.all_gather(torch.tensor([int(before)]))
+        channel.wait(work, what)
+        if not any(bool(each) for each in said):
+            return None
+        own = self.lossy.taken(outgoing.iteration)
+        parts = gather_bytes(channel, msgspec.msgpack.encode(sorted(own)), what)
+        along = {}
+        for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
+            taken = own.get(chunk_id)
+            summed = torch.zeros_like(outgoing.flats[chunk_id]) if taken is None else taken.clone()
+            channel.wait(channel.sum(summed), what)
+            along[chunk_id] = summed
+        return along
+
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """What is waited for within is the exchange's."""
@@ -270,7 +292,7 @@ class GroupExchange(GroupReducer):
         outgoing.behind = int(self._in_flight is not None)
         self.settle()
         self._in_flight = outgoing
-        self._begin(outgoing, self._role(outgoing))
+        self._begin(outgoing, self._role(outgoing), None)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -377,16 +399,13 @@ class GroupExchange(GroupReducer):
     def _role(self, outgoing: Outgoing) -> Role:
         return self.uplink.role(outgoing.iteration, outgoing.able)
 
-    def _begin(self, outgoing: Outgoing, role: Role) -> None:
+    def _begin(self, outgoing: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
         """Send this member's part, unless it has done so in this ring, and ask for what comes of it."""
-        generation = self._ring.generation
-        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
-        if not role.talks or outgoing.sent_in == generation:
+        if not role.talks or outgoing.sent_in == self._ring.generation:
             return
-        outgoing.sent_in = generation
         self._counted = None
         self.parameters.expect(outgoing.iteration + 1, share=role.share)
-        outgoing.push(self.uplink, role, generation)
+        outgoing.push(self.uplink, role, self._ring.generation, along)
         points.reach("group.pushed", outgoing.iteration)
         if role.leads:
             self._send_commit(outgoing)
@@ -406,7 +425,7 @@ class GroupExchange(GroupReducer):
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
         role = self._role(outgoing)
-        self._begin(outgoing, role)
+        self._begin(outgoing, role, self._along(outgoing, what))
         runs = self.parameters.collect() if role.talks else None
         word = None
         if role.leads:
@@ -446,14 +465,13 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[MeanAnswer, dict[int, Tensor]]:
         role, shards = self.uplink.role(outgoing.iteration), self.connection.shards
-        generation = self._ring.generation
-        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
+        along = self._along(outgoing, what)
         runs: dict[int, Tensor] | None = None
         word = None
         if role.talks:
             self._means.clear()
             self._mean_runs, self._counted, self._mean_share = {}, None, role.share
-            outgoing.push(self.uplink, role, generation)
+            outgoing.push(self.uplink, role, self._ring.generation, along)
             points.reach("group.pushed", outgoing.iteration)
             if role.leads:
                 self._send_commit(outgoing)

@@ -79,10 +79,11 @@ class LossyPushes:
         weight: float,
         *,
         start: int = 0,
-        again: bool = False,
+        along: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Lossy | None]:
         """What to send of this contribution, and how: `gradient`, 1-D, is the run of the chunk from element
-        `start` on. It must stay as it is until `answered`. Arguments as `HeldBack.outgoing`'s.
+        `start` on. It must stay as it is until `answered`. Other arguments as `HeldBack.outgoing`'s; `along`,
+        by chunk, as `HeldBack.outgoing_again`'s, for one that others may have sent before.
 
         A contribution that weighs nothing goes as it is, and so that nothing of it is lost: nobody misses it.
         """
@@ -91,10 +92,21 @@ class LossyPushes:
         chunk, sent = bound.chunk.id, gradient
         if chunk in self._held:
             held = self._held[chunk]
-            sent = held.outgoing(exchange, gradient, present, weight, start=start, again=again)
+            if along is None:
+                sent = held.outgoing(exchange, gradient, present, weight, start=start)
+            else:
+                sent = held.outgoing_again(exchange, gradient, along.get(chunk), weight, start=start)
         self._sent[exchange, chunk] = _Sent(sent, start)
         high = self._high(chunk, start, sent, self._block_elements(bound.chunk.dtype))
         return sent, Lossy(chunk=chunk, iteration=exchange, dtype=bound.chunk.dtype, high=high)
+
+    def taken(self, exchange: int) -> dict[int, Tensor]:
+        """What went along with a contribution that is to be sent again, by chunk, (extent,), to be read: see
+        `HeldBack.taken`. Answers to what was sent before are passed over."""
+        for key in [key for key in self._sent if key[0] == exchange]:
+            del self._sent[key]
+        found = {chunk: held.taken(exchange) for chunk, held in self._held.items()}
+        return {chunk: taken for chunk, taken in found.items() if taken is not None}
 
     def answered(self, exchange: int, chunk: int, lost: LostBlocks | None) -> None:
         """The shard's answer says what of this contribution was lost. Told twice, it counts once. Raises

@@ -3,7 +3,8 @@
 `leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts what it is answered.
 `members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
 All members hold what is contributed, to the bit, so that any may send it again. Where the link may lose parts
-of it, each member holds back what was lost of what it sent itself. Source: S1, "A step" and "Beyond the
+of it, each member holds back what was lost of what it sent itself. What of that goes along with a
+contribution that is sent again they tell one another, so that it stays the same. Source: S1, "A step" and "Beyond the
 paper".
 """
 
@@ -97,11 +98,11 @@ class Uplink:
         flats: Mapping[int, Tensor],
         present: Mapping[int, Sequence[bool]],
         weight: float,
-        again: bool,
+        along: Mapping[int, Tensor] | None,
     ) -> None:
         """Send this member's share of each chunk (`flats`: 1-D, by chunk), and ask for the same of what comes
         of them; `flats` must stay as they are until the answer. `weight` is the group's contribution's;
-        `again`: another member may have sent it before."""
+        `along` as `LossyPushes.outgoing` has it, where another member may have sent it before."""
         shards, shard_of = self._connection.shards, self._connection.shard_of
         left = {shard: sum(place == shard for place in shard_of.values()) for shard in shard_of.values()}
         for bound in self._chunks:
@@ -127,7 +128,7 @@ class Uplink:
                 present[chunk_id],
                 weight,
                 start=start,
-                again=again,
+                along=along,
             )
             shards.send(shard, message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
             self.bytes_sent += run.numel() * run.element_size()
