@@ -49,7 +49,7 @@ Sizes = npt.NDArray[np.int64]
 WIDTH = 320  # of the arena
 SECRET = bytes(range(32))
 MESSAGES: list[linkcontrol.AnyControl] = [
-    linkcontrol.Hello(sequence=0, version=1, padding=bytes(100)),
+    linkcontrol.Hello(sequence=0, padding=bytes(100)),
     linkcontrol.Challenge(sequence=1, token=bytes(8)),
     linkcontrol.Answer(sequence=2, token=bytes(8)),
     linkcontrol.Ping(sequence=3),

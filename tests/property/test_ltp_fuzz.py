@@ -247,7 +247,7 @@ def messages(rng: np.random.Generator, victim: Victim, transfers: list[int]) -> 
         closed(transfer, first=min(edge, 2**32 - 64) // 8 * 8, missing=rng.bytes(int(rng.integers(0, 8)))),
         closed(transfer, how="refused", order=int(rng.integers(2**40))),
         Grant(sequence=0, rate=float(10 ** rng.uniform(-5, 15)), seconds=float(rng.uniform(0, 3600))),
-        Hello(sequence=0, version=1),
+        Hello(sequence=0),
         Answer(sequence=0, token=rng.bytes(8)),
         Challenge(sequence=0, token=rng.bytes(8)),
         Ask(sequence=0, size=int(rng.integers(2**50))),

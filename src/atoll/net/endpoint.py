@@ -551,6 +551,18 @@ def _why_not_bound(address: str, number: int | None) -> str:
     return f"cannot listen at {address}: {zmq.strerror(number or 0)}"
 
 
+def _rest_of_greeting(link: sockets.socket) -> bytes:
+    """What a ZeroMQ says after its signature, up to how it lets others in; less, if it is slow."""
+    said, until = b"", time.monotonic() + _PROBE_SECONDS
+    with contextlib.suppress(OSError):
+        link.sendall(_SIGNATURE + b"\x03")
+        while (left := _MECHANISM.stop - len(_SIGNATURE) - len(said)) > 0 and time.monotonic() < until:
+            if not (more := link.recv(left)):
+                break
+            said += more
+    return said
+
+
 def _greeting_of(address: str) -> bytes | None:
     """The first bytes that whoever listens at `address` says, unasked but for a ZeroMQ; empty where it hangs
     up, None where it is silent."""
@@ -569,10 +581,7 @@ def _greeting_of(address: str) -> bytes | None:
                 link.sendall(b"\r\n\r\n")  # a web server waits to be asked
                 return link.recv(10)
             if said[:1] == _SIGNATURE[:1]:
-                with contextlib.suppress(OSError):  # it is a ZeroMQ all the same
-                    link.sendall(_SIGNATURE + b"\x03")
-                    while len(said) < _MECHANISM.stop and (more := link.recv(_MECHANISM.stop - len(said))):
-                        said += more
+                said += _rest_of_greeting(link)
             return said
     except TimeoutError:
         return None
