@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.ltp.closing import least
 from atoll.ltp.order import high_indices, places_of
 from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
 from atoll.ltp.sending import Outgoing
@@ -265,8 +266,51 @@ def test_parity_covers_only_what_could_not_be_repaired_in_time() -> None:
     for _, batch in sent_by(transfer):
         grouped = batch.slices["group"] != 0xFFFF
         if batch.kind is Kind.DATA:
-            high = batch.slices["flags"] & HIGH != 0
-            assert (grouped == (high & (batch.slices["index"] >= 150))).all()
+            assert (grouped == (batch.slices["index"] >= 150)).all()
+
+
+def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
+    transfer = outgoing(blocks=200, loss=0.1)
+    bursts = sent_by(transfer)
+    low = np.setdiff1d(np.arange(200), high_indices(200, transfer.highs))
+    lost = low[:7]  # no two of neighbours are of one group
+    drops: Counter[str] = Counter()
+    taken = incoming(bursts[0][1])
+    for items, batch in bursts:
+        there = ~np.isin(items, lost)
+        if there.any():
+            taken.handle_datagrams(0.0, some_rows(batch, there), drops)
+        transfer.handle_acked(items[there])
+    borne = 200 - transfer.highs - least(0.97, 200 - transfer.highs)
+    assert 0 < borne < len(lost)
+    assert taken.restored == len(lost) - borne  # and not what can be borne
+    arrived = taken.finish(0.0, None)
+    assert np.count_nonzero(~arrived.present) == borne
+    whole = np.repeat(arrived.present, arrived.block)[: len(transfer.values)]
+    assert (arrived.values == transfer.values)[whole].all()
+    assert not drops
+    transfer.handle_lost(lost)
+    assert not sent_by(transfer)
+
+
+def test_lost_low_blocks_go_again_where_their_group_cannot_be_restored_any_more() -> None:
+    transfer = outgoing(blocks=200, loss=0.1)
+    bursts = sent_by(transfer)
+    groups = {}
+    for items, batch in bursts:
+        for item, group in zip(items.tolist(), batch.slices["group"].tolist(), strict=True):
+            groups.setdefault(group, []).append(item)
+    high = high_indices(200, transfer.highs)
+    members = np.array(groups[0])
+    low = np.setdiff1d(members[members < 200], high)
+    parity = members[members >= 200]
+    transfer.handle_lost(low[: len(parity)])
+    assert not sent_by(transfer)  # its parity may yet come
+    transfer.handle_lost(parity[:1])
+    borne = 200 - transfer.highs - least(0.97, 200 - transfer.highs)
+    again = np.concatenate([items for items, _ in sent_by(transfer)])
+    assert len(again) == len(parity) - borne
+    assert np.isin(again, low).all()
 
 
 @pytest.mark.parametrize(("redundancy", "loss"), [(False, 0.05), (True, 0.0)])

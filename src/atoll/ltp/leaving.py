@@ -73,8 +73,9 @@ class Sender:
         """Datagrams that were sent again."""
         return self._closed_retransmitted + sum(each.repaired for each in self._begun.values())
 
-    def next(self, now: float, control: RateControl, burst: float) -> Outgoing | None:
-        """The transfer whose turn it is; its window may begin here."""
+    def next(self, now: float, control: RateControl, loss: float, burst: float) -> Outgoing | None:
+        """The transfer whose turn it is; its window may begin here. `loss` is the path's, in bursts of so
+        many datagrams."""
         for outgoing in self._begun.values():
             if outgoing.repairs:
                 return outgoing
@@ -88,7 +89,7 @@ class Sender:
         self._begun[transfer] = outgoing
         decision = control.begin_window(now)
         span = RTT_SHARE * control.srtt + 4 * control.rttvar + TAIL_SECONDS
-        outgoing.begin(control.loss, burst, math.ceil(span * decision.rate / outgoing.size))
+        outgoing.begin(loss, burst, math.ceil(span * decision.rate / outgoing.size))
         return outgoing
 
     def handle_acked(self, transfer: int, items: Items) -> None:

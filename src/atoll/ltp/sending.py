@@ -106,14 +106,12 @@ class Outgoing:
 
     def begin(self, loss: float, burst: float, tail: int) -> str:
         """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip
-        carries: the high ones among the last so many get parity, for a repair of those would come after the
-        end."""
+        carries: the last so many get parity, for a repair of those would come after the end."""
         self.begun = True
-        protected = self._high_indices[self._high_indices >= self.blocks - tail]
-        if not self.settings.redundancy or not len(protected):
+        if not self.settings.redundancy:
             return "no forward error correction"
-        count = len(protected)
-        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs)
+        protected: Items = np.arange(max(self.blocks - tail, 0), self.blocks)
+        groups = fec.plan_groups(len(protected), loss, burst)
         if groups.parity:
             self._protect(protected, groups)
         return groups.reason
@@ -175,6 +173,7 @@ class Outgoing:
         if self._groups is not None:
             useless = self._restorable(wanted) & ~self._asked[wanted]
             self._state[wanted[useless]] = GONE
+            self._lows_gone += int(np.count_nonzero(~self._high_at[wanted[useless]]))
             wanted = wanted[~useless]
         self._wanted = max(len(wanted) - most, 0)
         self.repaired += min(len(wanted), most)
@@ -237,8 +236,8 @@ class Outgoing:
         data = lost[lost < self.blocks]
         high = data[self._high_at[data]]
         self._lows_gone += len(data) - len(high)
-        restorable = self._restorable(high)
-        again = high[~restorable]
+        restorable = self._restorable(data)
+        again = data[~restorable & self._high_at[data]]
         if self.stopped and self.settings.close_high >= 1.0:
             again = again[:0]  # the receiver has said that it can restore them
         self._want(again)
@@ -308,20 +307,25 @@ class Outgoing:
         self._wanted += len(items)
 
     def _repair_low(self) -> None:
-        excess = self._lows_gone - self._lows_borne
-        if excess <= 0 or self.stopped or not self.settings.repair_low:
+        """As many low blocks go again as are too many to be borne; those that the receiver may yet restore
+        are not lost."""
+        if self._lows_gone <= self._lows_borne or self.stopped or not self.settings.repair_low:
             return
-        gone = (self._state[: self.blocks] == GONE) & ~self._high_at
-        self._want(np.flatnonzero(gone)[:excess])
+        gone = np.flatnonzero((self._state[: self.blocks] == GONE) & ~self._high_at)
+        gone = gone[~self._in_groups(gone, self._state != GONE)]
+        self._want(gone[: max(len(gone) - self._lows_borne, 0)])
 
     def _restorable(self, items: Items) -> npt.NDArray[np.bool_]:
         """Which of these blocks the receiver can restore from what was acknowledged of their group."""
+        return self._in_groups(items, self._state == THERE)
+
+    def _in_groups(self, items: Items, there: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks could be restored if just the items `there` came."""
         if self._groups is None or not len(items):
             return np.zeros(len(items), dtype=np.bool_)
-        there = self._group[(self._state == THERE) & (self._group >= 0)]
-        enough = np.bincount(there, minlength=self._groups.count) >= self._groups.data_of(
-            np.arange(self._groups.count)
-        )
+        count = self._groups.count
+        members = np.bincount(self._group[there & (self._group >= 0)], minlength=count)
+        enough = members >= self._groups.data_of(np.arange(count))
         group = self._group[items]
         return np.asarray((group >= 0) & enough[group])
 
@@ -398,3 +402,4 @@ class Outgoing:
         rows[:, CODED_FROM:] = fec.encode(frames[:, _BODY + CODED_FROM : self.size - SEAL_BYTES], parity)
         slices = rows[:, : SLICE.itemsize].view(SLICE)[:, 0]
         slices["place"] = len(members) + np.arange(parity)
+        slices["flags"] |= HIGH  # a group may have both, and a block's own follows from its index
