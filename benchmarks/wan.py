@@ -4,12 +4,12 @@
 
 In the lab, two sites with one link between them, whose queue holds a bandwidth-delay product: 200 Mbit/s and
 1 Gbit/s, round trips of 40 and 150 ms; without loss, and with 0.1, 1, 3 and 10 % each way, independent or in
-bursts of 8 (a chain by time, so it goes on while the link is idle); and with an outage of 2 s in mid-transfer.
+bursts of 8 (a chain by time, so it goes on while the link is idle); and with an outage of 2 s in a transfer.
 Transfers of 20 MB, and at 1 Gbit/s and 40 ms of 0.1 and 1 MB too. Contestants: TCP with Cubic, with BBR,
-eight streams of BBR, Gloo's send over BBR, our full-reliability mode, and ours. All are warm, and take turns in
-the same run. TCP gets buffers of 64 MiB, and keeps its window while it is idle. Who is too slow is stopped.
+eight streams of BBR, Gloo's send over BBR, our full-reliability mode, and ours. All are warm, and take turns
+in the same run. TCP gets buffers of 64 MiB, and keeps its window while it is idle. Who is too slow stops.
 
-What a link could do is its bytes at the link's rate, one round trip, and the outage: times are ratios to that.
+A link could do its bytes at the link's rate, one round trip, and the outage: times are ratios to that.
 --only measures the cases whose name has one of these texts, and puts them into the results that are there.
 
 Needs root, or a user namespace in which it counts as root.
@@ -50,7 +50,8 @@ FASTER_THAN_CUBIC = 30.0
 DEADLINE = 900.0  # seconds for one case
 PORT, GLOO_PORT = 47710, 47790
 COLOURS = {
-    CUBIC: "#9db7d1", BBR: "#2b6ca3", STREAMS: "#6d8fae", GLOO: "#c9a227", RELIABLE: "#8fc9b9", OURS: "#2a9d8f",
+    CUBIC: "#9db7d1", BBR: "#2b6ca3", STREAMS: "#6d8fae", GLOO: "#c9a227", RELIABLE: "#8fc9b9",
+    OURS: "#2a9d8f",
 }  # fmt: skip
 
 

@@ -480,7 +480,8 @@ class Case:
                 )
 
     def check_went_on(self, survivors: Sequence[int]) -> None:
-        """Each made an iteration within some seconds of the hub's word that a worker died."""
+        """Each made an iteration within some seconds of the hub's word that a worker died. Not for one that
+        died and came again: its new process has to start first."""
         for died in self.decisions("worker died"):
             for who in survivors:
                 after = [line["time"] for line in self.lines(who) if line["time"] > died.time]

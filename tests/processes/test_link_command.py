@@ -22,6 +22,7 @@ import pytest
 
 from atoll.core.errors import PeerLostError, UserError
 from atoll.ltp.events import Delivered
+from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
@@ -387,7 +388,7 @@ def test_a_transport_that_is_lost_does_not_end_the_others(monkeypatch: pytest.Mo
 
 def _knowing_chunk_0(opens: Callable[..., Any]) -> Callable[..., Any]:
     def made(*arguments: Any, **named: Any) -> Any:
-        return opens(*arguments, **{**named, "extents": {0: 2500}})
+        return opens(*arguments, **{**named, "extents": {0: Extent(2500, np.dtype(np.float32))}})
 
     return made
 

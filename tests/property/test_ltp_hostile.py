@@ -55,7 +55,7 @@ def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (sent, ("_ROOM", "_KEPT")),
         (controls, ("MOST_HANDLED", "MOST_WAITING")),
-        (arriving, ("MOST_CLOSED",)),
+        (arriving, ("MOST_TOLD", "MOST_RANGES")),
         (leaving, ("MOST_BURNT", "MOST_SAID")),
     ):
         for name in names:
@@ -672,14 +672,36 @@ def test_an_address_that_answered_gets_the_last_word() -> None:
     assert sum(victim.sent.values()) > before + 3 * 128
 
 
-def test_what_is_remembered_of_closed_transfers_is_bounded() -> None:
-    receiver = arriving.Receiver(SETTINGS, {}, Counter())
-    one = genuine(1, 1, rng())[1][0][:1, :-SEAL_BYTES]
-    for transfer in range(1, 2 * arriving.MOST_CLOSED):
-        frames = one.copy()
-        records_of(frames, SLICE, HEADER.itemsize)["transfer"] = transfer
-        (touched,) = receiver.handle_slices(0.0, Datagrams(Kind.DATA, frames), 0.04)
-        assert isinstance(receiver.poll(0.0, touched, 3.0, 0.04, 0.01).event, Refused)
-    assert len(receiver._closed) == arriving.MOST_CLOSED
-    assert len(receiver._told_at) == arriving.MOST_TOLD
-    assert sum(told is not None for told in receiver._closed.values()) == arriving.MOST_TOLD
+def closes(receiver: arriving.Receiver, one: Bytes, transfer: int) -> arriving.Done | None:
+    """What is done about this datagram, as one of that transfer; None: it is of one that is over."""
+    frames = one.copy()
+    records_of(frames, SLICE, HEADER.itemsize)["transfer"] = transfer
+    touched = receiver.handle_slices(0.0, Datagrams(Kind.DATA, frames), 0.04)
+    return receiver.poll(0.0, transfer, 3.0, 0.04, 0.01) if touched else None
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_is_remembered_of_closed_transfers_is_bounded_and_none_comes_twice(step: int) -> None:
+    """In a transfer of one block its only datagram is all of it: it may come again whenever it likes."""
+    receiver = arriving.Receiver(SETTINGS, None, Counter())
+    one = genuine(1, 1, rng(), elements=BLOCK, loss=0.0)[1][0][:1, :-SEAL_BYTES]
+    for transfer in range(1, 4 * arriving.MOST_TOLD, step):
+        done = closes(receiver, one, transfer)
+        assert done is not None
+        assert isinstance(done.event, Arrived)
+    for transfer in range(1, 4 * arriving.MOST_TOLD, step):
+        assert closes(receiver, one, transfer) is None
+    assert len(receiver._told) == arriving.MOST_TOLD
+    assert len(receiver._closed) <= (1 if step == 1 else arriving.MOST_RANGES)
+
+
+def test_the_words_of_large_transfers_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "MOST_TOLD_BYTES", 1000)
+    receiver = arriving.Receiver(SETTINGS, None, Counter())
+    frames = genuine(1, 1, rng(), elements=300 * BLOCK, loss=0.0)[1]
+    for transfer in range(1, 20):
+        for burst in frames:
+            done = closes(receiver, burst[:, :-SEAL_BYTES], transfer)
+        assert done is not None
+        assert isinstance(done.event, Arrived)
+    assert len(receiver._told) == 3

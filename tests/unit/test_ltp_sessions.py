@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
-from atoll.ltp import flights
+from atoll.ltp import arriving, flights
 from atoll.ltp.arriving import Receiver
 from atoll.ltp.controls import Handled
 from atoll.ltp.sending import Outgoing
@@ -570,6 +570,46 @@ def test_the_last_word_that_was_acknowledged_and_not_understood_is_said_again() 
         values, wire.got(False, Arrived), wire.got(True, Delivered), strict=True
     ):
         check(arrived, delivered, sent)
+
+
+def words_on(wire: Wire, transfer: int, spoils: bool) -> None:
+    """The server's Closed of this transfer is lost, or spoilt before it is sealed; not one that says that the
+    transfer was dropped."""
+    send, lose = wire._send, without_the_word_on(transfer)
+
+    def intercept(client: bool, burst: Burst) -> None:
+        hits = bool(lose(client, burst, wire.now)[0]) and b"dropped" not in burst.frames.tobytes()
+        if hits and spoils:
+            burst.frames[0, HEADER.itemsize] = 0xC1
+        elif hits:
+            wire.drop = lambda client, burst, now: np.ones(len(burst.frames), dtype=bool)
+        send(client, burst)
+        wire.drop = None
+
+    wire._send = intercept  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_transfer_whose_word_was_forgotten_is_not_told_as_lost(
+    spoils: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "MOST_TOLD", 8)
+    wire = opened(Wire())
+    send = wire._send
+    words_on(wire, 1, spoils)
+    sent = [start(wire, 1) for _ in range(20)]
+    wire.run(lambda: len(wire.got(False, Arrived)) == 20)
+    wire.run(lambda until=wire.now + 5.0: wire.now > until)  # some reminders
+    assert 1 not in [each.transfer for each in wire.got(True, Delivered)]
+    wire._send = send  # type: ignore[method-assign]
+    if spoils:  # it was acknowledged, so it does not come again
+        wire.client.close(wire.now, "over")
+        wire.pump()
+        assert wire.got(True, Lost)[0].sent == (1,)
+    wire.run(lambda: len(wire.got(True, Delivered)) == (19 if spoils else 20), limit=wire.now + 5.0)
+    arrived = {each.transfer: each for each in wire.got(False, Arrived)}
+    for delivered in wire.got(True, Delivered):
+        check(arrived[delivered.transfer], delivered, sent[delivered.transfer - 1])
 
 
 def test_a_message_is_handled_once_and_the_memory_of_it_is_bounded() -> None:

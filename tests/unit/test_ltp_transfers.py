@@ -10,7 +10,7 @@ import pytest
 
 from atoll.core.errors import UserError
 from atoll.ltp.closing import least
-from atoll.ltp.order import high_indices, places_of
+from atoll.ltp.order import Extent, high_indices, places_of
 from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.settings import Settings
@@ -69,7 +69,8 @@ def some_rows(batch: Datagrams, rows: np.ndarray) -> Datagrams:
 def incoming(
     batch: Datagrams, settings: Settings = SETTINGS, elements: int | None = None, most: int = 2**20
 ) -> Incoming:
-    return Incoming(settings, batch.slices[0], batch.elements.shape[1], elements, most, 0.0)
+    extent = None if elements is None else Extent(elements, np.dtype(np.float32))
+    return Incoming(settings, batch.slices[0], batch.elements.shape[1], extent, most, 0.0)
 
 
 def judge(
@@ -367,6 +368,22 @@ def test_a_chunk_of_another_length_in_as_many_blocks_is_refused() -> None:
     taken = incoming(bursts[0][1], elements=40 * BLOCK - 6)
     with pytest.raises(RefusedError, match="elements"):
         taken.handle_datagrams(0.0, bursts[0][1], Counter())
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.uint16])
+def test_a_chunk_of_another_type_is_refused_though_its_blocks_are_as_many(dtype: type) -> None:
+    count = 40 * BLOCK * 4 // np.dtype(dtype).itemsize
+    transfer = Outgoing(SETTINGS, 1, 3, 9, values_of(count, dtype), None, False)
+    (_, batch) = sent_by(transfer)[0]
+    assert incoming(batch).dtype == dtype
+    with pytest.raises(RefusedError, match=r"1 of chunk 3: .* type .*, where the chunk's are float32"):
+        incoming(batch, elements=40 * BLOCK)
+
+
+@pytest.mark.parametrize(("elements", "dtype"), [(10, np.int32), (0, np.float32), (2**32, np.float32)])
+def test_an_extent_that_no_transfer_has_is_refused(elements: int, dtype: type) -> None:
+    with pytest.raises(UserError, match="a transfer has 1 to "):
+        Extent(elements, np.dtype(dtype))
 
 
 @pytest.mark.parametrize(("field", "value"), [("group", 50_000), ("data", 1)])

@@ -16,6 +16,7 @@ from atoll.ltp.metering import Meter
 from atoll.ltp.sending import Items
 from atoll.ltp.sent import GRANULARITY, SentRecords, Told
 from atoll.ltp.settings import Settings
+from atoll.ltp.stripes import Poll, Stripes
 from atoll.wire.datagrams import Acknowledgement
 
 BURST_SECONDS = 0.002  # of the rate in one burst, at most
@@ -52,13 +53,14 @@ class Flights:
         self.timeout_at = math.inf  # when the other end has been silent for too long about what is on its way
         self._progress = now
         self._size = settings.datagram_bytes
+        self._used = Stripes(stripes)
 
     @property
     def bytes(self) -> int:
-        """On their way."""
+        """On their way, but for stripes that are not used."""
         if len(self.stripes) == 1:
             return self.stripes[0].in_flight
-        return sum(sent.in_flight for sent in self.stripes)
+        return sum(sent.in_flight for stripe, sent in enumerate(self.stripes) if self.used(stripe))
 
     @property
     def burst(self) -> int:
@@ -97,6 +99,7 @@ class Flights:
         heard = Heard(told, after_silence=self.timeouts > 1)
         if told.acked_count:
             self.timeouts, self.probes, self._progress = 0, 0, now
+            heard.back = self._used.handle_acked(now, ack.of)
         self._detect(now, sent, told)
         if told.rtt is not None:
             without = told.rtt - ack.delay  # which is the receiver's word, and may be wrong
@@ -144,8 +147,35 @@ class Flights:
 
     @property
     def waits_since(self) -> float:
-        """Since when nothing of a stripe was acknowledged, though something is on its way; else inf."""
-        return min(sent.waits_since for sent in self.stripes)
+        """Since when nothing of a stripe that is used was acknowledged, though something is on its way; else
+        inf."""
+        return min(
+            (sent.waits_since for stripe, sent in enumerate(self.stripes) if self.used(stripe)),
+            default=math.inf,
+        )
+
+    def used(self, stripe: int) -> bool:
+        """Whether anything but questions goes over it."""
+        return self._used.used(stripe)
+
+    @property
+    def stripes_at(self) -> float:
+        """When poll_stripes may have something."""
+        return self._used.deadline(self._waits, self._timeout)
+
+    def poll_stripes(self, now: float) -> tuple[Poll, list[Told]]:
+        """Which stripes are silent by now, which are to be asked, and what is lost with them: that says
+        nothing of the other stripes' rate."""
+        due = self._used.poll(now, self._waits, self._timeout)
+        gone = [self.stripes[stripe].give_up() for stripe in due.questions if not self.used(stripe)]
+        self.lost += sum(told.lost_count for told in gone)
+        if gone:
+            self._set_timeout()
+        return due, gone
+
+    @property
+    def _waits(self) -> list[float]:
+        return [sent.waits_since for sent in self.stripes]
 
     def handle_timeout(self, now: float) -> list[tuple[int, int, int]]:
         """It has been; returns stripe, transfer and item of what is longest on its way."""
@@ -155,19 +185,25 @@ class Flights:
         if self.timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
             self.control.handle_timeout(now)
         self._set_timeout()
-        oldest = [(stripe, sent.oldest_in_flight()) for stripe, sent in enumerate(self.stripes)]
+        oldest = [
+            (stripe, sent.oldest_in_flight()) for stripe, sent in enumerate(self.stripes) if self.used(stripe)
+        ]
         return [(stripe, *found) for stripe, found in oldest if found is not None]
 
     def _set_timeout(self) -> None:
         if not self.bytes:
             self.timeout_at = math.inf
             return
-        control = self.control
-        timeout = control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + LATEST_ACK
+        timeout = self._timeout
         last = max(self._progress, *(sent.last_sent for sent in self.stripes))
-        rare = PROBES * self._size / (PROBE_SHARE * control.estimate)
+        rare = PROBES * self._size / (PROBE_SHARE * self.control.estimate)
         longest = max(min(rare, LONGEST_TIMEOUT), timeout)
         self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), longest)
+
+    @property
+    def _timeout(self) -> float:
+        control = self.control
+        return control.srtt + max(TIMEOUT_VARIATIONS * control.rttvar, GRANULARITY) + LATEST_ACK
 
     def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
         sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self.burst, told)
@@ -183,6 +219,7 @@ class Heard:
     sample: RateSample | None = None
     round_ended: bool = False
     after_silence: bool = False  # several timeouts were before it
+    back: bool = False  # the stripe, which was silent, is used again
 
 
 class KeyPhase:

@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError
 from atoll.ltp import fec, filling
 from atoll.ltp.closing import Seen, Verdict, decide, least
 from atoll.ltp.events import Arrived, Mask, Values
-from atoll.ltp.order import DTYPES, high_indices
+from atoll.ltp.order import DTYPES, ELEMENTS, Extent, high_indices
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
     CODED_FROM,
@@ -84,15 +84,15 @@ class ArrivalRate:
 
 
 class Incoming:
-    """One transfer, from its first datagram on. `elements` is the chunk's length, None: not known. Raises
-    RefusedError where the first datagram contradicts it or passes `most_bytes`."""
+    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises RefusedError
+    where the first datagram contradicts it or passes `most_bytes`."""
 
     def __init__(
         self,
         settings: Settings,
         first: Records,
         payload: int,
-        elements: int | None,
+        extent: Extent | None,
         most_bytes: int,
         now: float,
     ) -> None:
@@ -105,8 +105,8 @@ class Incoming:
         self.block = payload // self.dtype.itemsize
         self._like = {name: first[name] for name in _SAME}
         self._head = first.tobytes()[:CODED_FROM]
-        self._check_size(payload, elements, most_bytes)
-        self._elements = elements
+        self._check_size(payload, extent, most_bytes)
+        self._elements = extent.elements if extent is not None else None
         self.first_at = self.last_at = now
         self.usable_at = math.inf
         self.restored = 0
@@ -128,7 +128,7 @@ class Incoming:
         self._groups = _Coded(self.blocks, payload + SLICE.itemsize - CODED_FROM)
         self._grace_at = self._deadline_at = self._need_at = math.inf
 
-    def _check_size(self, payload: int, elements: int | None, most_bytes: int) -> None:
+    def _check_size(self, payload: int, extent: Extent | None, most_bytes: int) -> None:
         name = f"transfer {self.transfer} of chunk {self.chunk}"
         if payload < LEAST_PAYLOAD or payload % 8:
             raise RefusedError(
@@ -140,9 +140,13 @@ class Incoming:
             raise RefusedError(
                 f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most"
             )
-        if elements is not None and self.blocks != -(-elements // self.block):
+        if extent is not None and extent.dtype != self.dtype:
+            came, agreed = ELEMENTS[self.dtype].name.lower(), ELEMENTS[extent.dtype].name.lower()
+            raise RefusedError(f"{name}: elements of type {came}, where the chunk's are {agreed}")
+        if extent is not None and self.blocks != -(-extent.elements // self.block):
             raise RefusedError(
-                f"{name}: {self.blocks} blocks of {self.block}, where the chunk has {elements} elements"
+                f"{name}: {self.blocks} blocks of {self.block}, "
+                f"where the chunk has {extent.elements} elements"
             )
 
     @property

@@ -18,7 +18,8 @@ Items = npt.NDArray[np.int64]
 
 CONTROL, ACK = -1, -2  # in place of a transfer's id: the item is a control message's sequence, or nothing
 
-IN_FLIGHT, ACKED, LOST, SILENT = 1, 2, 3, 4  # SILENT: asks for no acknowledgement
+# SILENT: asks for no acknowledgement; GIVEN_UP: lost with its stripe, and nothing is learnt of it any more
+IN_FLIGHT, ACKED, LOST, SILENT, GIVEN_UP = 1, 2, 3, 4, 5
 
 REORDER_BURSTS = 3  # bursts that must have passed a datagram before it is taken for lost
 RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a later one came (RFC 9002)
@@ -161,6 +162,16 @@ class SentRecords:
             self._oldest = self._first + (int(waiting[0]) if len(waiting) else high)
             if len(waiting):
                 self.loss_at = float(self._time[waiting[0]]) + patience
+
+    def give_up(self) -> Told:
+        """All that is on its way is lost, for the stripe is silent."""
+        told, waiting = Told(), self._waiting()
+        if len(waiting):
+            self._lose(waiting, told)
+            self._state[waiting] = GIVEN_UP
+        self._oldest = self.next
+        self.loss_at = math.inf
+        return told
 
     def oldest_in_flight(self) -> tuple[int, int] | None:
         """The transfer (or CONTROL) and the item of the oldest datagram on its way."""

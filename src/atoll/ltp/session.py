@@ -29,14 +29,16 @@ from atoll.ltp.events import (
     Opened,
     Refused,
     Status,
+    StripeChanged,
     Values,
 )
 from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
+from atoll.ltp.order import Extent
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
-from atoll.ltp.sent import ACK, CONTROL
+from atoll.ltp.sent import ACK, CONTROL, Told
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
@@ -71,7 +73,7 @@ from atoll.wire.linkcontrol import (
 )
 
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
-__all__ += ["Session", "Status"]
+__all__ += ["Session", "Status", "StripeChanged"]
 
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
 ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
@@ -79,9 +81,9 @@ BYE_COPIES = 3  # sent at once: it is not asked for again
 
 
 class Session:
-    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
-    where the client first sends, one for each stripe. `most_bytes`: that all open transfers that come may
-    take. Raises UserError for stripes and paths that do not fit."""
+    """One end. `extents` are the chunks that may come; None: any, up to a bound. `paths`: where the client
+    first sends, one for each stripe. `most_bytes`: that all open transfers that come may take. Raises
+    UserError for stripes and paths that do not fit."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Session:
         session: int,
         client: bool,
         stripes: int,
-        extents: Mapping[int, int] | None,
+        extents: Mapping[int, Extent] | None,
         rng: np.random.Generator,
         now: float,
         paths: Sequence[Hashable] = (),
@@ -252,21 +254,28 @@ class Session:
         heard = self._flights.handle_ack(now, ack)
         self._paths[ack.of].round_trip = self.control.srtt
         self._tell(now, heard)
+        if heard.back:
+            reason = f"stripe {ack.of} is acknowledged again"
+            self._events.append(StripeChanged(ack.of, True, reason))
 
     def _tell(self, now: float, heard: Heard) -> None:
-        """Tells those whom it concerns what was acknowledged and what is lost."""
-        for transfer, items in heard.told.acked.items():
+        """Tells those whom it concerns what was acknowledged and what is lost, the rate too."""
+        self._flights.settle(now, heard, self._pass_on(heard.told))
+
+    def _pass_on(self, told: Told) -> int:
+        """Returns how many of the lost datagrams can be restored."""
+        for transfer, items in told.acked.items():
             if transfer == CONTROL:
                 self._outbox.handle_acked(items.tolist())
             else:
                 self._sender.handle_acked(transfer, items)
         restored = 0
-        for transfer, items in heard.told.lost.items():
+        for transfer, items in told.lost.items():
             if transfer == CONTROL:
                 self._outbox.handle_lost(items.tolist())
             else:
                 restored += self._sender.handle_lost(transfer, items)
-        self._flights.settle(now, heard, restored)
+        return restored
 
     def _handle_control(self, now: float, stripe: int, path: Hashable, body: Bytes) -> None:
         try:
@@ -357,7 +366,7 @@ class Session:
         if self._outbox and any(self._sendable(message) for message in self._outbox.queued):
             return -math.inf
         waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._flights.timeout_at]
-        waits.append(self._flights.loss_at)
+        waits += [self._flights.loss_at, self._flights.stripes_at]
         waits.append(self._flights.waits_since + self.settings.idle_seconds)
         waits += [paths.poll_deadline() for paths in self._paths]
         waits += [
@@ -391,6 +400,8 @@ class Session:
             self._tell(now, heard)
         if now >= self._flights.timeout_at:
             self._probe(now)
+        if now >= self._flights.stripes_at:
+            self._poll_stripes(now)
         if now >= self._sender.remind_at:
             self._sender.remind(now)
         if now >= self._ask_due:
@@ -433,6 +444,17 @@ class Session:
             if transfer < 0 or not self._sender.probe(transfer, item):
                 self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
 
+    def _poll_stripes(self, now: float) -> None:
+        """Asks stripes that are silent, and has what was lost with one go over the others."""
+        due, gone = self._flights.poll_stripes(now)
+        for stripe in due.silent:
+            reason = f"stripe {stripe}: nothing is acknowledged, while others are; it is not used until it is"
+            self._events.append(StripeChanged(stripe, False, reason))
+        for told in gone:
+            self._pass_on(told)
+        for stripe in due.questions:
+            self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
+
     def _poll_challenge(self, now: float) -> Burst | None:
         for stripe, paths in enumerate(self._paths):
             if now < paths.poll_deadline():
@@ -459,14 +481,18 @@ class Session:
             return None
         return path
 
+    @property
+    def _used(self) -> list[int]:
+        """The stripes that are."""
+        return [stripe for stripe in range(len(self._paths)) if self._flights.used(stripe)]
+
     def _sendable(self, message: Message) -> bool:
         return self._way_of(message) is not None
 
     def _way_of(self, message: Message) -> tuple[int, Hashable] | None:
         """Stripe and path for a control message, where its path may take it."""
         size = len(control_datagram(message.body)[0])
-        stripes = range(len(self._paths)) if message.stripe is None else (message.stripe,)
-        for stripe in stripes:
+        for stripe in self._used if message.stripe is None else (message.stripe,):
             paths = self._paths[stripe]
             path = paths.active if message.path is None else message.path
             if path is not None and paths.allowance(path) >= size:
@@ -486,7 +512,7 @@ class Session:
         for each in range(len(self._paths)):
             stripe = (self._turn + each) % len(self._paths)
             path = self._paths[stripe].active
-            if path is not None:
+            if path is not None and self._flights.used(stripe):
                 count = self._paths[stripe].allowance(path) // size
                 if count:
                     return stripe, path, count

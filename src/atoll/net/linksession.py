@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
-from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused
+from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused, StripeChanged
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -32,6 +32,7 @@ MOST_WAITING_EVENTS = 2**16  # that were not taken: then data is dropped too, an
 LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
 CLOSE_SECONDS = 2.0  # for the last word to leave
 _ROUND_TRIPS = 3  # for which an old key opens what comes late
+_NEWS = (Refused, Migrated, StripeChanged)  # of which nobody's books depend
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class LinkSession:
                     self._events[self._newest_ask] = event
                     continue
                 self._newest_ask = len(self._events)
-            elif isinstance(event, (Refused, Migrated)) and len(self._events) > MOST_WAITING_EVENTS:
+            elif len(self._events) > MOST_WAITING_EVENTS and isinstance(event, _NEWS):
                 self._drops[f"{type(event).__name__} not taken in time"] += 1
                 continue
             self._events.append(event)

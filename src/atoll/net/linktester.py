@@ -97,7 +97,10 @@ class Sender(Protocol):
     """One transport's open way to the server."""
 
     number: int  # the flow's
-    detail: str
+
+    @property
+    def detail(self) -> str:
+        """What runs, in words."""
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:
         """Send a transfer; may return before it has left. Calls `look` while it waits, which may raise."""
@@ -300,7 +303,8 @@ class LinkTester:
                 raise
             lost = str(error)
         finally:
-            for sender in senders.values():
+            for name, sender in senders.items():
+                outcomes[name].detail = sender.detail
                 sender.close()
         report = LinkReport(
             self._client.address,

@@ -24,6 +24,7 @@ import numpy as np
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.grants import Grants
+from atoll.ltp.order import Extent
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
 from atoll.net import context as process
@@ -132,7 +133,7 @@ class LtpLink:
         client: bool,
         *,
         settings: Settings | None = None,
-        extents: Mapping[int, int] | None = None,
+        extents: Mapping[int, Extent] | None = None,
         stripes: int | None = None,
         seal: bool = True,
         most_bytes: int = MOST_BYTES,
@@ -140,8 +141,8 @@ class LtpLink:
         """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
         learns where its client is. `stripes`: how many of the ports it uses (all). `most_bytes`: what all
-        open transfers that come may take together. `extents`: chunk id to
-        elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
+        open transfers that come may take together. `extents`: of the chunks that may come, by id (None: any
+        may). With `seal` False nothing is secret or safe: both ends
         must say so. Raises UserError for what does not fit or a secret that was used,
         RunError when the link is closed."""
         self._check()  # before any lock, for it may be that of a fork

@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.ltp.blocks import mean_abs
-from atoll.ltp.events import Arrived, Delivered, Event
+from atoll.ltp.events import Arrived, Delivered, Event, Lost
 from atoll.ltp.feedback import Feedback
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import Extent
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -119,7 +120,7 @@ class Pair:
         back: LinkModel | None = None,
         server_settings: Settings | None = None,
         stripes: int = 1,
-        extents: Mapping[int, int] | None = None,
+        extents: Mapping[int, Extent] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
         outages: Sequence[tuple[float, float]] = (),
         seal: bool = True,
@@ -323,7 +324,9 @@ class Ledger:
     """What one end sends of whole-numbered values with error feedback, and what the other applies; sums of
     them are exact, so that every difference is an error.
 
-    Each Arrived is checked as it comes: high blocks whole and exact, low ones that are present too.
+    Each Arrived is checked as it comes: high blocks whole and exact, low ones that are present too. So is
+    each Delivered, which says what has arrived, or that nothing has. When the session ends, each transfer was
+    delivered, or Lost names it.
     """
 
     def __init__(self, pair: Pair, way: Way = "up", feedback: bool = True) -> None:
@@ -360,6 +363,8 @@ class Ledger:
         return transfer
 
     def _watch(self, end: End, event: Event) -> None:
+        if end is self.sender and isinstance(event, Lost):
+            self._end(event)
         if getattr(event, "transfer", None) not in self.sent:
             return  # of another ledger
         if end is self.sender and isinstance(event, Delivered):
@@ -372,6 +377,12 @@ class Ledger:
         assert sent.delivered is None, f"transfer {event.transfer} is said to be delivered twice"
         assert event.chunk == sent.chunk
         sent.delivered = event
+        if sent.arrived is None:
+            assert event.missing.all(), (
+                f"transfer {event.transfer} is said to be delivered, and has not arrived"
+            )
+        else:
+            self._compare(sent, event, sent.arrived)
         if self._feedback is None:
             return
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
@@ -379,6 +390,20 @@ class Ledger:
         filled = np.zeros_like(sent.values) if filled is None else filled
         self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
+
+    @staticmethod
+    def _compare(sent: _Sent, delivered: Delivered, arrived: Arrived) -> None:
+        np.testing.assert_array_equal(delivered.missing, ~arrived.present)
+        assert delivered.fill == arrived.fill
+        if sent.reliable:
+            assert arrived.present.all()
+
+    def _end(self, lost: Lost) -> None:
+        delivered = {transfer for transfer, sent in self.sent.items() if sent.delivered}
+        named = set(lost.sent) & self.sent.keys()
+        assert not delivered & named, f"transfers {delivered & named} are delivered and lost"
+        left = self.sent.keys() - delivered - named
+        assert not left, f"transfers {left} are neither delivered nor lost: {lost.reason}"
 
     def _apply(self, event: Arrived) -> None:
         sent = self.sent[event.transfer]
@@ -406,10 +431,7 @@ class Ledger:
         for transfer, sent in self.sent.items():
             assert sent.arrived is not None, f"transfer {transfer} has not arrived"
             assert sent.delivered is not None, f"the sender does not know that transfer {transfer} arrived"
-            np.testing.assert_array_equal(sent.delivered.missing, ~sent.arrived.present)
-            assert sent.delivered.fill == sent.arrived.fill
-            if sent.reliable:
-                assert sent.arrived.present.all()
+            self._compare(sent, sent.delivered, sent.arrived)
         if self._feedback is None:
             return
         for chunk, given in self.given.items():
