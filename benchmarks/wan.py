@@ -137,7 +137,7 @@ def run(
             {name: CUBIC_STOP if name == CUBIC and case.loss else STOP for name in counts},
             warm,
             [CUBIC] if CUBIC in counts and case.loss else [],
-            f"{sites.address(1)}:{GLOO_PORT}",
+            f"{sites.address(0)}:{GLOO_PORT}",
             [sites.emulator.totals().started + begin for begin in begins],
             4 * case.size / case.rate,
         )

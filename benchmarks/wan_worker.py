@@ -46,7 +46,7 @@ class Plan:
     stops: dict[str, float]  # contestant: after which a transfer is given up, and no other one made
     warm: int
     slow: list[str]  # contestants that take so long that they take their turns after the others
-    gloo: str  # HOST:PORT of Gloo's rendezvous
+    gloo: str  # HOST:PORT of Gloo's rendezvous, at the client
     outages: list[float] = field(default_factory=list)
     lead: float = 0.0  # from a transfer's begin to its outage
     seed: int = 0
