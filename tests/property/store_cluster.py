@@ -119,12 +119,13 @@ class Cluster:
 
     # -- workers ------------------------------------------------------------------------------------------
 
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, moves: bool = False) -> None:
+        """`moves`: as CommitLog.handle_join has it."""
         self._incarnations += 1
         new = Worker(worker, self._incarnations)
         new.program = self._run(new)
         self.alive[worker] = new
-        self._send(new, 0, ("join", new.incarnation))
+        self._send(new, 0, ("join", new.incarnation, moves))
         new.wait = next(new.program)
 
     def _send(self, worker: Worker, shard: int, message: Any) -> None:
@@ -288,7 +289,7 @@ class Cluster:
         outcome = None
         refused = ""
         if isinstance(message, tuple):
-            outcome = self.log.handle_join(worker, message[1])
+            outcome = self.log.handle_join(worker, message[1], moves=message[2])
         elif isinstance(message, messages.Commit):
             outcome = self.log.handle_commit(worker, message)
         elif isinstance(message, messages.Step):
