@@ -190,8 +190,9 @@ def run(plan: Plan) -> dict[str, Made]:
         try:
             turns.take_all()
         finally:
-            for contestant in contestants.values():
-                contestant.close()
+            for name in contestants:
+                if not made[name].stopped:
+                    contestants[name].close()
     return made
 
 
@@ -211,15 +212,15 @@ class Turns:
 
     def take_all(self) -> None:
         quick = [name for name in self._contestants if name not in self._plan.slow]
-        self._take_turns(quick)
+        self._take_turns(quick, self._plan.warm)
         for name in self._plan.slow:  # on the others' connections, nothing would be warm any more
-            self._take_turns([name])
+            self._take_turns([name], 1)
 
-    def _take_turns(self, names: Sequence[str]) -> None:
-        for _ in range(self._plan.warm):
+    def _take_turns(self, names: Sequence[str], warm: int) -> None:
+        for _ in range(warm):
             for name in self._left(names):
                 self._take(name, counts=False)
-        before = {name: self._contestants[name].packets() for name in names}
+        before = {name: self._contestants[name].packets() for name in self._left(names)}
         order = np.random.default_rng(self._plan.seed)
         most = max(self._plan.counts[name] for name in names)
         for turn in range(most):
@@ -228,7 +229,7 @@ class Turns:
                 if self._plan.outages and not self._await_outage():
                     return
                 self._take(left[place], counts=True)
-        for name in names:
+        for name in self._left(names):
             self._made[name].packets = self._contestants[name].packets().since(before[name])
 
     def _left(self, names: Sequence[str]) -> list[str]:
