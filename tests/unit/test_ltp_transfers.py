@@ -297,14 +297,13 @@ def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
 def test_lost_low_blocks_go_again_where_their_group_cannot_be_restored_any_more() -> None:
     transfer = outgoing(blocks=200, loss=0.1)
     bursts = sent_by(transfer)
-    groups = {}
+    high = high_indices(200, transfer.highs)
+    groups: dict[int, list[int]] = {}
     for items, batch in bursts:
         for item, group in zip(items.tolist(), batch.slices["group"].tolist(), strict=True):
             groups.setdefault(group, []).append(item)
-    high = high_indices(200, transfer.highs)
-    members = np.array(groups[0])
-    low = np.setdiff1d(members[members < 200], high)
-    parity = members[members >= 200]
+    members = np.array(next(each for each in groups.values() if not np.isin(each, high).any()))
+    low, parity = members[members < 200], members[members >= 200]
     transfer.handle_lost(low[: len(parity)])
     assert not sent_by(transfer)  # its parity may yet come
     transfer.handle_lost(parity[:1])

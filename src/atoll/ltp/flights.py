@@ -56,6 +56,12 @@ class Flights:
         self._used = Stripes(stripes)
 
     @property
+    def likely_loss(self) -> float:
+        """Of the path; in doubt too much, for parity that is wanting costs a round trip."""
+        varies = self.loss * (1.0 - self.loss) * max(2.0 * self.burst_length - 1.0, 1.0)
+        return min(self.loss + math.sqrt(varies / max(self._told, 1.0)), 1.0)
+
+    @property
     def bytes(self) -> int:
         """On their way, but for stripes that are not used."""
         if len(self.stripes) == 1:

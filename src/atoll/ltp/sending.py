@@ -16,6 +16,7 @@ from atoll.ltp import fec
 from atoll.ltp.closing import least
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.order import ELEMENTS, high_indices, places_of
+from atoll.ltp.protecting import Part, Protection
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
     CODED_FROM,
@@ -85,8 +86,7 @@ class Outgoing:
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
         self._slices = self._describe(int(element))
-        self._groups: fec.Groups | None = None
-        self._protected: Items = np.zeros(0, dtype=np.int64)
+        self._protection: Protection | None = None
         self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
         self._parity = np.zeros((0, 0), dtype=np.uint8)
         self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
@@ -99,6 +99,8 @@ class Outgoing:
         self._wanted = 0
         self._lows_gone = 0
         self._lows_borne = (self.blocks - self.highs) - least(settings.usable, self.blocks - self.highs)
+        self._low_reserve = 0  # of those: what the last round trip, from this block on, may lose
+        self._tail_from = self.blocks
         self._missing = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._parts: set[int] = set()
 
@@ -110,11 +112,12 @@ class Outgoing:
         self.begun = True
         if not self.settings.redundancy:
             return "no forward error correction"
-        protected: Items = np.arange(max(self.blocks - tail, 0), self.blocks)
-        groups = fec.plan_groups(len(protected), loss, burst)
-        if groups.parity:
-            self._protect(protected, groups)
-        return groups.reason
+        protection = Protection(self._high_at, tail, self._lows_borne, loss, burst)
+        self._low_reserve = min(math.ceil(protection.lost), self._lows_borne)
+        self._tail_from = protection.begin
+        if protection.parts:
+            self._protect(protection)
+        return protection.reason
 
     @property
     def items(self) -> int:
@@ -170,7 +173,7 @@ class Outgoing:
 
     def _take_repairs(self, most: int) -> Items:
         wanted = np.flatnonzero(self._state[: self.blocks] == WANTED)
-        if self._groups is not None:
+        if self._protection is not None:
             useless = self._restorable(wanted) & ~self._asked[wanted]
             self._state[wanted[useless]] = GONE
             self._lows_gone += int(np.count_nonzero(~self._high_at[wanted[useless]]))
@@ -307,13 +310,19 @@ class Outgoing:
         self._wanted += len(items)
 
     def _repair_low(self) -> None:
-        """As many low blocks go again as are too many to be borne; those that the receiver may yet restore
-        are not lost."""
-        if self._lows_gone <= self._lows_borne or self.stopped or not self.settings.repair_low:
+        """As many low blocks go again as are too many to be borne, with those that the last round trip may
+        lose, which cannot be repaired in time. Those that the receiver may yet restore are not lost."""
+        if (
+            self._lows_gone + self._low_reserve <= self._lows_borne
+            or self.stopped
+            or not self.settings.repair_low
+        ):
             return
         gone = np.flatnonzero((self._state[: self.blocks] == GONE) & ~self._high_at)
         gone = gone[~self._in_groups(gone, self._state != GONE)]
-        self._want(gone[: max(len(gone) - self._lows_borne, 0)])
+        before = int(np.searchsorted(gone, self._tail_from))
+        excess = max(len(gone), before + self._low_reserve) - self._lows_borne
+        self._want(gone[: max(excess, 0)])
 
     def _restorable(self, items: Items) -> npt.NDArray[np.bool_]:
         """Which of these blocks the receiver can restore from what was acknowledged of their group."""
@@ -321,13 +330,9 @@ class Outgoing:
 
     def _in_groups(self, items: Items, there: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Which of these blocks could be restored if just the items `there` came."""
-        if self._groups is None or not len(items):
+        if self._protection is None or not len(items):
             return np.zeros(len(items), dtype=np.bool_)
-        count = self._groups.count
-        members = np.bincount(self._group[there & (self._group >= 0)], minlength=count)
-        enough = members >= self._groups.data_of(np.arange(count))
-        group = self._group[items]
-        return np.asarray((group >= 0) & enough[group])
+        return self._protection.could_restore(self._group[items], self._group[there & (self._group >= 0)])
 
     def _set_values(self, values: Values) -> None:
         self.values = values
@@ -367,39 +372,39 @@ class Outgoing:
             counts[-1] = np.count_nonzero(self._last.view(self.values.dtype))
         return counts
 
-    def _protect(self, protected: Items, groups: fec.Groups) -> None:
-        self._groups, self._protected = groups, protected
-        turn: Items = np.arange(len(protected))
+    def _protect(self, protection: Protection) -> None:
+        self._protection = protection
         slices = self._slices.view(SLICE)[:, 0]
-        slices["group"][protected] = turn % groups.count
-        slices["place"][protected] = turn // groups.count
-        slices["data"][protected] = groups.data_of(turn % groups.count)
-        slices["parity"][protected] = groups.parity
-        parities = groups.count * groups.parity
-        self._group[protected] = turn % groups.count
-        self._group = np.concatenate((self._group, np.arange(parities) % groups.count))
+        for part in protection.parts:
+            group = part.turns % part.groups.count
+            slices["group"][part.blocks] = part.first_group + group
+            slices["place"][part.blocks] = part.turns // part.groups.count
+            slices["data"][part.blocks] = part.groups.data_of(group)
+            slices["parity"][part.blocks] = part.groups.parity
+        self._group = protection.group_of_items()
+        parities = protection.parities
         self._state = np.concatenate((self._state, np.zeros(parities, dtype=np.uint8)))
         self._copies = np.concatenate((self._copies, np.zeros(parities, dtype=np.int64)))
         self._sent_at = np.concatenate((self._sent_at, np.zeros(parities)))
         self._parity = np.zeros((parities, self.size - SEAL_BYTES - _BODY), dtype=np.uint8)
 
     def _write_parity(self, items: Items, frames: Bytes) -> None:
-        assert self._groups is not None
-        turns = items - self.blocks
-        for group in turns[turns < self._groups.count].tolist():
-            self._encode(group)
-        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[turns]
+        assert self._protection is not None
+        for item in items.tolist():
+            part = self._protection.part_of(item)
+            if item < part.first_item + part.groups.count:
+                self._encode(part, item - part.first_item)
+        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[items - self.blocks]
 
-    def _encode(self, group: int) -> None:
+    def _encode(self, part: Part, group: int) -> None:
         """The parity of one group, all of it, when its first is sent."""
-        assert self._groups is not None
-        count, parity = self._groups.count, self._groups.parity
-        members = self._protected[group::count]
+        count, parity = part.groups.count, part.groups.parity
+        members = part.blocks[group::count]
         frames = np.empty((len(members), self.size), dtype=np.uint8)
         self.write(Kind.DATA, members, frames)
-        rows = self._parity[group::count]
+        first = part.first_item - self.blocks
+        rows = self._parity[first + group : first + part.parities : count]
         rows[:, :CODED_FROM] = frames[0, _BODY : _BODY + CODED_FROM]
         rows[:, CODED_FROM:] = fec.encode(frames[:, _BODY + CODED_FROM : self.size - SEAL_BYTES], parity)
         slices = rows[:, : SLICE.itemsize].view(SLICE)[:, 0]
         slices["place"] = len(members) + np.arange(parity)
-        slices["flags"] |= HIGH  # a group may have both, and a block's own follows from its index

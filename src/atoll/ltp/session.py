@@ -528,7 +528,7 @@ class Session:
         way = self._stripe_for(self.settings.datagram_bytes)
         if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
             return None
-        outgoing = self._sender.next(now, self.control, self._flights.loss, self._flights.burst_length)
+        outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
         if outgoing is None or way is None:
             self._flights.handle_limited()
             self._flights.probes = 0
