@@ -143,6 +143,7 @@ class Flights:
             restored=restored,
             in_flight=self.bytes,
             round_ended=heard.round_ended,
+            runs=told.runs,
         )
         self._set_timeout()
 
