@@ -78,7 +78,7 @@ def test_an_outage_is_over_within_a_few_round_trips() -> None:
         over.transfer(20_000_000)
     over.pair.run(20.0 - 0.4 - over.pair.now)
     took, arrived = over.transfer(20_000_000)
-    assert took < 2.0 + over.least(20_000_000) + 9 * ROUND_TRIP
+    assert took < 2.0 + over.least(20_000_000) + 7 * ROUND_TRIP
     assert arrived.present[arrived.high].all()
 
 

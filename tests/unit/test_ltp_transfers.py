@@ -294,6 +294,22 @@ def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
     assert not sent_by(transfer)
 
 
+def test_what_the_last_round_trip_may_lose_is_not_borne_before_it() -> None:
+    """Else a transfer that has lost all it may is not usable once its end has lost some too."""
+    blocks, tail = 2000, 200
+    transfer = outgoing(blocks=blocks, loss=0.02, tail=tail)
+    sent_by(transfer)
+    low = np.setdiff1d(np.arange(blocks), high_indices(blocks, transfer.highs))
+    before = low[low < blocks - tail]
+    borne = len(low) - least(0.97, len(low))
+    transfer.handle_lost(before[:borne])
+    again = sum(len(items) for items, _ in sent_by(transfer))
+    likely = 0.02 * np.count_nonzero(low >= blocks - tail)
+    assert likely < again < 6 * likely
+    transfer.handle_lost(low[low >= blocks - tail][:again])  # as many as were reckoned with
+    assert not sent_by(transfer)
+
+
 def test_lost_low_blocks_go_again_where_their_group_cannot_be_restored_any_more() -> None:
     transfer = outgoing(blocks=200, loss=0.1)
     bursts = sent_by(transfer)
