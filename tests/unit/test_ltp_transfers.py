@@ -42,11 +42,16 @@ def some_high(blocks: int, every: int = 5) -> np.ndarray:
 
 
 def outgoing(
-    blocks: int = 40, settings: Settings = SETTINGS, loss: float = 0.0, tail: int = 10**6, **kw: bool
+    blocks: int = 40,
+    settings: Settings = SETTINGS,
+    loss: float = 0.0,
+    tail: int = 10**6,
+    apart: float = 0.0,
+    **kw: bool,
 ) -> Outgoing:
     count = BLOCK * blocks - 7
     made = Outgoing(settings, 1, 3, 9, values_of(count), some_high(blocks), kw.get("reliable", False))
-    made.begin(loss, 1.0, tail)
+    made.begin(loss, 1.0, tail, apart)
     return made
 
 
@@ -292,6 +297,29 @@ def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
     assert not drops
     transfer.handle_lost(lost)
     assert not sent_by(transfer)
+
+
+def test_a_repair_within_the_last_round_trip_goes_in_copies() -> None:
+    transfer = outgoing(blocks=200, loss=0.03, tail=50, apart=0.01)
+    high = high_indices(200, transfer.highs)
+    for _ in range(15):
+        transfer.take(0.0, 10)
+    early, late = high[:2], high[2:4]
+    transfer.handle_lost(early)
+    taken = transfer.take(0.0, 2)  # 50 blocks and their parity are to follow: more than the tail
+    assert taken is not None
+    assert (taken[1] == early).all()
+    sent_by(transfer)
+    transfer.handle_lost(late)
+    copies: Counter[int] = Counter()
+    for turn in range(100):
+        now = 0.001 * turn
+        transfer.poll(now)
+        taken = transfer.take(now, 7)
+        copies.update(taken[1].tolist() if taken else [])
+        if turn == 5:
+            transfer.handle_acked(late[:1])
+    assert copies == {int(late[0]): 1, int(late[1]): 3}  # one has come before the second copy went
 
 
 def test_what_the_last_round_trip_may_lose_is_not_borne_before_it() -> None:

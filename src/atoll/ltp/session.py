@@ -376,7 +376,7 @@ class Session:
         ]
         if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
             return -math.inf
-        waits += [self._receiver.deadline, self._sender.remind_at, self._ask_due]
+        waits += [self._receiver.deadline, self._sender.due, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -402,8 +402,8 @@ class Session:
             self._probe(now)
         if now >= self._flights.stripes_at:
             self._poll_stripes(now)
-        if now >= self._sender.remind_at:
-            self._sender.remind(now)
+        if now >= self._sender.due:
+            self._sender.poll(now)
         if now >= self._ask_due:
             self._ask_on(now)
         for stripe in range(len(self._paths)):
