@@ -219,14 +219,14 @@ def test_slices_that_contradict_others_have_the_transfer_refused(what: str, firs
 
 
 def test_parity_without_end_is_bounded() -> None:
-    """No more is kept than there are high blocks, and that is counted as the transfer's memory is."""
+    """No more is kept than there are blocks, and that is counted as the transfer's memory is."""
     victim = met()
     _, bursts = genuine(1, 3, rng())
     one = next(frames for frames in bursts if frames[0, 1] == Kind.PARITY)[:1]
-    highs = int(slices_of(one)["highs"][0])
+    blocks = int(slices_of(one)["blocks"][0])
     before = held(victim.session)
     places = np.arange(128, 254)
-    for group in range(highs):  # none of them can be restored: of each two are missing
+    for group in range(blocks):  # none of them can be restored: of each two are missing
         frames = np.repeat(one, len(places), axis=0)
         slices = slices_of(frames)
         slices["group"], slices["data"], slices["parity"] = group, 128, 127
@@ -236,9 +236,8 @@ def test_parity_without_end_is_bounded() -> None:
     assert not victim.got(Refused)
     assert held(victim.session) < before + 4 * EXTENTS[3] * 4 + MARGIN
     (incoming,) = victim.session._receiver._open.values()
-    blocks = int(slices_of(one)["blocks"][0])
     width = one.shape[1] - SEAL_BYTES - HEADER.itemsize - SLICE.itemsize
-    assert blocks * width + highs * width < incoming.bytes < (blocks + 2 * highs) * width
+    assert 2 * blocks * width < incoming.bytes < 3 * blocks * width
     serves(victim, 2)
 
 

@@ -74,7 +74,6 @@ from atoll.wire.linkcontrol import (
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
 __all__ += ["Session", "Status", "StripeChanged"]
 
-PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
 ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
 BYE_COPIES = 3  # sent at once: it is not asked for again
@@ -375,7 +374,7 @@ class Session:
         ]
         if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
             return -math.inf
-        waits += [self._receiver.deadline, self._sender.remind_at, self._ask_due]
+        waits += [self._receiver.deadline, self._sender.due, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -401,8 +400,8 @@ class Session:
             self._probe(now)
         if now >= self._flights.stripes_at:
             self._poll_stripes(now)
-        if now >= self._sender.remind_at:
-            self._sender.remind(now)
+        if now >= self._sender.due:
+            self._sender.poll(now)
         if now >= self._ask_due:
             self._ask_on(now)
         for stripe in range(len(self._paths)):
@@ -437,7 +436,7 @@ class Session:
 
     def _probe(self, now: float) -> None:
         """Has the oldest of what is on its way sent again, past rate and window."""
-        for stripe, transfer, item in self._flights.handle_timeout(now, PROBES):
+        for stripe, transfer, item in self._flights.handle_timeout(now):
             if transfer == CONTROL and self._outbox.resend(item):
                 continue
             if transfer < 0 or not self._sender.probe(transfer, item):
@@ -527,7 +526,7 @@ class Session:
         way = self._stripe_for(self.settings.datagram_bytes)
         if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
             return None
-        outgoing = self._sender.next(now, self.control, self._flights.burst_length)
+        outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
         if outgoing is None or way is None:
             self._flights.handle_limited()
             self._flights.probes = 0

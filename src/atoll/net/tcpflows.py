@@ -310,6 +310,9 @@ class TcpSender:
         return int(sent), int(again)
 
     def close(self) -> None:
+        """End the connection. What has not left is thrown away, or it would be in the way of what is measured
+        next."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
 
