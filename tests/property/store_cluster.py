@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from atoll.store import entries as log_entries
-from atoll.store.arrivals import Answered, absent
 from atoll.store.log import CommitLog, LogState
+from atoll.store.losses import absent
 from atoll.store.outcomes import Outcome
-from atoll.store.shard import ApplyChunks, Asked, CombineChunks, HeldState, Release, ShardState, StepChunks
+from atoll.store.shard import ApplyChunks, CombineChunks, HeldState, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import LostBlocks
 
@@ -87,7 +87,7 @@ class ShardRuntime:
 
     def _check_mean(self, entry: log_entries.Combine, action: CombineChunks) -> None:
         """Block by block, the weight of each counts whose copy that counts delivered it, or had it filled."""
-        losses = action.arrivals or [{}] * len(entry.members)
+        losses = action.losses or [{}] * len(entry.members)
         for chunk in self.state.versions:
             applied, expected = [0.0] * EXTENT, [0.0] * EXTENT
             for member, loss in zip(entry.members, losses, strict=True):
@@ -108,8 +108,7 @@ class ShardRuntime:
             return  # it was told with the mean, or was asked for long ago and comes again
         for chunk in self.state.versions:
             who = worker, pull.incarnation, iteration
-            told = self.state.told_of(Asked(worker, pull), iteration, chunk, EXTENT)
-            assert told == Answered(self.lost.get((who, chunk)))
+            assert self.state.lost_of(worker, pull, iteration, chunk, EXTENT) == self.lost.get((who, chunk))
 
 
 class Cluster:

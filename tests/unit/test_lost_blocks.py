@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.server.payloads import Part, weighted_mean
-from atoll.store.arrivals import Arrival, absent, told_of
+from atoll.store.losses import ChunkLoss, absent, told_of
 from atoll.store.shard import Contribution, HeldState, Runs, ShardState
 from atoll.wire.lost import Spans, flaw, spans_of
-from atoll.wire.messages import CountedRun, LostBlocks, run_of
+from atoll.wire.messages import LostBlocks, run_of
 
 NONE = np.zeros((0, 2), np.int64)
 
@@ -127,8 +127,7 @@ def test_each_lost_element_is_told_once_however_the_chunk_is_asked_for(
         for share, size in enumerate(sizes)
         if size and rng.random() < 0.7
     }
-    members = {share: int(rng.integers(0, 3)) for share in range(shares)}
-    loss = Arrival(shares, runs, {share: member for share, member in members.items() if member})
+    loss = ChunkLoss(shares, runs)
     lost, borne = np.zeros(extent, np.bool_), np.zeros(extent, np.bool_)
     for share, each in runs.items():
         assert not flaw(each, sizes[share])
@@ -143,10 +142,7 @@ def test_each_lost_element_is_told_once_however_the_chunk_is_asked_for(
     told = np.zeros(extent, np.bool_)
     for share in range(asked):
         start, stop = run_of(extent, share, asked)
-        answer, counted = told_of(loss, extent, share, asked, 1)
-        own = asked == shares and members[share] == 1
-        runs_told = [CountedRun(members[each], runs.get(each)) for each in range(shares)]
-        assert list(counted) == ([] if own else runs_told)
+        answer = told_of(loss, extent, share, asked)
         if answer is not None:
             assert not flaw(answer, stop - start)
             told |= elements(spans_of(answer, stop - start, start), extent)
@@ -173,11 +169,11 @@ def test_a_state_from_before_there_were_losses_is_read() -> None:
         "runs": {1: {"shares": 2, "present": b"", "handles": {0: 8}}},
     }
     found = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(old)), Contribution, strict=False)
-    assert found.arrivals == {}
+    assert found.losses == {}
     assert found.runs == {1: Runs(2, b"", {0: 8})}
     state = msgspec.structs.asdict(ShardState([0], "bsp", 0).state())
-    del state["arrivals"]
+    del state["losses"]
     restored = ShardState.restored(
         msgspec.msgpack.decode(msgspec.msgpack.encode({**state, "staged": {}, "members": {}}), type=HeldState)
     )
-    assert restored.state().arrivals == {}
+    assert restored.state().losses == {}

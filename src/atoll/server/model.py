@@ -21,14 +21,15 @@ from atoll.server.optimizer import ShardOptimizer
 from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
 from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
-from atoll.store.arrivals import Answered, absent
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.shard import AnyPull, Asked, HeldState, ShardState
+from atoll.store.losses import absent
+from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (
     Count,
+    LostBlocks,
     Pull,
     PullMean,
     Push,
@@ -300,15 +301,14 @@ class Model:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def push(self, worker: int, push: Push, payload: memoryview | None, member: int = 0) -> tuple[str, bool]:
-        """Stage a chunk of a contribution that a member sends; returns why not, and whether the contribution
-        is now whole."""
+    def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
+        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
         refusal = self._check_gradient(push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
             return refusal, False
-        outcome = self.state.handle_push(worker, push, self._handles + 1, member)
+        outcome = self.state.handle_push(worker, push, self._handles + 1)
         if outcome.keep:
             self._keep(payload)
         for handle in outcome.freed:
@@ -341,16 +341,15 @@ class Model:
         """How many elements a chunk has."""
         return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
 
-    def told_of(self, asked: Asked, chunk: int) -> Answered:
-        """What an answer tells of the asker's own contribution: of that which it is the answer to."""
-        pull = asked.pull
+    def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
+        """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
         if isinstance(pull, PullMean):
             iteration = pull.iteration
         elif self.setup.consistency == "bsp":
-            return Answered()  # it was told with the mean
+            return None  # it was told with the mean
         else:
             iteration = pull.clock - 1
-        return self.state.told_of(asked, iteration, chunk, self.extent(chunk))
+        return self.state.lost_of(worker, pull, iteration, chunk, self.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -423,11 +422,11 @@ class Model:
             (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
             for weight, contribution in action.contributions
         ]
-        if not action.arrivals:
+        if not action.losses:
             return weighted_mean(parts)
         gaps = [
             absent(each.get(chunk), self.extent(chunk), self._places(chunk, present))
-            for each, (_, _, present) in zip(action.arrivals, parts, strict=True)
+            for each, (_, _, present) in zip(action.losses, parts, strict=True)
         ]
         return weighted_mean(parts, gaps)
 

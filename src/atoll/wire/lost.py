@@ -35,13 +35,6 @@ class LostBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.how != BORNE
 
 
-class CountedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of a chunk, as it counts: the member of the contributor who sent it, and what was lost of it."""
-
-    member: Annotated[int, Meta(ge=0, lt=2**53)]
-    lost: LostBlocks | None = None
-
-
 def flaw(lost: LostBlocks, extent: int) -> str:
     """Why this cannot be of a payload of `extent` elements; empty where it can."""
     blocks = -(-extent // lost.block) if lost.block > 0 else 0
