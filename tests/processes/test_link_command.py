@@ -346,20 +346,20 @@ linktester._Turns.take = stop
     assert re.search(rf"^{transport} +[\d.]+ m?s", out, re.MULTILINE)
 
 
-def test_ctrl_c_while_the_command_starts_is_one_line() -> None:
-    code = """
+@pytest.mark.parametrize("module", ["typer", "atoll.net.linktester"])
+def test_ctrl_c_while_the_command_starts_is_one_line(module: str) -> None:
+    code = f"""
 import os, signal, sys
 class Early:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Early())
 from atoll.cli.entry import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
+    asked = [sys.executable, "-c", code, "link", "test", "127.0.0.1:9"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "atoll: stopped by Ctrl-C\n")
 
 
