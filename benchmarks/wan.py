@@ -44,7 +44,7 @@ LARGE, SHORT = 20_000_000, (100_000, 1_000_000)  # bytes
 BURST = 8.0
 OUTAGE, FIRST_OUTAGE, NEXT_OUTAGE = 2.0, 14.0, 7.0  # seconds: how long, when from the lab's start, how often
 STOP, CUBIC_STOP = 60.0, 10.0  # seconds, after which a transfer is given up
-WARM, QUICK_WARM = 3, 1
+WARM, QUICK_WARM = 2, 1
 SLOWER = 1.05  # of the best rival's time, at the most
 FASTER_THAN_CUBIC = 30.0
 DEADLINE = 900.0  # seconds for one case
@@ -88,14 +88,16 @@ class Case:
     @property
     def counts(self) -> dict[str, int]:
         """How many transfers each contestant makes."""
-        cubic = 1 if self.loss else 8
+        cubic = 1 if self.loss else 4
         if self.outage:
-            return dict(zip(CONTESTANTS, (6, 3, 4, 3, 3, 3), strict=True))
-        if self.size in SHORT:
-            return dict(zip(CONTESTANTS, (200, 100, 200, 100, 100, 3), strict=True))
-        if self.rate > 5e8:
-            return dict(zip(CONTESTANTS, (40, 12, 30, 12, 10, cubic), strict=True))
-        return dict(zip(CONTESTANTS, (20, 6, 15, 6, 6, cubic), strict=True))
+            made = (5, 2, 3, 2, 2, 2)
+        elif self.size in SHORT:
+            made = (200, 100, 200, 100, 100, 3)
+        elif self.rate < 5e8:
+            made = (15, 4, 10, 4, 4, cubic)
+        else:
+            made = (40, 10, 25, 8, 8, cubic) if self.round_trip < 0.1 else (25, 6, 15, 6, 5, cubic)
+        return dict(zip(CONTESTANTS, made, strict=True))
 
 
 def cases() -> Iterator[Case]:
