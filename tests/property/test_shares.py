@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from atoll.store.actions import PushOutcome, Release
 from atoll.store.entries import Fenced, Joined
+from atoll.store.losses import ChunkLoss
 from atoll.store.shard import HeldState, ShardState
-from atoll.wire.messages import Push, run_of
+from atoll.wire.messages import LostBlocks, Push, run_of
 
-Run = tuple[int, int, int]  # chunk, share, shares
+Run = tuple[int, int, int, LostBlocks | None, int]  # chunk, share, shares, what this copy lost, its sender
 
 
 class Group:
@@ -57,14 +58,17 @@ class Group:
         self.cut()
 
     def deliver(self) -> bool:
-        waiting = [channel for channel in self.channels.values() if channel]
+        waiting = [(member, channel) for member, channel in self.channels.items() if channel]
         if not waiting:
             return False
-        channel = self.rng.choice(waiting)
+        sender, channel = self.rng.choice(waiting)
         push = channel[0] if self.rng.random() < 0.2 else channel.popleft()  # some come twice
-        outcome = self.state.handle_push(5, push, self.handles + 1)
+        if self.rng.random() < 0.5:  # each copy loses what it loses
+            lost = LostBlocks(1, bytes([self.rng.randint(1, 255)]), self.rng.choice(["borne", "zero"]))
+            push = msgspec.structs.replace(push, lost=lost)
+        outcome = self.state.handle_push(5, push, self.handles + 1, sender)
         assert not outcome.refused
-        self.take((push.chunk, push.share, push.shares), outcome)
+        self.take((push.chunk, push.share, push.shares, push.lost, sender), outcome)
         return True
 
     def take(self, run: Run, outcome: PushOutcome) -> None:
@@ -112,8 +116,12 @@ def test_a_chunk_is_made_of_one_cuts_runs(
         assert group.staged == 1
         assert group.state.staged() == [(5, 9, 0)]
         for runs in group.held.values():
-            chunk, _, shares = runs[0]
-            assert runs == [(chunk, share, shares) for share in range(shares)]
+            chunk, _, shares, _, _ = runs[0]
+            assert [run[:3] for run in runs] == [(chunk, share, shares) for share in range(shares)]
+            lost = {share: run[3] for share, run in enumerate(runs) if run[3] is not None}
+            members = {share: run[4] for share, run in enumerate(runs) if run[4]}
+            came = group.state.state().staged[5, 9][0].losses.get(chunk, ChunkLoss())
+            assert came == ChunkLoss(shares, lost, members)
         assert sorted(runs[0][0] for runs in group.held.values()) == list(range(chunks))
     released = group.state.handle_entry(Fenced(worker=5, incarnation=9))
     handles = [handle for each in released if isinstance(each, Release) for handle in each.handles]

@@ -114,8 +114,8 @@ def _scale_blocks(values: Values, which: Mask, factor: float, block: int) -> Non
 class LastValues:
     """The values of each chunk's blocks that came last; 0 where a block never came.
 
-    Kept by the receiver for filling with `last`, and by a sender with error feedback, which so knows what it
-    was: both ends take the same transfers in the same order, and only blocks that came change anything.
+    Kept by the receiver for filling with `last`. A sender that keeps them too knows what it was: both ends
+    take the same transfers in the same order, and only blocks that came change anything.
     """
 
     def __init__(self) -> None:

@@ -168,6 +168,8 @@ class Flights:
     @property
     def stripes_at(self) -> float:
         """When poll_stripes may have something."""
+        if len(self.stripes) == 1:
+            return math.inf
         return self._used.deadline(self._waits, self._timeout)
 
     def poll_stripes(self, now: float) -> tuple[Poll, list[Told]]:

@@ -16,7 +16,6 @@ import numpy as np
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
 from atoll.ltp.arriving import MOST_BYTES, Receiver
-from atoll.ltp.controls import Handled, Message, Outbox
 from atoll.ltp.events import (
     Arrived,
     Asked,
@@ -36,13 +35,13 @@ from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
 from atoll.ltp.order import Extent
+from atoll.ltp.outbox import Handled, Message, Outbox
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
 from atoll.ltp.sent import ACK, CONTROL, Told
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
-    LTP_VERSION,
     MOST_STRIPES,
     SEAL_BYTES,
     Bytes,
@@ -128,7 +127,7 @@ class Session:
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
-                hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION)
+                hello = Hello(sequence=self._outbox.sequence)
                 self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
     # -- what the application does --------------------------------------------------------------------------
@@ -211,6 +210,7 @@ class Session:
             borne=receiver.borne,
             filled=receiver.filled,
             reason=control.decision.reason,
+            target_reason=control.target_reason,
         )
 
     @property
@@ -302,8 +302,6 @@ class Session:
                 self._ask_at = now
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
-        elif isinstance(message, Hello) and message.version != LTP_VERSION:
-            self.close(now, f"version {message.version} of the protocol, where this end has {LTP_VERSION}")
         elif isinstance(message, Bye):
             self._end(f"the other end has closed it: {message.reason}")
 

@@ -23,9 +23,20 @@ from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.shard import AnyPull, HeldState, ShardState
+from atoll.store.losses import Told, absent
+from atoll.store.shard import AnyPull, Asked, HeldState, ShardState
 from atoll.store.streams import SCALED
-from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup, run_of
+from atoll.wire.lost import flaw
+from atoll.wire.messages import (
+    Count,
+    Pull,
+    PullMean,
+    Push,
+    Replace,
+    SetChunk,
+    Setup,
+    run_of,
+)
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
@@ -289,14 +300,15 @@ class Model:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
-        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
+    def push(self, worker: int, push: Push, payload: memoryview | None, member: int = 0) -> tuple[str, bool]:
+        """Stage a chunk of a contribution that a member sends; returns why not, and whether the contribution
+        is now whole."""
         refusal = self._check_gradient(push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
             return refusal, False
-        outcome = self.state.handle_push(worker, push, self._handles + 1)
+        outcome = self.state.handle_push(worker, push, self._handles + 1, member)
         if outcome.keep:
             self._keep(payload)
         for handle in outcome.freed:
@@ -322,8 +334,23 @@ class Model:
     def run_bytes(self, chunk: int, share: int, shares: int) -> slice:
         """Where the `share`-th of `shares` runs of a chunk lies among its bytes."""
         size = self.optimizer.dtype(chunk).itemsize
-        start, stop = run_of(self.optimizer.nbytes(chunk) // size, share, shares)
+        start, stop = run_of(self.extent(chunk), share, shares)
         return slice(start * size, stop * size)
+
+    def extent(self, chunk: int) -> int:
+        """How many elements a chunk has."""
+        return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
+
+    def told_of(self, asked: Asked, chunk: int) -> Told:
+        """What an answer tells of the asker's own contribution: of that which it is the answer to."""
+        pull = asked.pull
+        if isinstance(pull, PullMean):
+            iteration = pull.iteration
+        elif self.setup.consistency == "bsp":
+            return Told()  # it was told with the mean
+        else:
+            iteration = pull.clock - 1
+        return self.state.told_of(asked, iteration, chunk, self.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -358,7 +385,8 @@ class Model:
         expected = run.stop - run.start
         got = payload.nbytes if payload is not None else 0
         if got == expected and (payload is not None or shares > 1):  # a run may be empty
-            return ""
+            lost = message.lost if isinstance(message, Push) else None
+            return flaw(lost, expected // self.optimizer.dtype(chunk).itemsize) if lost is not None else ""
         return _wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
 
     def _keep(self, payload: memoryview | None) -> None:
@@ -395,7 +423,9 @@ class Model:
             (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
             for weight, contribution in action.contributions
         ]
-        return weighted_mean(parts)
+        if not action.losses:
+            return weighted_mean(parts)
+        return weighted_mean(parts, [absent(each.get(chunk), self.extent(chunk)) for each in action.losses])
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

@@ -91,9 +91,10 @@ class Stepper:
         run = model.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
-                self._send_mean(peer, chunk, pull, run)
+                self._send_mean(peer, asked, chunk, run)
                 reach("shard.answered", pull.iteration)
             return
+        told = model.told_of(asked, chunk)
         self._peers.send(
             peer,
             messages.Parameters(
@@ -103,13 +104,16 @@ class Stepper:
                 staleness=model.state.staleness_of(worker),
                 share=pull.share,
                 shares=pull.shares,
+                asked=pull.clock,
+                lost=told.lost,
+                counted=list(told.counted),
             ),
             model.lend(chunk)[run],
         )
         reach("shard.answered", pull.clock - 1)
 
-    def _send_mean(self, peer: bytes, chunk: int, pull: messages.PullMean, run: slice) -> None:
-        mean = self._model.mean
+    def _send_mean(self, peer: bytes, asked: Asked, chunk: int, run: slice) -> None:
+        mean, told, pull = self._model.mean, self._model.told_of(asked, chunk), asked.pull
         assert mean is not None
         values, present = mean.chunks[chunk]
         self._peers.send(
@@ -122,6 +126,8 @@ class Stepper:
                 samples=mean.samples,
                 share=pull.share,
                 shares=pull.shares,
+                lost=told.lost,
+                counted=list(told.counted),
             ),
             payload_of(values)[run],
         )

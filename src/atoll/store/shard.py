@@ -10,9 +10,10 @@ import msgspec
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
+from atoll.store.losses import ChunkLoss, Told, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
-from atoll.wire.messages import Count
+from atoll.wire.messages import Count, LostBlocks
 
 __all__ = [
     "Action",
@@ -46,6 +47,8 @@ class Runs(msgspec.Struct, forbid_unknown_fields=True):
     shares: Count
     present: bytes
     handles: dict[int, Count]
+    lost: dict[int, LostBlocks] = {}  # by share: of those that have lost something
+    members: dict[int, Count] = {}  # by share: who sent it; member 0 where it is not said
 
 
 class Contribution(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,15 +57,19 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     expected: Count
     parts: Parts = {}
     runs: dict[int, Runs] = {}  # by chunk: those that are here in part
+    losses: dict[
+        int, ChunkLoss
+    ] = {}  # whole chunks that came in runs, or not from member 0, or lost something
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
     def copy(self) -> Contribution:
         runs = {
-            chunk: Runs(each.shares, each.present, dict(each.handles)) for chunk, each in self.runs.items()
+            chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost), dict(each.members))
+            for chunk, each in self.runs.items()
         }
-        return Contribution(self.expected, dict(self.parts), runs)
+        return Contribution(self.expected, dict(self.parts), runs, dict(self.losses))
 
     def handles(self) -> list[int]:
         """Of all that is here."""
@@ -94,6 +101,7 @@ class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     combined: int
     mean_of: list[Count]
     replaced: dict[int, Parts]
+    losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
 
 class ShardState:
@@ -117,6 +125,8 @@ class ShardState:
         self._combined = -1  # the iteration whose mean is there, not yet stepped
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
+        # How the latest `limit` contributions that count have come: by iteration and chunk.
+        self._losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
         self._pulls: dict[Waiting, messages.Pull] = {}
         self._mean_pulls: dict[Waiting, messages.PullMean] = {}
 
@@ -141,6 +151,7 @@ class ShardState:
             combined=self._combined,
             mean_of=sorted(self._mean_of),
             replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
+            losses={key: dict(iterations) for key, iterations in self._losses.items()},
         )
 
     @classmethod
@@ -152,6 +163,7 @@ class ShardState:
         shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
         shard._combined, shard._mean_of = state.combined, frozenset(state.mean_of)
         shard._replaced = {worker: dict(parts) for worker, parts in state.replaced.items()}
+        shard._losses = {key: dict(iterations) for key, iterations in state.losses.items()}
         return shard
 
     def refusal(self, worker: int, incarnation: int) -> str:
@@ -162,8 +174,9 @@ class ShardState:
 
     # -- what workers send --------------------------------------------------------------------------------
 
-    def handle_push(self, worker: int, push: messages.Push, handle: int) -> PushOutcome:
-        """A chunk of a contribution, or a share of one. Its worker's Joined may still be on its way."""
+    def handle_push(self, worker: int, push: messages.Push, handle: int, member: int = 0) -> PushOutcome:
+        """A chunk of a contribution, or a share of one, from a member. Its worker's Joined may still be on
+        its way."""
         if push.chunk not in self.versions:
             return PushOutcome(refused=f"this shard does not hold chunk {push.chunk}")
         refusal = self.refusal(worker, push.incarnation)
@@ -190,7 +203,7 @@ class ShardState:
                 refused=f"worker {worker} announced {contribution.expected} chunks of iteration "
                 f"{push.iteration}, and now {push.chunks_in_all}, or sends more"
             )
-        outcome = _add(contribution, worker, push, handle)
+        outcome = _add(contribution, worker, member, push, handle)
         if outcome.keep:
             self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
         return outcome
@@ -301,7 +314,7 @@ class ShardState:
             return []
         return self._fence(entry)
 
-    def _take(self, worker: int, incarnation: int, iteration: int) -> Parts:
+    def _take(self, worker: int, incarnation: int, iteration: int) -> Contribution:
         """A contribution that the log counts. Its parts are the action's, then to be released."""
         member = self._members.get(worker)
         if member is None or member.incarnation != incarnation or member.clock != iteration:
@@ -310,24 +323,31 @@ class ShardState:
             )
         member.clock = iteration + 1
         if not self.versions:
-            return {}
+            return Contribution(0)
         contribution = self._staged.get((worker, incarnation), {}).pop(iteration, None)
         if contribution is None or not contribution.is_whole():
             raise StoreError(
                 f"the log counts iteration {iteration} of worker {worker}, whose chunks are not staged here"
             )
-        return contribution.parts
+        self._note_losses((worker, incarnation), iteration, contribution.losses)
+        return contribution
+
+    def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
+        """Remember what was lost of a contribution as long as it may be asked for."""
+        held = {at: each for at, each in self._losses.pop(key, {}).items() if at > iteration - self.limit}
+        held[iteration] = losses
+        self._losses[key] = held
 
     def _combine(self, entry: Combine) -> list[Action]:
-        taken = [
-            (member.weight, self._take(member.worker, member.incarnation, entry.iteration))
-            for member in entry.members
-        ]
+        members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
+        taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
+        losses = [found.losses for found in members] if any(found.losses for found in members) else []
         self._combined = entry.iteration
         self._mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(member.weight for member in entry.members)
         samples = sum(member.samples for member in entry.members)
-        return [CombineChunks(entry.iteration, taken, weight, samples), *_release(*(p for _, p in taken))]
+        combine = CombineChunks(entry.iteration, taken, weight, samples, losses)
+        return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: Step) -> list[Action]:
         if entry.iteration != self._combined:
@@ -354,7 +374,7 @@ class ShardState:
         return actions
 
     def _apply(self, entry: Apply) -> list[Action]:
-        parts = self._take(entry.worker, entry.incarnation, entry.iteration)
+        parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts
         self._members[entry.worker].staleness = entry.staleness
         for chunk in parts:
             self.versions[chunk] += 1
@@ -381,6 +401,8 @@ class ShardState:
         for waiting in (self._pulls, self._mean_pulls):
             for asking in [each for each in waiting if self.refusal(*each[:2])]:
                 del waiting[asking]
+        for key in [key for key in self._losses if self.refusal(*key)]:
+            del self._losses[key]
         gone: list[int] = []
         for key in [key for key in self._staged if self.refusal(*key)]:
             for contribution in self._staged.pop(key).values():
@@ -403,6 +425,15 @@ class ShardState:
         """How stale a live worker's last contribution was, in global iterations."""
         return self._members[worker].staleness
 
+    def told_of(self, asked: Asked, iteration: int, chunk: int, extent: int) -> Told:
+        """What was lost of the asker's contribution to an iteration, and who sent it: of the share that is
+        asked for of a chunk of `extent` elements. Only of the latest `limit` that count is anything known."""
+        pull = asked.pull
+        found = self._losses.get((asked.worker, pull.incarnation), {}).get(iteration)
+        if found is None:
+            return Told()
+        return told_of(found.get(chunk, ChunkLoss()), extent, pull.share, pull.shares, asked.member)
+
     def staged(self) -> list[tuple[int, int, int]]:
         """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
         return [
@@ -418,7 +449,9 @@ class ShardState:
         return means + [Asked(worker, pull, member) for (worker, _, member), pull in self._pulls.items()]
 
 
-def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
+def _add(
+    contribution: Contribution, worker: int, member: int, push: messages.Push, handle: int
+) -> PushOutcome:
     """Put a chunk that is not there yet, or a run of it, into a contribution.
 
     A group's ring only ever gets smaller, when a member dies; those who are left cut the chunk into fewer
@@ -440,11 +473,17 @@ def _add(contribution: Contribution, worker: int, push: messages.Push, handle: i
             f"{push.iteration} has gradients for other parameters than the shares before it"
         )
     runs.handles[push.share] = handle
+    if push.lost is not None:
+        runs.lost[push.share] = push.lost
+    if member:
+        runs.members[push.share] = member
     if len(runs.handles) < runs.shares:
         contribution.runs[push.chunk] = runs
         return PushOutcome(keep=True, freed=freed)
     contribution.runs.pop(push.chunk, None)
     contribution.parts[push.chunk] = (handle, push.present)
+    if runs.lost or runs.members or runs.shares > 1:
+        contribution.losses[push.chunk] = ChunkLoss(runs.shares, runs.lost, runs.members)
     joins = tuple(runs.handles[share] for share in range(runs.shares)) if runs.shares > 1 else ()
     return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 

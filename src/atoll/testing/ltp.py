@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from atoll.ltp.blocks import mean_abs
 from atoll.ltp.events import Arrived, Delivered, Event, Lost
-from atoll.ltp.feedback import Feedback
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import Extent
 from atoll.ltp.replay import ReplayWindow
@@ -334,7 +333,8 @@ class Ledger:
         self.receiver = pair.server if way == "up" else pair.client
         assert self.sender.session is not None
         self.settings = self.sender.session.settings
-        self._feedback: dict[int, Feedback] | None = {} if feedback else None
+        assert not (feedback and self.settings.fill == "rescale"), "both make up for what was lost"
+        self._held: dict[int, Values] | None = {} if feedback else None  # by chunk
         self._last = LastValues()
         self.given: dict[int, Sums] = {}  # chunk: everything that was to be sent
         self.applied: dict[int, Sums] = {}
@@ -347,12 +347,10 @@ class Ledger:
         """A transfer of this gradient and what was held of the chunk; `share` of its blocks are high, those
         with the largest mean |g|."""
         block = payload_bytes(self.settings.datagram_bytes) // gradient.itemsize
-        self.given[chunk] = self.given.get(chunk, 0) + gradient.astype(np.float64)
         values = gradient.copy()
-        if self._feedback is not None:
-            if chunk not in self._feedback:
-                self._feedback[chunk] = Feedback(len(gradient), block, gradient.dtype, self.settings.fill)
-            values = self._feedback[chunk].outgoing(gradient)
+        self.given[chunk] = self.given.get(chunk, 0) + gradient.astype(np.float64)
+        if self._held is not None:
+            values += self._held.pop(chunk, np.zeros_like(values))
         high = None if share is None or reliable else high_blocks(mean_abs(values, block), share)
         self._iterations += 1
         assert self.sender.session is not None
@@ -383,12 +381,14 @@ class Ledger:
             )
         else:
             self._compare(sent, event, sent.arrived)
-        if self._feedback is None:
+        if self._held is None:
             return
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
-        filled = self._last.of(sent.chunk)
-        filled = np.zeros_like(sent.values) if filled is None else filled
-        self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)
+        last = self._last.of(sent.chunk)
+        filled = last if event.fill == "last" and last is not None else 0
+        missing = np.repeat(event.missing, block)[: len(sent.values)]
+        short = np.where(missing, sent.values - filled, 0).astype(sent.values.dtype)
+        self._held[sent.chunk] = self._held.get(sent.chunk, np.zeros_like(short)) + short
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
 
     @staticmethod
@@ -432,10 +432,10 @@ class Ledger:
             assert sent.arrived is not None, f"transfer {transfer} has not arrived"
             assert sent.delivered is not None, f"the sender does not know that transfer {transfer} arrived"
             self._compare(sent, sent.delivered, sent.arrived)
-        if self._feedback is None:
+        if self._held is None:
             return
         for chunk, given in self.given.items():
-            held = self._feedback[chunk].held.astype(np.float64)
+            held = self._held.get(chunk, np.zeros(len(given))).astype(np.float64)
             np.testing.assert_array_equal(given, self.applied[chunk] + held, err_msg=f"chunk {chunk}")
 
     @property
