@@ -43,8 +43,8 @@ RIVALS = (RELIABLE, BBR, STREAMS, GLOO, CUBIC)
 LARGE, SHORT = 20_000_000, (100_000, 1_000_000)  # bytes
 BURST = 8.0
 OUTAGE, FIRST_OUTAGE, NEXT_OUTAGE = 2.0, 14.0, 7.0  # seconds: how long, when from the lab's start, how often
-STOP, CUBIC_STOP = 60.0, 10.0  # seconds, after which a transfer is given up
-WARM, QUICK_WARM = 2, 1
+STOP, CUBIC_STOP = 60.0, 8.0  # seconds, after which a transfer is given up
+WARM = 2
 SLOWER = 1.05  # of the best rival's time, at the most
 FASTER_THAN_CUBIC = 30.0
 DEADLINE = 900.0  # seconds for one case
@@ -88,15 +88,15 @@ class Case:
     @property
     def counts(self) -> dict[str, int]:
         """How many transfers each contestant makes."""
-        cubic = 1 if self.loss else 4
+        cubic = 1 if self.loss else 3
         if self.outage:
-            made = (5, 2, 3, 2, 2, 2)
+            made = (4, 1, 2, 1, 1, 1)
         elif self.size in SHORT:
-            made = (200, 100, 200, 100, 100, 3)
+            made = (200, 50, 100, 50, 50, 2)
         elif self.rate < 5e8:
-            made = (15, 4, 10, 4, 4, cubic)
+            made = (12, 3, 8, 3, 3, cubic)
         else:
-            made = (40, 10, 25, 8, 8, cubic) if self.round_trip < 0.1 else (25, 6, 15, 6, 5, cubic)
+            made = (30, 6, 15, 5, 5, cubic) if self.round_trip < 0.1 else (20, 4, 10, 4, 3, cubic)
         return dict(zip(CONTESTANTS, made, strict=True))
 
 
@@ -352,7 +352,7 @@ def main() -> int:
                 for name, count in case.counts.items()
                 if not args.contestant or name in args.contestant
             }
-            made, emulator = run(case, counts, QUICK_WARM if args.quick else WARM, folder)
+            made, emulator = run(case, counts, WARM, folder)
             new = records(case, made, emulator)
             print("\n".join(map(line, new)), flush=True)
             found = merged(found, new)
