@@ -73,6 +73,10 @@ class Case:
             return f"{said}, outage of {self.outage:g} s"
         return f"{said}, {100 * self.loss:g} % lost" + (f" in bursts of {self.burst:g}" * (self.burst > 1))
 
+    def is_meant(self, text: str) -> bool:
+        """Whether this is the case of that name, or, where there is none, has it in its name."""
+        return text == self.name or (text in self.name and text not in {case.name for case in cases()})
+
     @property
     def least(self) -> float:
         """Seconds: the bytes at the link's rate, one round trip, and the outage."""
@@ -327,11 +331,11 @@ def merged(before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> l
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has one of these in it")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases of these names, or with one of these in them")
     parser.add_argument("--contestant", nargs="+", metavar="NAME", choices=CONTESTANTS, help="these alone")
     parser.add_argument("--list", action="store_true", help="print the cases, and measure nothing")
     args = parser.parse_args()
-    chosen = [case for case in cases() if not args.only or any(text in case.name for text in args.only)]
+    chosen = [case for case in cases() if not args.only or any(case.is_meant(text) for text in args.only)]
     if args.list or not chosen:
         print("\n".join(case.name for case in (chosen or cases())))
         return 0 if chosen else 2
