@@ -331,7 +331,7 @@ def merged(before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> l
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases of these names, or with one of these in them")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases of these names, or parts of names")
     parser.add_argument("--contestant", nargs="+", metavar="NAME", choices=CONTESTANTS, help="these alone")
     parser.add_argument("--list", action="store_true", help="print the cases, and measure nothing")
     args = parser.parse_args()
