@@ -20,14 +20,18 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# What must be survived is survived over both transports.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+	ATOLL_TEST_TRANSPORT=ltp $(BIN)/python -m pytest -m "soak or not soak" \
+		$(wildcard tests/processes/test_survival_*.py)
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
 			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
-			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py; do \
+			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
+			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	@echo "== benchmarks/staleness.py --strategy ps-hra"; $(BIN)/python benchmarks/staleness.py --strategy ps-hra

@@ -11,11 +11,19 @@ from collections.abc import Callable
 import numpy as np
 
 from atoll.ltp.events import Event
+from atoll.ltp.order import Extent
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import HEADER, Bytes, records_of, split_untrusted
 
-EXTENTS = {0: 40_000, 1: 331, 2: 1}
+EXTENTS = {0: 40_000, 1: 331, 2: 1}  # chunk: elements
+
+
+def of_float32(extents: dict[int, int] | None) -> dict[int, Extent] | None:
+    """Chunks of so many float32."""
+    if extents is None:
+        return None
+    return {chunk: Extent(elements, np.dtype(np.float32)) for chunk, elements in extents.items()}
 
 
 class Wire:
@@ -32,20 +40,20 @@ class Wire:
         extents: dict[int, int] | None = EXTENTS,
         drop: Callable[[bool, Burst, float], np.ndarray] | None = None,
     ) -> None:
-        settings = settings or Settings()
+        settings, known = settings or Settings(), of_float32(extents)
         self.now, self.delay, self.drop = 0.0, delay, drop
         self.jitter: Callable[[], float] = lambda: 0.0
         rng = np.random.default_rng(seed)
         paths = [("server", stripe) for stripe in range(stripes)]
         self.client = Session(
-            settings, session=7, client=True, stripes=stripes, extents=extents, rng=rng, now=0.0, paths=paths
+            settings, session=7, client=True, stripes=stripes, extents=known, rng=rng, now=0.0, paths=paths
         )
         self.server = Session(
             server_settings or settings,
             session=7,
             client=False,
             stripes=stripes,
-            extents=extents,
+            extents=known,
             rng=rng,
             now=0.0,
         )

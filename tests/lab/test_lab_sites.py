@@ -122,6 +122,39 @@ def test_only_direct_links_carry_packets(labs: Labs) -> None:
     assert "nowhere to go: 5 packets" in out
 
 
+# Both ends of a connection say what its congestion control is.
+CONTROL = """
+import socket, sys, time
+first, worker = sys.argv[1:]
+if worker == "0":
+    with socket.create_server((first, 7000)) as server:
+        server.settimeout(60)
+        stream, _ = server.accept()
+else:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            stream = socket.create_connection((first, 7000), timeout=60)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "waited 60 s for the other"
+            time.sleep(0.05)
+name = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+print("control", name.rstrip(b"\\0").decode())
+"""
+
+
+def test_sites_have_the_congestion_control_that_is_asked_for(labs: Labs) -> None:
+    there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    for name in there:
+        topology = f'congestion_control = "{name}"\n{TWO}'
+        status, out, err = labs.run(labs.python(CONTROL, "{first}", "{worker}"), topology)
+        assert (status, out.count(f"control {name}\n")) == (0, 2), out + err
+    status, out, err = labs.run(["true"], f'congestion_control = "none-such"\n{TWO}')
+    assert status == 2
+    assert f"congestion_control: this kernel has no 'none-such'; it has {', '.join(there)}" in err
+
+
 def test_a_command_is_told_where_it_is(labs: Labs) -> None:
     topology = TWO.replace('name = "berlin"', 'name = "berlin"\nworkers = 2\nspeed = [1.0, 0.25]')
     words = ["{site}", "{index}", "{worker}", "{workers}", "{sites}", "{address}", "{first}", "{other}", "{"]

@@ -8,10 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from losing import LosingServer
 from mortal import DEADLINE, Mortal, begin_life, train_in
 
 from atoll.core import points
@@ -51,6 +53,8 @@ def _live(
 ) -> None:
     """A shard's life, in a process of its own."""
     begin_life(who, folder, kills)
+    if "loses" in options:  # this process is of this shard alone
+        server.TunnelServer = partial(LosingServer, options.pop("loses"))  # type: ignore[misc, assignment]
     try:
         server.serve(
             shard,
@@ -68,7 +72,8 @@ def _live(
 
 class MortalRun(Mortal[Kill]):
     """A hub on a thread, and shards as processes, each `replicas` times; a shard that is killed is started
-    again, `pause` seconds later. `options` go to `serve`; `keeps` is whether shards have directories."""
+    again, `pause` seconds later. `options` go to `serve`; `keeps` is whether shards have directories, and
+    `loses` what their links lose (losing.py)."""
 
     def __init__(
         self,

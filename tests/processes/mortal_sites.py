@@ -7,11 +7,14 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
+from atoll.core.config import LinkOptions
 from atoll.server import main as server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
@@ -28,7 +31,7 @@ class Kill:
     nth: int = 1
 
 
-def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: float) -> None:
+def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: float, loses: bool) -> None:
     """A shard's life, in a process of its own."""
     begin_life(who, folder, kills)
     options: dict[str, Any] = {
@@ -39,8 +42,12 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
         "goes_on": lambda line: print(line, flush=True),
     }
     if who in NAMES:
-        server.serve_site(who, address, **options)
+        # The transport itself loses nothing for good; what it is said to have lost is the same in every run.
+        link = LinkOptions(transport="ltp", usable=1.0) if loses else None
+        server.serve_site(who, address, link=link, **options)
     else:
+        if loses:  # this process is of this shard alone
+            server.TunnelServer = partial(LosingServer, lost_by_content)  # type: ignore[misc, assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
 
 
@@ -56,7 +63,10 @@ class MortalSites(Mortal[Kill]):
         patience: float = 10.0,
         snapshot_seconds: float = 60.0,
         sites: int = 2,
+        loses: bool = False,
     ) -> None:
+        """`loses`: the global shards' links lose blocks of what the sites send up."""
+        self._loses = loses
         self._sites = Counter(site_of(rank, sites) for rank in range(workers))
         super().__init__(folder, workers, shards, kills, patience, sites=self._sites)
         self._seconds = snapshot_seconds
@@ -69,7 +79,7 @@ class MortalSites(Mortal[Kill]):
         self._processes[who].kill()
 
     def _life(self, who: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return _live, (who, self.address, self.folder, self.kills, self._seconds)
+        return _live, (who, self.address, self.folder, self.kills, self._seconds, self._loses)
 
     def _goes_on(self, who: str, code: int) -> bool | None:
         if code == 0 and who in self._sites:

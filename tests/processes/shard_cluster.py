@@ -6,10 +6,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import torch
+from losing import Loses, LosingServer
 from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
@@ -31,12 +33,18 @@ class Cluster:
     """Shards in threads, without a hub."""
 
     def __init__(
-        self, shards: int, workers: int, prepare: Callable[[Shard], None] = lambda _: None, **options: Any
+        self,
+        shards: int,
+        workers: int,
+        prepare: Callable[[Shard], None] = lambda _: None,
+        loses: Loses | None = None,
+        **options: Any,
     ) -> None:
-        """`prepare` is called for each before it serves."""
+        """`prepare` is called for each before it serves; `loses` says what their links lose."""
         self.stop = threading.Event()
+        make_server = Server if loses is None else partial(LosingServer, loses)
         self.servers = [
-            Server("tcp://127.0.0.1:0", None, limit=2**24, name=f"shard {i}") for i in range(shards)
+            make_server("tcp://127.0.0.1:0", keys=None, limit=2**24, name=f"shard {i}") for i in range(shards)
         ]
         log = self.servers[0].address
         self.shards = [

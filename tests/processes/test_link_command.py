@@ -22,6 +22,7 @@ import pytest
 
 from atoll.core.errors import PeerLostError, UserError
 from atoll.ltp.events import Delivered
+from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net import linkserver, linktester, ltpflows, tcpflows
 from atoll.net.keys import make_keys, write_keys
@@ -81,6 +82,19 @@ class Served:
         found = re.search(r"tcp://(\S+), ", self.line)
         assert found, (self.line, self.process.communicate(timeout=DEADLINE))
         self.address = found[1]
+
+    def struck_by(self, what: str) -> str:
+        """Code by which a test sends this signal to the server when it has three transfers."""
+        return f"""
+import os, signal
+from atoll.net import linktester
+take = linktester._Turns.take
+def strike(turns):
+    take(turns)
+    if len(turns.outcome.turns) == 3:
+        os.kill({self.process.pid}, signal.{what})
+linktester._Turns.take = strike
+"""
 
     def end(self, signum: int = signal.SIGINT) -> tuple[int, str, str]:
         self.process.send_signal(signum)
@@ -290,7 +304,10 @@ def test_the_port_for_transfers_is_taken() -> None:
             holder.close()
         holder.close()
         said = mistake("serve", "--listen", f"127.0.0.1:{port}")
-    assert said == f"cannot take TCP connections at 127.0.0.1:{port + 1}: Address already in use"
+    assert said == (
+        f"link server: another process has TCP port {port + 1} of 127.0.0.1 already, to which transfers come "
+        f"(--listen's port and 1): give another port, or stop that one"
+    )
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ltp"])
@@ -316,20 +333,43 @@ def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], t
     assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
 
 
+@pytest.mark.parametrize("transport", ["tcp", "ltp"])
+def test_a_link_that_is_dead_is_noticed_by_its_silence(transport: str) -> None:
+    """A server that stands still keeps its connections: only its silence tells."""
+    with served() as server:
+        asked = ("test", server.address, "--transport", transport, "--bytes", "1e6", "--timeout", "3s")
+        began = time.monotonic()
+        status, out, err = run(*asked, "--count", "10000", code=server.struck_by("SIGSTOP"))
+        assert time.monotonic() - began < DEADLINE  # and --deadline is two minutes
+    assert status == 1
+    assert err == (
+        f"atoll: link server at tcp://{server.address} is silent: nothing came for 3 s (--timeout), though "
+        "it speaks each second\n"
+    )
+    assert re.search(rf"^{transport} +[\d.]+ m?s", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["typer", "atoll.net.linktester"])
+def test_ctrl_c_while_the_command_starts_is_one_line(module: str) -> None:
+    code = f"""
+import os, signal, sys
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Early())
+from atoll.cli.entry import main
+main()
+"""
+    asked = [sys.executable, "-c", code, "link", "test", "127.0.0.1:9"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "atoll: stopped by Ctrl-C\n")
+
+
 def test_what_was_measured_before_the_server_died_is_printed() -> None:
     with served() as server:
         asked = ("test", server.address, "--transport", "tcp", "--bytes", "1e4", "--count", "10000")
-        code = f"""
-import os, signal
-from atoll.net import linktester
-take = linktester._Turns.take
-def die(turns):
-    take(turns)
-    if len(turns.outcome.turns) == 3:
-        os.kill({server.process.pid}, signal.SIGKILL)
-linktester._Turns.take = die
-"""
-        status, out, err = run(*asked, "--json", code=code)
+        status, out, err = run(*asked, "--json", code=server.struck_by("SIGKILL"))
     assert (status, err.count("\n")) == (1, 1), err
     assert re.match(r"atoll: link server at .* is gone: the connection was lost", err), err
     assert 3 <= json.loads(out)["transports"][0]["transfers"] < 10000
@@ -387,7 +427,7 @@ def test_a_transport_that_is_lost_does_not_end_the_others(monkeypatch: pytest.Mo
 
 def _knowing_chunk_0(opens: Callable[..., Any]) -> Callable[..., Any]:
     def made(*arguments: Any, **named: Any) -> Any:
-        return opens(*arguments, **{**named, "extents": {0: 2500}})
+        return opens(*arguments, **{**named, "extents": {0: Extent(2500, np.dtype(np.float32))}})
 
     return made
 

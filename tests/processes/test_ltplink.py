@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import RunError, UserError
-from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused
+from atoll.ltp.events import Arrived, Asked, Delivered, Event, Lost, Migrated, Refused, StripeChanged
 from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
 from atoll.net import linksession, ltplink
@@ -406,6 +406,38 @@ def test_what_is_lost_goes_again_or_is_told() -> None:
         whole = np.repeat(arrived.present, arrived.block)[:SIZE]
         assert np.array_equal(arrived.values[whole], sent[whole])
         assert there.status().session.lost > 10
+
+
+def test_a_stripe_whose_port_is_shut_is_not_used_until_it_is_open() -> None:
+    shut = threading.Event()
+    settings = Settings(initial_rate=5e6, idle_seconds=2.0)
+    with (
+        links(stripes=2) as pair,
+        Relay(pair.server.addresses[1], lambda _data, _count: int(not shut.is_set())) as relay,
+    ):
+        here = pair.server.open(7, SECRET, None, False, settings=settings)
+        addresses = [pair.server.addresses[0], relay.address]
+        there = pair.client.open(7, SECRET, addresses, True, settings=settings)
+        carries(there, here)
+        shut.set()
+        seen: list[Event] = []
+        began, sent = time.monotonic(), 0
+        while not [each for each in seen if isinstance(each, StripeChanged)]:  # and nothing waits for it
+            sent += 1
+            there.send(3, sent, values(sent), reliable=True)
+            assert np.array_equal(wait_for(here, Arrived).values, values(sent))
+            wait_for(there, Delivered, seen)
+            assert time.monotonic() - began < SOON
+        (changed,) = [each for each in seen if isinstance(each, StripeChanged)]
+        assert (changed.stripe, changed.used) == (1, False)
+        until = time.monotonic() + settings.idle_seconds
+        while time.monotonic() < until:  # long after a silence that ends a session
+            carries(there, here)
+            carries(here, there)
+        shut.clear()
+        changed = wait_for(there, StripeChanged)
+        assert (changed.stripe, changed.used) == (1, True)
+        carries(there, here)
 
 
 def test_the_client_comes_from_another_address_in_mid_transfer() -> None:

@@ -118,3 +118,47 @@ def test_each_contribution_of_two_sites_counts_once(
         assert_equal(other, one)
     names = ("worker 0", "worker 1", "worker 2", "site 'paris'", "site 'berlin'")
     assert counted(tmp_path) == dict.fromkeys(names, ITERATIONS)
+
+
+# -- what is lost on the way up, and held back -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["bsp", pytest.param("asp", marks=pytest.mark.soak)])
+def unharmed_losing(
+    request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any]]:
+    (one, *_) = run_losing(pool, tmp_path_factory.mktemp("losing"), [], request.param)
+    return request.param, one
+
+
+def run_losing(
+    pool: WorkerPool, folder: Path, kills: list[Kill], consistency: str, **options: Any
+) -> list[dict[str, Any]]:
+    """Each payload loses what it loses, however often it is sent; under asp there is one site alone."""
+    sites = 2 if consistency == "bsp" else 1
+    return run_with(pool, folder, kills, consistency, workers=sites + 1, sites=sites, loses=True, **options)
+
+
+LOSING = [
+    ("shard.journalled", "site.answered"),
+    ("site.passes", "shard.logged"),
+    ("site.passed", "shard.answered"),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [LOSING[0], *(pytest.param(*points, marks=pytest.mark.soak) for points in LOSING[1:])],
+)
+def test_what_a_site_holds_back_survives_its_shard(
+    pool: WorkerPool,
+    unharmed_losing: tuple[str, dict[str, Any]],
+    tmp_path: Path,
+    first: str,
+    second: str,
+) -> None:
+    """Once it goes on from its journal from the beginning, and once from a state in there."""
+    consistency, expected = unharmed_losing
+    kills = [Kill("paris", first, 2), Kill("paris", second, 5, nth=2), Kill("shard 0", "shard.logged", 4)]
+    for result in run_losing(pool, tmp_path, kills, consistency, snapshot_seconds=0.1):
+        assert_equal(result, expected)

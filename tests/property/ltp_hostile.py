@@ -34,6 +34,7 @@ from atoll.wire.datagrams import (
     write_headers,
 )
 from atoll.wire.linkcontrol import AnyControl, Challenge, Closed, decode_untrusted, encode
+from ltp_wire import of_float32
 
 SESSION = 9
 SETTINGS = Settings(datagram_bytes=300, idle_seconds=5.0)
@@ -63,7 +64,7 @@ class Victim:
             session=SESSION,
             client=client,
             stripes=STRIPES,
-            extents=extents,
+            extents=of_float32(extents),
             rng=np.random.default_rng(seed),
             now=0.0,
             paths=[("peer", stripe) for stripe in range(STRIPES)] if client else [],

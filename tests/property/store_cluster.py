@@ -13,12 +13,17 @@ import msgspec
 
 from atoll.store import entries as log_entries
 from atoll.store.log import CommitLog, LogState
+from atoll.store.losses import absent
 from atoll.store.outcomes import Outcome
 from atoll.store.shard import ApplyChunks, CombineChunks, HeldState, Release, ShardState, StepChunks
 from atoll.wire import messages
+from atoll.wire.messages import LostBlocks
 
 LR = [{"lr": 0.1}]
 Contribution = tuple[int, int, int]  # worker, incarnation, iteration
+BLOCKS, BLOCK = 3, 2  # of each chunk, and elements of a block; the last has one
+EXTENT = BLOCKS * BLOCK - 1
+IN_FLIGHT = 2
 
 
 @dataclass
@@ -44,6 +49,7 @@ class ShardRuntime:
         self.held: dict[int, tuple[Any, ...]] = {}
         self.entries: list[log_entries.Entry] = []
         self.counted: Counter[Contribution] = Counter()
+        self.lost: dict[tuple[Contribution, int], LostBlocks | None] = {}  # of what counts, by chunk
         self._handles = 0
 
     def keep(self, *content: Any) -> int:
@@ -62,6 +68,7 @@ class ShardRuntime:
                 assert [weight for weight, _ in action.contributions] == [m.weight for m in entry.members]
                 for member, (_, parts) in zip(entry.members, action.contributions, strict=True):
                     self._count((member.worker, member.incarnation, entry.iteration), parts)
+                self._check_mean(entry, action)
             elif isinstance(action, ApplyChunks):
                 assert isinstance(entry, log_entries.Apply)
                 self._count((entry.worker, entry.incarnation, entry.iteration), action.chunks)
@@ -73,9 +80,35 @@ class ShardRuntime:
     def _count(self, who: Contribution, parts: dict[int, tuple[int, bytes]]) -> None:
         assert set(parts) == set(self.state.versions)
         for chunk, (handle, present) in parts.items():
-            assert self.held[handle] == ("push", *who, chunk)
+            assert self.held[handle][:-1] == ("push", *who, chunk)
             assert present == bytes([who[0]])
+            self.lost[who, chunk] = self.held[handle][-1]
         self.counted[who] += 1
+
+    def _check_mean(self, entry: log_entries.Combine, action: CombineChunks) -> None:
+        """Block by block, the weight of each counts whose copy that counts delivered it, or had it filled."""
+        losses = action.losses or [{}] * len(entry.members)
+        for chunk in self.state.versions:
+            applied, expected = [0.0] * EXTENT, [0.0] * EXTENT
+            for member, loss in zip(entry.members, losses, strict=True):
+                lost = self.lost[(member.worker, member.incarnation, entry.iteration), chunk]
+                gone = {at for start, stop in absent(loss.get(chunk), EXTENT) for at in range(start, stop)}
+                for at in range(EXTENT):
+                    applied[at] += member.weight * (at not in gone)
+                    borne = lost is not None and lost.how == "borne" and lost.missing[0] >> at // BLOCK & 1
+                    expected[at] += 0.0 if borne else member.weight
+            assert applied == expected
+
+    def check_told(self, worker: int, pull: messages.Pull | messages.PullMean) -> None:
+        """The answer to a pull tells what was lost of the copy that counts."""
+        mean = isinstance(pull, messages.PullMean)
+        iteration = pull.iteration if isinstance(pull, messages.PullMean) else pull.clock - 1
+        newest = max((k for w, i, k in self.counted if (w, i) == (worker, pull.incarnation)), default=-1)
+        if not mean and (self.state.consistency == "bsp" or iteration <= newest - IN_FLIGHT):
+            return  # it was told with the mean, or was asked for long ago and comes again
+        for chunk in self.state.versions:
+            who = worker, pull.incarnation, iteration
+            assert self.state.lost_of(worker, pull, iteration, chunk, EXTENT) == self.lost.get((who, chunk))
 
 
 class Cluster:
@@ -92,8 +125,9 @@ class Cluster:
         chunks: int,
         edits: bool,
         repeats: float,
+        losses: float = 0.0,
     ) -> None:
-        self.rng = rng
+        self.rng, self.losses = rng, losses
         self.consistency, self.slack, self.target = consistency, slack, target
         self.workers = workers
         self.edits, self.repeats = edits, repeats
@@ -101,7 +135,7 @@ class Cluster:
         self.homes = homes
         holders = [shard for shard in range(shards) if homes[shard]]
         self.log = CommitLog(consistency, slack, workers, shards, holders=holders)
-        self.shards = [ShardRuntime(ShardState(held, consistency, slack, 2)) for held in homes]
+        self.shards = [ShardRuntime(ShardState(held, consistency, slack, IN_FLIGHT)) for held in homes]
         self.channels: dict[tuple[str, ...], deque[tuple[Any, bool]]] = {}
         self.alive: dict[int, Worker] = {}
         self.fences: list[tuple[int, int]] = []
@@ -119,12 +153,13 @@ class Cluster:
 
     # -- workers ------------------------------------------------------------------------------------------
 
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, moves: bool = False) -> None:
+        """`moves`: as CommitLog.handle_join has it."""
         self._incarnations += 1
         new = Worker(worker, self._incarnations)
         new.program = self._run(new)
         self.alive[worker] = new
-        self._send(new, 0, ("join", new.incarnation))
+        self._send(new, 0, ("join", new.incarnation, moves))
         new.wait = next(new.program)
 
     def _send(self, worker: Worker, shard: int, message: Any) -> None:
@@ -288,7 +323,7 @@ class Cluster:
         outcome = None
         refused = ""
         if isinstance(message, tuple):
-            outcome = self.log.handle_join(worker, message[1])
+            outcome = self.log.handle_join(worker, message[1], moves=message[2])
         elif isinstance(message, messages.Commit):
             outcome = self.log.handle_commit(worker, message)
         elif isinstance(message, messages.Step):
@@ -317,7 +352,11 @@ class Cluster:
 
     def _push_arrives(self, worker: int, shard: int, push: messages.Push) -> str:
         runtime = self.shards[shard]
-        handle = runtime.keep("push", worker, push.incarnation, push.iteration, push.chunk)
+        if self.losses and self.rng.random() < self.losses:  # each copy loses what it loses
+            how = self.rng.choice(["borne", "borne", "zero"])
+            lost = LostBlocks(BLOCK, bytes([self.rng.randint(1, 2**BLOCKS - 1)]), how)
+            push = msgspec.structs.replace(push, lost=lost)
+        handle = runtime.keep("push", worker, push.incarnation, push.iteration, push.chunk, push.lost)
         pushed = runtime.state.handle_push(worker, push, handle)
         if not pushed.keep:
             del runtime.held[handle]
@@ -334,6 +373,7 @@ class Cluster:
 
     def _answer(self, shard: int, worker: int, pull: messages.Pull | messages.PullMean) -> None:
         state = self.shards[shard].state
+        self.shards[shard].check_told(worker, pull)
         if isinstance(pull, messages.PullMean):
             self._hear(worker, pull.incarnation, "mean", pull.iteration, shard)
             return

@@ -1,4 +1,5 @@
-"""A link's shares: max-min by weights, and never more in force than the link, whatever comes when."""
+"""A link's shares: alike among sites, max-min by weights within one, and never more in force than the link,
+whatever comes when."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from atoll.ltp.grants import ASK_SECONDS, GRANT_SECONDS, MOST_SENDERS, RENEWED, 
 LINK = 125e6
 rates = st.one_of(st.just(math.inf), st.floats(1e3, 1e9))
 weights = st.floats(0.1, 10)
+SITES = ("paris", "paris", "paris", "paris", "paris", "oslo", "oslo", "rome", "rome")  # of sessions 0 to 8
 
 
 @given(st.dictionaries(st.integers(0, 50), st.tuples(rates, weights), min_size=1, max_size=20))
@@ -45,7 +47,7 @@ class Link(RuleBasedStateMachine):
 
     @rule(session=st.integers(0, 8), weight=weights, wanted=rates)
     def ask(self, session, weight, wanted):
-        assert self.grants.handle_ask(self.now, session, weight, wanted)
+        assert self.grants.handle_ask(self.now, session, weight, wanted, SITES[session])
         self.asked[session] = self.now + ASK_SECONDS
 
     @rule(session=st.integers(0, 8))
@@ -64,10 +66,10 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: any(until > self.now for until in self.asked.values()))
     @rule()
     def settle(self):
-        """With nobody new, everybody has a fair share after three lives of a grant."""
+        """With nobody new, every site has the same after three lives of a grant, however many send there."""
         now_asking = [session for session, until in self.asked.items() if until > self.now]
         for session in now_asking:
-            self.grants.handle_ask(self.now, session)
+            self.grants.handle_ask(self.now, session, site=SITES[session])
             self.asked[session] = self.now + ASK_SECONDS
         last: dict[int, float] = {}
         for _ in range(60):
@@ -76,8 +78,9 @@ class Link(RuleBasedStateMachine):
                 last[grant.session] = grant.rate
                 self.held.append((self.now + grant.seconds, grant.session, grant.rate))
             self.never_above_the_link()
-        fair = (1 - RESERVE) * LINK / len(now_asking)
+        sites = [SITES[session] for session in now_asking]
         for session in now_asking:
+            fair = (1 - RESERVE) * LINK / len(set(sites)) / sites.count(SITES[session])
             assert last[session] == pytest.approx(fair, rel=0.06)
 
     @invariant()

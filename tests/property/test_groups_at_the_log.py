@@ -21,12 +21,20 @@ class Grouped(Cluster):
 
     A contributor whose Committed names a new grouping makes no other iteration. The new one of its members
     joins once all of them are there. Old ones are fenced when their members are in new ones: under BSP all
-    at once, once all new ones have joined.
+    at once, once all new ones have joined. With `newcomer`, one more worker comes while the run goes, which
+    decisions concern once it trains.
     """
 
     def __init__(
-        self, rng: random.Random, consistency: str, workers: int, groupings: int, **more: Any
+        self,
+        rng: random.Random,
+        consistency: str,
+        workers: int,
+        groupings: int,
+        newcomer: bool = False,
+        **more: Any,
     ) -> None:
+        self.newcomer = workers if newcomer else -1  # its rank, until it has come
         self.members: dict[int, list[int]] = {worker: [worker] for worker in range(workers)}
         self.grouping_of: dict[int, int] = dict.fromkeys(range(workers), 0)
         self.left_to_decide, self.decided = groupings, 0
@@ -37,8 +45,8 @@ class Grouped(Cluster):
         self.unfenced: dict[int, int] = {}  # contributor -> incarnation
         super().__init__(rng, consistency, 1, workers, target=8, chunks=3, edits=False, **more)
 
-    def start(self, worker: int) -> None:
-        super().start(worker)
+    def start(self, worker: int, moves: bool = False) -> None:
+        super().start(worker, moves)
         self.unfenced[worker] = self.alive[worker].incarnation
 
     # -- what members do ----------------------------------------------------------------------------------
@@ -69,14 +77,29 @@ class Grouped(Cluster):
     def deliver_one(self) -> bool:
         if self.left_to_decide and not self.forming and self.rng.random() < 0.3:
             self._decide()
+        if self.newcomer >= 0 and self.begun and self.rng.random() < 0.02:
+            self._comes()
         return super().deliver_one()
+
+    def _comes(self) -> None:
+        worker, self.newcomer = self.newcomer, -1
+        self.members[worker], self.grouping_of[worker] = [worker], self.decided
+        self.arrived.add(worker)
+        self.start(worker)
+
+    def _trains(self, worker: int) -> bool:
+        """A newcomer has begun: the hub hears it from its heartbeats."""
+        return worker < self.workers or self.alive[worker].wait != ("start", 0)
 
     def _decide(self) -> None:
         if len({self.grouping_of[each] for each in self.unfenced}) > 1 or not self.begun:
             return  # the one before is still being moved to
         self.left_to_decide -= 1
         self.decided += 1
-        workers = sorted(set(range(self.workers)) - self.left)
+        there = {worker for worker in self.members if worker <= self.workers and self._trains(worker)}
+        workers = sorted(there - self.left)
+        if self.workers in self.members and self.workers not in there:
+            self.grouping_of[self.workers] = self.decided  # it is told to stay where it is
         self.rng.shuffle(workers)
         cuts = sorted({0, len(workers), *(self.rng.randrange(len(workers) + 1) for _ in range(2))})
         self.forming = [workers[start:stop] for start, stop in pairwise(cuts)]
@@ -88,10 +111,10 @@ class Grouped(Cluster):
                 continue
             self.forming.remove(group)
             if living:
-                number = len(self.members) + 3  # above the workers'
+                number = len(self.members) + 7  # above the workers'
                 self.members[number], self.grouping_of[number] = living, self.decided
                 self.waiting -= set(living)
-                self.start(number)
+                self.start(number, moves=True)
         self._fence_old()
 
     def _from_worker(self, worker: int, incarnation: int, shard: int, message: Any) -> None:
@@ -120,10 +143,14 @@ def check_each_worker(cluster: Grouped) -> None:
     group at a time, and never again through one that it has left."""
     entries = cluster.log.entries
     if cluster.consistency == "bsp":
+        late: list[list[int]] = []
         combined = [entry for entry in entries if isinstance(entry, Combine)]
         for entry in combined:
             parts = sorted(worker for each in entry.members for worker in cluster.members[each.worker])
-            assert parts == list(range(cluster.workers)), entry
+            assert parts[: cluster.workers] == list(range(cluster.workers)), entry
+            late.append(parts[cluster.workers :])
+        came = late.index([cluster.workers]) if [cluster.workers] in late else len(late)
+        assert late == [[]] * came + [[cluster.workers]] * (len(late) - came), "the newcomer's iterations"
         assert [entry.iteration for entry in combined] == list(range(cluster.target))
         assert all(entry.accepted for entry in entries if isinstance(entry, Step))
     for worker in range(cluster.workers):
@@ -141,6 +168,7 @@ def check_each_worker(cluster: Grouped) -> None:
     workers=st.integers(1, 5),
     shards=st.integers(1, 3),
     groupings=st.integers(0, 3),
+    newcomer=st.booleans(),
     repeats=st.sampled_from([0.0, 0.3]),
     restarts=st.sets(st.integers(0, 400), max_size=4),
 )
@@ -150,10 +178,13 @@ def test_groups_take_one_anothers_place_and_nothing_is_lost(
     workers: int,
     shards: int,
     groupings: int,
+    newcomer: bool,
     repeats: float,
     restarts: set[int],
 ) -> None:
-    cluster = Grouped(random.Random(seed), consistency, workers, groupings, shards=shards, repeats=repeats)
+    cluster = Grouped(
+        random.Random(seed), consistency, workers, groupings, newcomer, shards=shards, repeats=repeats
+    )
     run(cluster, [], restarts)
     check(cluster)
     check_each_worker(cluster)

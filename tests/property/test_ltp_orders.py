@@ -122,7 +122,9 @@ def check_death(schedule: Schedule, seed: int, who: int) -> None:
     pair = hand.pair
     dead, left = ((pair.client, pair.server), (pair.server, pair.client))[who]
     pair.kill(dead)
-    pair.run_until(lambda: lost(left), SMALL.idle_seconds + 2)
+    pair.run_until(
+        lambda: lost(left), SMALL.idle_seconds + 2
+    )  # which the ledgers see, and look at their books
     assert left.session
     pair.run(3.0)  # what is still on its way comes to nobody
     assert not pair.step(pair.now + 1000), "an end whose session is lost still wants something"

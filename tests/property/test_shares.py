@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from atoll.store.actions import PushOutcome, Release
 from atoll.store.entries import Fenced, Joined
+from atoll.store.losses import ChunkLoss
 from atoll.store.shard import HeldState, ShardState
-from atoll.wire.messages import Push, run_of
+from atoll.wire.messages import LostBlocks, Push, run_of
 
-Run = tuple[int, int, int]  # chunk, share, shares
+Run = tuple[int, int, int, LostBlocks | None]  # chunk, share, shares, what was lost of this copy of it
 
 
 class Group:
@@ -62,9 +63,12 @@ class Group:
             return False
         channel = self.rng.choice(waiting)
         push = channel[0] if self.rng.random() < 0.2 else channel.popleft()  # some come twice
+        if self.rng.random() < 0.5:  # each copy loses what it loses
+            lost = LostBlocks(1, bytes([self.rng.randint(1, 255)]), self.rng.choice(["borne", "zero"]))
+            push = msgspec.structs.replace(push, lost=lost)
         outcome = self.state.handle_push(5, push, self.handles + 1)
         assert not outcome.refused
-        self.take((push.chunk, push.share, push.shares), outcome)
+        self.take((push.chunk, push.share, push.shares, push.lost), outcome)
         return True
 
     def take(self, run: Run, outcome: PushOutcome) -> None:
@@ -112,8 +116,11 @@ def test_a_chunk_is_made_of_one_cuts_runs(
         assert group.staged == 1
         assert group.state.staged() == [(5, 9, 0)]
         for runs in group.held.values():
-            chunk, _, shares = runs[0]
-            assert runs == [(chunk, share, shares) for share in range(shares)]
+            chunk, _, shares, _ = runs[0]
+            assert [run[:3] for run in runs] == [(chunk, share, shares) for share in range(shares)]
+            lost = {share: run[3] for share, run in enumerate(runs) if run[3] is not None}
+            expected = ChunkLoss(shares, lost) if lost else None
+            assert group.state.state().staged[5, 9][0].losses.get(chunk) == expected
         assert sorted(runs[0][0] for runs in group.held.values()) == list(range(chunks))
     released = group.state.handle_entry(Fenced(worker=5, incarnation=9))
     handles = [handle for each in released if isinstance(each, Release) for handle in each.handles]

@@ -141,6 +141,7 @@ def check_streams(cluster: Cluster) -> None:
     shards=st.integers(1, 3),
     edits=st.booleans(),
     repeats=st.sampled_from([0.0, 0.3]),
+    losses=st.sampled_from([0.0, 0.5]),
     deaths=DEATHS,
     restarts=st.sets(st.integers(0, 250), min_size=1, max_size=10),
 )
@@ -151,12 +152,14 @@ def test_from_a_journals_states_all_goes_on_as_if_nothing_had_been(
     shards: int,
     edits: bool,
     repeats: float,
+    losses: float,
     deaths: list[tuple[int, bool]],
     restarts: set[int],
 ) -> None:
     edits = edits and consistency == "bsp"
     unharmed, mortal = (
-        Cluster(random.Random(seed), consistency, 1, workers, shards, 4, 4, edits, repeats) for _ in range(2)
+        Cluster(random.Random(seed), consistency, 1, workers, shards, 4, 4, edits, repeats, losses)
+        for _ in range(2)
     )
     run(unharmed, deaths)
     run(mortal, deaths, restarts)
@@ -176,6 +179,7 @@ def test_from_a_journals_states_all_goes_on_as_if_nothing_had_been(
     slack=st.integers(0, 3),
     edits=st.booleans(),
     repeats=st.sampled_from([0.0, 0.3]),
+    losses=st.sampled_from([0.0, 0.5]),
     deaths=DEATHS,
 )
 def test_any_interleaving_with_deaths(
@@ -187,10 +191,11 @@ def test_any_interleaving_with_deaths(
     slack: int,
     edits: bool,
     repeats: float,
+    losses: float,
     deaths: list[tuple[int, bool]],
 ) -> None:
     cluster = Cluster(
-        random.Random(seed), consistency, slack, workers, shards, 4, chunks, edits=edits, repeats=repeats
+        random.Random(seed), consistency, slack, workers, shards, 4, chunks, edits, repeats, losses
     )
     run(cluster, deaths)
     check(cluster)

@@ -26,6 +26,7 @@ READS: dict[str, str] = {
     "observe/recorder.py": _RECORDED,
     "server/main.py": _RECORDED,
     "server/shard.py": _RECORDED,
+    "server/sitereport.py": _RECORDED,
     "server/snapshot.py": "which of two whole snapshots is the newer one, for who looks at them from outside",
     "net/udp.py": "the kernel tells by it when a datagram came",
     "train/session.py": _RECORDED,

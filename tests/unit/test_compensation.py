@@ -19,7 +19,8 @@ from atoll.server.payloads import payload_of
 from atoll.server.snapshot import OpenRecord, Snapshots, latest, restore
 from atoll.store.entries import Apply, Fenced, Joined
 from atoll.tensors.binding import specs_of
-from atoll.wire.messages import Push, SetChunk, Setup, plain_hyperparameters
+from atoll.wire.lost import spans_of
+from atoll.wire.messages import LostBlocks, Push, SetChunk, Setup, plain_hyperparameters
 
 RATE, FACTOR, SIZE = 0.5, 2.0, 6
 
@@ -70,11 +71,17 @@ def contribute(
     closes: bool = True,
     behind: int = 0,
     incarnation: int = 0,
+    lost: LostBlocks | None = None,
 ) -> Tensor:
     """A contribution, as the log counts it; the chunk's values after it."""
     incarnation = incarnation or worker + 3
-    push = Push(incarnation=incarnation, iteration=iteration, chunk=0, chunks_in_all=1, present=b"\1")
-    assert model.push(worker, push, payload_of(gradient(number))) == ("", True)
+    push = Push(
+        incarnation=incarnation, iteration=iteration, chunk=0, chunks_in_all=1, present=b"\1", lost=lost
+    )
+    sent = gradient(number)
+    for start, stop in spans_of(lost, SIZE) if lost is not None else ():
+        sent[start:stop] = 0
+    assert model.push(worker, push, payload_of(sent)) == ("", True)
     entry = Apply(
         worker=worker,
         incarnation=incarnation,
@@ -117,6 +124,18 @@ def test_a_gradient_is_brought_to_the_parameters_that_its_step_is_made_from() ->
     torch.testing.assert_close(fifth, fourth - RATE * made_up(5, fourth, third))
     late = contribute(model, 1, 1, 6)
     torch.testing.assert_close(late, fifth - RATE * made_up(6, fifth, second))
+
+
+def test_of_what_was_lost_nothing_is_made_up() -> None:
+    """A lost block's zeros stay zeros, however far its parameters have moved on."""
+    start = gradient(99)
+    model = model_of(start)
+    first = contribute(model, 0, 0, 1)
+    second = contribute(model, 1, 0, 2)
+    third = contribute(model, 0, 1, 3, lost=LostBlocks(2, b"\5", "borne"))
+    expected = second - RATE * made_up(3, second, first)
+    assert torch.equal(third[[0, 1, 4, 5]], second[[0, 1, 4, 5]])
+    torch.testing.assert_close(third[2:4], expected[2:4])
 
 
 def test_nothing_is_made_up_without_a_factor_or_under_bsp() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from atoll.core.config import Config, load_config, to_toml
+from atoll.cli import services
+from atoll.core.config import MOST_STRIPES, Config, Fill, LinkOptions, load_config, to_toml
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from atoll.ltp import settings as settings_module
+from atoll.ltp.settings import Settings
+from atoll.wire import datagrams
 
 
 def write(path: Path, text: str) -> Path:
@@ -194,3 +199,74 @@ def test_quantities_for_people() -> None:
         "3 min 12 s",
         "2 h 1 min",
     ]
+
+
+# -- [link] -----------------------------------------------------------------------------------------------
+
+SERVED_LTP = ["run.strategy=server", "link.transport=ltp"]
+
+
+def test_the_link_is_resolved() -> None:
+    assert load_config(environment={}).link_options == LinkOptions()
+    given = ["link.high=0.25", "link.rate=1Gbit/s", "link.stripes=2", "link.feedback=false", "link.fill=last"]
+    options = load_config(settings=[*SERVED_LTP, *given], environment={}).link_options
+    assert options == LinkOptions(
+        transport="ltp", high=0.25, rate=1.25e8, stripes=2, feedback=False, fill="last"
+    )
+    assert options.lossy
+    assert not options.holds_back
+    reliable = load_config(settings=[*SERVED_LTP, "link.reliable=true"], environment={}).link_options
+    assert not reliable.lossy
+    assert not reliable.holds_back
+
+
+def test_the_links_defaults_are_the_transports() -> None:
+    """Who sets nothing should get the transport that is documented."""
+    own, settings = LinkOptions(), Settings()
+    for name in ("fill", "fill_above", "usable", "target_loss"):
+        assert getattr(own, name) == getattr(settings, name), name
+    assert MOST_STRIPES == datagrams.MOST_STRIPES
+    assert get_args(Fill) == get_args(settings_module.Fill)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["link.transport=udp"], "link.transport: no such choice 'udp' (one of: tcp, ltp)"),
+        (["link.transport=ltcp"], "link.transport: no such choice 'ltcp'; did you mean"),
+        (["link.high=1.5"], "link.high: '1.5' is neither a share between 0 and 1 nor auto"),
+        (["link.high=most"], "link.high: 'most' is neither a share between 0 and 1 nor auto"),
+        (["link.usable=2"], "link.usable: expected `float` <= 1"),
+        (["link.stripes=0"], "link.stripes: expected"),
+        (["link.stripes=9"], "link.stripes: expected"),
+        (["link.rate=fast"], "link.rate: 'fast' is not a rate; write it like 1Gbit/s"),
+        (["link.rate=0Mbit/s"], "link.rate: must be more than 0"),
+        (["link.fil=zero"], "no key 'link.fil'; did you mean 'link.fill'?"),
+        ([*SERVED_LTP, "link.fill=rescale"], "link.fill 'rescale' makes up for what was lost, and so does "),
+        ([*SERVED_LTP, "link.fill=last"], "link.fill 'last' puts an old value where one is lost, and "),
+        ([*SERVED_LTP, "link.target_loss=0.2"], "link.target_loss = 0.2 is above link.fill_above = 0.03"),
+        (["link.transport=ltp"], "link.transport 'ltp' is the way to the shards of a parameter server"),
+        (["link.transport=ltp", "run.strategy=hierarchical"], "strategy 'hierarchical' has not: set run."),
+    ],
+)
+def test_a_link_that_makes_no_sense_is_refused_in_one_line(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(settings=given, environment={})
+    assert said.replace("`", "") in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"site": "paris", "link_rate": "1Gbit/s"}, "--link-rate and --udp-port go with --shard"),
+        ({"site": "paris", "udp_port": 47800}, "--link-rate and --udp-port go with --shard"),
+        ({"shard": 0, "config": "atoll.toml"}, "--config FILE goes with --site"),
+        ({"site": "paris", "config": "nowhere.toml"}, "nowhere.toml: cannot read the configuration"),
+    ],
+)
+def test_what_a_shard_cannot_do_with_a_link_is_said_before_it_looks_for_the_hub(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        services.server("tcp://127.0.0.1:1", **options)

@@ -35,7 +35,14 @@ def names_in(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("page", "at_least"),
-    [("architecture.md", 26), ("lab.md", 4), ("link.md", 6), ("ltp.md", 20), ("ltp-rates.md", 5)],
+    [
+        ("architecture.md", 26),
+        ("lab.md", 4),
+        ("link.md", 6),
+        ("ltp.md", 20),
+        ("ltp-rates.md", 5),
+        ("ltp-training.md", 3),
+    ],
 )
 def test_every_function_that_a_page_names_exists(page: str, at_least: int) -> None:
     places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))

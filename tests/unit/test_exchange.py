@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
+from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk, bind_model, specs_of
 from atoll.train.exchange import AsyncExchange, Connection, bytes_of, gradient_as_it_lies
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution
 from atoll.train.shards import Handler
-from atoll.wire.messages import AnyMessage, Commit, Committed, Parameters, Pull, Push, Used
+from atoll.wire.messages import AnyMessage, Commit, Committed, LostBlocks, Parameters, Pull, Push, Used
 
 
 def chunk_of(*tensors: Tensor) -> BoundChunk:
@@ -76,10 +77,19 @@ class FakeShards:
         self.handlers[kind] = handler
 
     def send(
-        self, _shard: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        _shard: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
     ) -> None:
+        assert lossy is None
         self.sent.append((message, payload, until))
         self.unanswered.add(until)
+
+    def block_elements(self, _dtype: str) -> int:
+        return 4
 
     def answered(self, until: Hashable) -> None:
         self.unanswered.discard(until)
@@ -147,7 +157,9 @@ class Pipelined:
     def answer(self, clock: int, value: float) -> list[tuple[AnyMessage, memoryview | None]]:
         return [
             (
-                Parameters(clock=clock, chunk=each.chunk.id, version=clock, staleness=float(clock)),
+                Parameters(
+                    clock=clock, asked=clock, chunk=each.chunk.id, version=clock, staleness=float(clock)
+                ),
                 bytes_of(torch.full((each.chunk.extent,), value)),
             )
             for each in self.bound
@@ -242,3 +254,28 @@ def test_a_parameter_that_the_script_changes_is_noticed_before_anything_leaves()
     with pytest.raises(UserError, match="parameter 'a' was changed by the script"):
         one.step()
     assert len(one.shards.sent) == sent
+
+
+def test_an_answer_to_the_pull_before_is_not_taken_for_this_one_s() -> None:
+    """A shard that came back answers once more, with a later clock; what was lost of the contribution stands
+    in the answer to this pull alone."""
+    run = Pipelined()
+    parameters, told = run.exchange.parameters, list[tuple[int, int, bool]]()
+    parameters.told_lost = lambda iteration, chunk, lost: told.append((iteration, chunk, lost is not None))
+
+    def answer(asked: int, clock: int, lost: LostBlocks | None, chunks: slice) -> None:
+        for each in run.bound[chunks]:
+            flat = torch.full((each.chunk.extent,), float(clock))
+            message = Parameters(clock=clock, asked=asked, chunk=each.chunk.id, version=clock, lost=lost)
+            run.shards.handlers[Parameters](0, message, bytes_of(flat))
+
+    parameters.pull(5)
+    answer(5, 5, None, slice(None))
+    parameters.publish()
+    parameters.pull(6)
+    answer(5, 6, None, slice(1))
+    answer(6, 6, LostBlocks(4, b"\1", "borne"), slice(1, None))
+    assert not parameters.have_arrived
+    answer(6, 6, LostBlocks(4, b"\1", "borne"), slice(1))
+    assert parameters.have_arrived
+    assert sorted(told) == [(4, 0, False), (4, 1, False), (5, 0, True), (5, 1, True)]

@@ -12,16 +12,18 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import CheckpointError
 from atoll.train.channel import Channel
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.lossy import LossyPushes
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.regrouping import GroupState, Leases
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.solo import SoloChannel
-from atoll.train.uplink import Uplink
+from atoll.train.uplink import Uplink, Wanted
 from atoll.wire.messages import Leased, run_of
 
 SECONDS = 30.0
@@ -101,6 +103,12 @@ def chunks() -> list[Any]:
     ]
 
 
+def made(kind: Wanted, ring: Any) -> Uplink:
+    """An uplink that spreads answers: it sends nothing."""
+    sends: Any = SimpleNamespace()
+    return Uplink(kind, ring, sends, chunks(), LossyPushes((), {}, LinkOptions(), lambda _dtype: 1))
+
+
 @pytest.mark.parametrize("kind", ["leader", "members"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_some_are_answered_all_have_whole(kind: Any, world: int) -> None:
@@ -108,7 +116,7 @@ def test_what_some_are_answered_all_have_whole(kind: Any, world: int) -> None:
 
     def act(channel: Channel) -> dict[int, torch.Tensor]:
         ring: Any = SimpleNamespace(place=channel.place, world=world, agreement=channel)
-        uplink = Uplink(kind, ring, SimpleNamespace(), chunks())  # type: ignore[arg-type]
+        uplink = made(kind, ring)
         role = uplink.role(5)
         runs = None
         if role.talks:
@@ -125,10 +133,7 @@ def test_what_some_are_answered_all_have_whole(kind: Any, world: int) -> None:
 
 
 def test_one_member_leads_and_the_lot_changes() -> None:
-    members = [
-        Uplink("leader", SimpleNamespace(place=Place(rank, 3)), SimpleNamespace(), chunks())  # type: ignore[arg-type]
-        for rank in range(3)
-    ]
+    members = [made("leader", SimpleNamespace(place=Place(rank, 3))) for rank in range(3)]
     leaders = []
     for iteration in range(30):
         roles = [member.role(iteration) for member in members]

@@ -175,6 +175,11 @@ WRONG = [
     # Seed, hub
     ("seed = -1\n" + SITES, "seed: -1 is not a whole number from 0 to 2^63 - 1"),
     ("seed = 1.5\n" + SITES, "seed: 1.5 is not a whole number"),
+    (
+        'congestion_control = "Cubic!"\n' + SITES,
+        "congestion_control: 'Cubic!' is not TCP's congestion control",
+    ),
+    ("congestion_control = 1\n" + SITES, "congestion_control: 1 is not TCP's congestion control"),
     ("seed = true\n" + SITES, "seed: True is not a whole number"),
     (f"seed = 0x{'f' * 5000}\n" + SITES, "seed: a number of over 30 digits is not a whole number"),
     (SITES + "[hub]\n", 'hub: names no site; write site = "paris"'),

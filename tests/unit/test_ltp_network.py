@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from atoll.ltp.events import Lost, Migrated, Opened
+from atoll.ltp.events import Lost, Migrated, Opened, StripeChanged
 from atoll.ltp.settings import Fill, Settings
 from atoll.sim import LinkModel
 from atoll.testing.ltp import (
@@ -249,6 +249,110 @@ def test_a_blackout_of_five_seconds(ways: tuple[Way, ...]) -> None:
     ledger.check()
     assert not has(pair.client, Lost)
     assert not has(pair.server, Lost)
+
+
+# -- stripes -----------------------------------------------------------------------------------------------
+
+
+def dead(stripe: int, ways: Sequence[Way] = WAYS) -> Tap:
+    """A tap by which nothing comes through on this stripe."""
+
+    def tap(passing: Passing) -> Bytes:
+        gone = passing.stripe == stripe and passing.way in ways
+        return passing.frames[:0] if gone else passing.frames
+
+    return tap
+
+
+def used(end: End) -> list[tuple[int, bool]]:
+    """Which stripes this end has told not to be used, or to be used again."""
+    return [(event.stripe, event.used) for event in end.events if isinstance(event, StripeChanged)]
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+@pytest.mark.parametrize("ways", [("up",), ("down",), WAYS])
+@pytest.mark.parametrize("at", [-1.0, 0.01])
+def test_a_stripe_that_is_dead_is_not_used(stripe: int, ways: tuple[Way, ...], at: float) -> None:
+    """From the beginning, or from amidst a transfer on: what went over it goes again over the others."""
+    settings = replace(SMALL, idle_seconds=3.0, initial_rate=12e6)
+    pair = Pair(settings, LINK, stripes=3)
+    if at < 0:
+        pair.sealed_taps.append(dead(stripe, ways))
+    opened(pair)
+    ledgers = Ledger(pair), Ledger(pair, "down")
+    for ledger in ledgers:
+        for chunk in range(2):
+            ledger.send(chunk, blocks(pair, 800, chunk))
+    if at > 0:
+        pair.run(at)
+        pair.sealed_taps.append(dead(stripe, ways))
+    assert not any(sent.arrived for ledger in ledgers for sent in ledger.sent.values())
+    assert pair.run_until(lambda: all(ledger.done for ledger in ledgers), LONG) < 3.0
+    for ledger in ledgers:
+        ledger.check()
+    pair.run(5.0)
+    assert used(pair.client) == [(stripe, False)]
+    assert f"stripe {stripe}" in the(pair.client, StripeChanged).reason
+    before = pair.client.sent + pair.server.sent
+    pair.run(20.0)  # many times the silence that ends a session
+    assert pair.client.sent + pair.server.sent - before < 150
+    again = transfers(pair, 1, 200), transfers(pair, 1, 200, way="down")
+    assert not any(has(end, Lost) for end in (pair.client, pair.server))
+    assert all(ledger.done for ledger in again)
+
+
+def test_transfers_over_a_stripe_that_is_known_to_be_dead_take_no_longer() -> None:
+    pair = opened(Pair(SMALL, LINK, stripes=2))
+    transfers(pair, 2, 200)
+    begun = pair.now
+    transfers(pair, 2, 200)
+    whole = pair.now - begun
+    pair.sealed_taps.append(dead(1))
+    transfers(pair, 2, 200)
+    pair.run(3.0)
+    begun = pair.now
+    transfers(pair, 2, 200)
+    assert pair.now - begun < 1.5 * whole
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+def test_a_stripe_that_answers_again_is_used_again(stripe: int) -> None:
+    pair = opened(Pair(SMALL, LINK, stripes=2))
+    transfers(pair, 1, 200)
+    pair.sealed_taps.append(tap := dead(stripe))
+    transfers(pair, 1, 400)
+    pair.run(5.0)
+    assert used(pair.client) == [(stripe, False)]
+    pair.sealed_taps.remove(tap)
+    pair.run_until(lambda: used(pair.client) == [(stripe, False), (stripe, True)], 3.0)
+    where = ("server", stripe, 0)
+    before = pair.client.sent_bytes[where]
+    transfers(pair, 1, 400)
+    assert pair.client.sent_bytes[where] - before > 400 * 256 / 4
+    settled(pair)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 5.0])
+def test_when_all_stripes_are_silent_none_is_told_to_be_dead(seconds: float) -> None:
+    pair = opened(Pair(SMALL, LINK, stripes=3))
+    ledger = Ledger(pair)
+    ledger.send(0, blocks(pair, 2000))
+    pair.run(0.025)
+    taps = [dead(stripe) for stripe in range(3)]
+    pair.sealed_taps += taps
+    pair.run(seconds)
+    pair.sealed_taps.clear()
+    pair.run_until(lambda: ledger.done, LONG)
+    ledger.check()
+    assert used(pair.client) == used(pair.server) == []
+
+
+def test_loss_alone_does_not_make_a_stripe_dead() -> None:
+    pair = opened(Pair(replace(SMALL, idle_seconds=60.0), replace(LINK, loss=0.2), stripes=4))
+    for turn in range(4):
+        transfers(pair, 2, 300, way=WAYS[turn % 2])
+        pair.run(10.0)
+    assert used(pair.client) == used(pair.server) == []
 
 
 # -- order, duplicates -------------------------------------------------------------------------------------

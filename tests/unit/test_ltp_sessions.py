@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
-from atoll.ltp import flights
+from atoll.ltp import arriving, flights
 from atoll.ltp.arriving import Receiver
-from atoll.ltp.controls import Handled
+from atoll.ltp.outbox import Handled
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Fill, Settings
@@ -460,11 +460,11 @@ def test_another_path_has_the_target_begin_anew() -> None:
     wire = opened(Wire())
     start(wire, client=False)
     wire.run(lambda: both_done(wire, 1, client=False))
-    assert "path has changed" not in wire.server.control.target_reason
+    assert "path has changed" not in wire.server.status().target_reason
     wire.from_path = ("client", 1)
     wire.run(lambda: len(wire.got(False, Migrated)) == 2)
-    assert "the path has changed: the other end has another address" in wire.server.control.target_reason
-    assert "path has changed" not in wire.client.control.target_reason
+    assert "the path has changed: the other end has another address" in wire.server.status().target_reason
+    assert "path has changed" not in wire.client.status().target_reason
 
 
 def test_data_moves_to_the_address_that_answers() -> None:
@@ -504,15 +504,6 @@ def test_an_address_that_does_not_answer_gets_three_times_its_bytes() -> None:
 
 
 # -- control messages ----------------------------------------------------------------------------------------
-
-
-def test_another_version_is_told_and_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.ltp.session.LTP_VERSION", 9)
-    wire = Wire()
-    monkeypatch.undo()
-    wire.run(lambda: bool(wire.got(True, Lost) and wire.got(False, Lost)))
-    assert "version 9 of the protocol, where this end has 1" in wire.got(False, Lost)[0].reason
-    assert "version 9" in wire.got(True, Lost)[0].reason
 
 
 def test_who_was_granted_a_share_once_asks_while_there_is_more_than_a_burst_and_says_when_not() -> None:
@@ -570,6 +561,46 @@ def test_the_last_word_that_was_acknowledged_and_not_understood_is_said_again() 
         values, wire.got(False, Arrived), wire.got(True, Delivered), strict=True
     ):
         check(arrived, delivered, sent)
+
+
+def words_on(wire: Wire, transfer: int, spoils: bool) -> None:
+    """The server's Closed of this transfer is lost, or spoilt before it is sealed; not one that says that the
+    transfer was dropped."""
+    send, lose = wire._send, without_the_word_on(transfer)
+
+    def intercept(client: bool, burst: Burst) -> None:
+        hits = bool(lose(client, burst, wire.now)[0]) and b"dropped" not in burst.frames.tobytes()
+        if hits and spoils:
+            burst.frames[0, HEADER.itemsize] = 0xC1
+        elif hits:
+            wire.drop = lambda client, burst, now: np.ones(len(burst.frames), dtype=bool)
+        send(client, burst)
+        wire.drop = None
+
+    wire._send = intercept  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_a_transfer_whose_word_was_forgotten_is_not_told_as_lost(
+    spoils: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "MOST_TOLD", 8)
+    wire = opened(Wire())
+    send = wire._send
+    words_on(wire, 1, spoils)
+    sent = [start(wire, 1) for _ in range(20)]
+    wire.run(lambda: len(wire.got(False, Arrived)) == 20)
+    wire.run(lambda until=wire.now + 5.0: wire.now > until)  # some reminders
+    assert 1 not in [each.transfer for each in wire.got(True, Delivered)]
+    wire._send = send  # type: ignore[method-assign]
+    if spoils:  # it was acknowledged, so it does not come again
+        wire.client.close(wire.now, "over")
+        wire.pump()
+        assert wire.got(True, Lost)[0].sent == (1,)
+    wire.run(lambda: len(wire.got(True, Delivered)) == (19 if spoils else 20), limit=wire.now + 5.0)
+    arrived = {each.transfer: each for each in wire.got(False, Arrived)}
+    for delivered in wire.got(True, Delivered):
+        check(arrived[delivered.transfer], delivered, sent[delivered.transfer - 1])
 
 
 def test_a_message_is_handled_once_and_the_memory_of_it_is_bounded() -> None:

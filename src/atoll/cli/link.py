@@ -87,7 +87,9 @@ def measure(
     ] = 0.2,
     key_file: _KeyFileOption = None,
     warm: Annotated[int, typer.Option(metavar="N", help="Transfers before those that count.")] = 2,
-    timeout: Annotated[str, typer.Option(metavar="SPAN", help="For the server to answer.")] = "10s",
+    timeout: Annotated[
+        str, typer.Option(metavar="SPAN", help="For the server to answer, or to be silent.")
+    ] = "10s",
     deadline: Annotated[str, typer.Option(metavar="SPAN", help="For one transfer.")] = "2min",
     budget: Annotated[
         str, typer.Option(metavar="SPAN", help="After which a transport makes no more transfers.")
@@ -113,11 +115,8 @@ def measure(
         budget=_option("--budget", budget, parse_seconds),
     )
     keys = read_keys(key_file) if key_file is not None else None
-    try:
-        with LinkTester(_address(address), keys, wish) as tester, _progress() as show:
-            report = tester.measure(show)
-    except KeyboardInterrupt:
-        raise typer.Abort from None  # else typer ends without a word
+    with LinkTester(_address(address), keys, wish) as tester, _progress() as show:
+        report = tester.measure(show)
     print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
     if report.lost:
         raise PeerLostError(report.lost)

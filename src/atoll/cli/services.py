@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, Consistency, GroupBy, nearest
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    Consistency,
+    GroupBy,
+    LinkOptions,
+    load_config,
+    nearest,
+)
 from atoll.core.errors import UserError
-from atoll.core.units import parse_seconds
+from atoll.core.units import parse_rate, parse_seconds
 from atoll.wire.messages import VERSION, Hello, Welcome
 
 if TYPE_CHECKING:
@@ -190,6 +198,21 @@ def server(
             metavar="SPAN", help="How long to wait for the hub; at a site, for the other sites too."
         ),
     ] = "10min",
+    link_rate: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE", help="This shard's link, which those with link.transport = ltp share, by site."
+        ),
+    ] = "",
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="With --site: the configuration whose [link] is its way to the other shards."
+        ),
+    ] = "",
+    udp_port: Annotated[
+        int, typer.Option(metavar="P", help="The first UDP port for link.transport = ltp; 0: any free.")
+    ] = 0,
 ) -> None:
     """Be one shard of a run's parameter server, or of one of its sites, until it is stopped.
 
@@ -200,6 +223,17 @@ def server(
     if (shard is None) == (not site):
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
+    rate = _link_rate(link_rate)
+    if site and (rate or udp_port):
+        raise UserError(
+            "--link-rate and --udp-port go with --shard: a site's workers reach their shard over TCP, and it "
+            "is the one that reaches the others (--config)"
+        )
+    if config and not site:
+        raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
+    link = load_config(config).link_options if config else LinkOptions()
+    if not 0 <= udp_port < 2**16:
+        raise UserError(f"--udp-port {udp_port}: ports are from 1 to 65535, and 0 is any free one")
     from atoll.net.endpoint import check_listen
     from atoll.net.keys import read_keys
 
@@ -220,9 +254,12 @@ def server(
             snapshot_seconds=snapshot_seconds,
             timeout=deadline,
             sync=sync,
+            link=link,
             goes_on=lambda line: print(line, flush=True),
             ready=lambda address: print(
-                f"the shard of site {site} of {run} listens at {address}", flush=True
+                f"the shard of site {site} of {run} listens at {address}, and reaches the others over "
+                f"{link.transport}",
+                flush=True,
             ),
         )
         return
@@ -237,9 +274,21 @@ def server(
         snapshot_seconds=snapshot_seconds,
         timeout=deadline,
         sync=sync,
+        link_rate=rate,
+        udp_port=udp_port,
         goes_on=lambda line: print(line, flush=True),
         ready=lambda address: print(f"shard {shard} of {run} listens at {address}", flush=True),
     )
+
+
+def _link_rate(text: str) -> float:
+    """Bytes per second; 0 where none is given."""
+    if not text:
+        return 0.0
+    rate = parse_rate(text) / 8
+    if not rate > 0:
+        raise UserError(f"--link-rate {text}: must be more than 0")
+    return rate
 
 
 def _check_shard(shard: int, listen: str, optimizer: str, snapshot_seconds: float) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from atoll.core.errors import ConfigError
 from atoll.core.toml import parse_toml, read_toml
-from atoll.core.units import parse_bytes, parse_seconds
+from atoll.core.units import parse_bytes, parse_rate, parse_seconds
 
 CONFIG_VARIABLE = "ATOLL_CONFIG"  # a file's path; `atoll run` points its workers at the configuration as used
 DEFAULT_FILE = "atoll.toml"
@@ -40,6 +40,10 @@ NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
 Scaled = Literal["weight", "rate", "none"]
 Uplink = Literal["auto", "leader", "members"]
+Transport = Literal["tcp", "ltp"]
+Fill = Literal["zero", "last", "rescale"]
+MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=False):
@@ -102,6 +106,47 @@ class Groups(msgspec.Struct, forbid_unknown_fields=True):
     regroup: bool = True  # while the run goes, as speeds and members change
 
 
+class Link(msgspec.Struct, forbid_unknown_fields=True):
+    """`[link]`: how chunks travel between workers, or their groups or sites, and the shards."""
+
+    transport: Transport = "tcp"  # ltp: parts of gradients may be lost
+    high: str = "auto"  # the share of a gradient's blocks that must not be lost, or auto: derived
+    fill: Fill = "zero"  # what takes the place of lost blocks, where they are too many to be borne
+    fill_above: Share = 0.03  # the share of lost blocks up to which they are borne
+    usable: Share = 0.97  # the share of the other blocks with which a gradient is of use
+    feedback: bool = True  # what was lost is added to the next gradient
+    target_loss: Share = 0.01  # the rate of loss that is aimed at, until a better one was fitted
+    stripes: Annotated[int, msgspec.Meta(ge=1, le=MOST_STRIPES)] = 1  # UDP flows of a connection
+    reliable: bool = False  # nothing may be lost, gradients neither
+    rate: str = ""  # of each shard's link ("1Gbit/s"), which its peers then share; empty: not shared out
+
+
+class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[link]`, resolved: what a worker's and a site's connections to shards are made with. `high` is a share
+    of the blocks, or None for a derived one; `rate` is in bytes per second, 0 for none."""
+
+    transport: Transport = "tcp"
+    high: Share | None = None
+    fill: Fill = "zero"
+    fill_above: Share = 0.03
+    usable: Share = 0.97
+    feedback: bool = True
+    target_loss: Share = 0.01
+    stripes: Annotated[int, msgspec.Meta(ge=1, le=MOST_STRIPES)] = 1
+    reliable: bool = False
+    rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether parts of gradients may be lost."""
+        return self.transport == "ltp" and not self.reliable
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what was lost is added to the next gradient."""
+        return self.lossy and self.feedback
+
+
 class Config(msgspec.Struct, forbid_unknown_fields=True):
     """The whole configuration; docs/configuration.md explains each key."""
 
@@ -111,6 +156,7 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     server: Server = msgspec.field(default_factory=Server)
     hub: Hub = msgspec.field(default_factory=Hub)
     groups: Groups = msgspec.field(default_factory=Groups)
+    link: Link = msgspec.field(default_factory=Link)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -136,6 +182,31 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def links_seconds(self) -> float:
         return parse_seconds(self.groups.links)
+
+    @property
+    def link_options(self) -> LinkOptions:
+        """`[link]`, resolved."""
+        plain = msgspec.structs.asdict(self.link)
+        return LinkOptions(**{**plain, "high": self._high, "rate": self._link_rate or 0.0})
+
+    @property
+    def _high(self) -> float | None:
+        """`link.high` as a share; None for auto."""
+        given = self.link.high
+        if given == "auto":
+            return None
+        try:
+            share = float(given)
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{given!r} is neither a share between 0 and 1 nor auto")
+        return share
+
+    @property
+    def _link_rate(self) -> float | None:
+        """`link.rate` in bytes per second; None where it is not given."""
+        return parse_rate(self.link.rate) / 8 if self.link.rate else None
 
 
 def check_groups(count: int, workers: int) -> None:
@@ -189,6 +260,33 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             "sync.compensation makes up for delay, of which sync.consistency bsp has none: set it to asp or "
             "ssp, or sync.compensation to 0"
+        )
+    _check_link(config)
+
+
+def _check_link(config: Config) -> None:
+    link, strategy = config.link, config.run.strategy
+    if link.transport == "ltp" and strategy not in SERVED:
+        raise ConfigError(
+            f"link.transport 'ltp' is the way to the shards of a parameter server, which strategy "
+            f"{strategy!r} has not: set run.strategy to {' or '.join(SERVED)}, or link.transport to tcp"
+        )
+    if link.target_loss > link.fill_above:
+        raise ConfigError(
+            f"link.target_loss = {link.target_loss:g} is above link.fill_above = {link.fill_above:g}: what "
+            "is aimed at must be borne; set link.target_loss lower, or link.fill_above higher"
+        )
+    if not link.feedback or link.reliable:
+        return
+    if link.fill == "rescale":
+        raise ConfigError(
+            "link.fill 'rescale' makes up for what was lost, and so does link.feedback: both together count "
+            "it twice; set link.fill to zero, or link.feedback to false"
+        )
+    if link.fill == "last":
+        raise ConfigError(
+            "link.fill 'last' puts an old value where one is lost, and link.feedback would have to know "
+            "which, through every restart: set link.fill to zero, or link.feedback to false"
         )
 
 
@@ -274,6 +372,7 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         ("hub.patience", lambda: config.patience_seconds),
         ("groups.patience", lambda: config.probe_seconds),
         ("groups.links", lambda: config.links_seconds),
+        ("link.rate", lambda: config._link_rate),
     ):
         try:
             value = parse()
@@ -281,6 +380,10 @@ def _convert(table: dict[str, Any], where: str) -> Config:
             raise ConfigError(f"{where}: {name}: {error}") from None
         if value is not None and value <= 0 and name != "groups.links":  # which may be 0: not at all
             raise ConfigError(f"{where}: {name}: must be more than 0")
+    try:
+        _ = config._high
+    except ConfigError as error:
+        raise ConfigError(f"{where}: link.high: {error}") from None
     return config
 
 
@@ -320,6 +423,8 @@ def _choices(section: str, key: str) -> list[str]:
         "sync.uplink": Uplink,
         "sync.staleness": Scaled,
         "groups.by": GroupBy,
+        "link.transport": Transport,
+        "link.fill": Fill,
     }
     kind: Any = kinds.get(f"{section}.{key}")
     return list(kind.__args__) if kind is not None else []

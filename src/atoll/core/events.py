@@ -82,6 +82,37 @@ class Regrouped(Event, frozen=True):
     reason: str = ""
 
 
+class LinkSeen(Event, frozen=True):
+    """How the loss-tolerant link from `who` ("worker 0", "site paris") to `peer` ("shard 1") is doing.
+
+    Rates are in bytes per second, times in seconds; `loss` is the path's share now, and `target` the one that
+    is aimed at. Counts are since the beginning, over all connections: `sent`, `lost`, `retransmitted` are
+    datagrams of this end, `repaired` blocks that the code gave back here, `borne` and `filled` blocks of
+    gradients that never came. `held` is what is held back now as a share of the latest gradient, both as
+    sums of absolute values. `bytes_in` and `bytes_out` are of messages. `reason` is the rate's.
+    """
+
+    who: str
+    peer: str
+    site: str = ""
+    rate: float = 0.0
+    estimate: float = 0.0
+    rtt: float = 0.0
+    min_rtt: float = 0.0
+    loss: float = 0.0
+    target: float = 0.0
+    sent: int = 0
+    lost: int = 0
+    retransmitted: int = 0
+    repaired: int = 0
+    borne: int = 0
+    filled: int = 0
+    held: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    reason: str = ""
+
+
 class Skipped(Event, frozen=True):
     """An iteration that no worker applied."""
 
@@ -119,7 +150,18 @@ class Finished(Event, frozen=True):
 
 
 AnyEvent = Union[
-    Started, Expected, StepDone, Logged, Decided, Regrouped, Skipped, Saved, Warned, Failed, Finished
+    Started,
+    Expected,
+    StepDone,
+    Logged,
+    Decided,
+    Regrouped,
+    LinkSeen,
+    Skipped,
+    Saved,
+    Warned,
+    Failed,
+    Finished,
 ]
 Subscriber = Callable[[AnyEvent], None]
 

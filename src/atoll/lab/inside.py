@@ -101,7 +101,8 @@ class Inside:
         self._name_sites()
         self._output.start()
         with namespaces.returning():
-            self._sites = [namespaces.make_site(site.name, site.address) for site in topology.sites]
+            control = topology.congestion_control
+            self._sites = [namespaces.make_site(site.name, site.address, control) for site in topology.sites]
         if topology.hub is not None:
             self._serve(topology.hub)
         tuns = [site.tun for site in self._sites]

@@ -146,7 +146,7 @@ def fresh_shared_memory() -> None:
         _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV)
 
 
-def make_site(name: str, address: str) -> SiteSpace:
+def make_site(name: str, address: str, congestion_control: str = "") -> SiteSpace:
     """Move this thread into new network and hostname namespaces, a site's, and set them up.
 
     Raises UserError, one line that says what was refused.
@@ -156,18 +156,29 @@ def make_site(name: str, address: str) -> SiteSpace:
     # The links carry IPv4; a device with IPv6 would announce itself over them. Loopback keeps it.
     with contextlib.suppress(FileNotFoundError):
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    if congestion_control:
+        _check_congestion_control(congestion_control)
     tun = _open_tun(name)
     lines = [
         "link set lo up",
         f"link set {DEVICE} mtu {MTU} txqueuelen {_QUEUED} up",
         f"address add {address}/32 dev {DEVICE}",
-        f"route add {NETWORK} dev {DEVICE} src {address}",
+        # As the route's, not the namespace's: there the kernel allows only what all its users may take.
+        f"route add {NETWORK} dev {DEVICE} src {address}"
+        + (f" congctl {congestion_control}" if congestion_control else ""),
     ]
     _ip("\n".join(lines), f"site {name}")
     network, hostname = (
         os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in ("net", "uts")
     )
     return SiteSpace(name, network, hostname, tun)
+
+
+def _check_congestion_control(name: str) -> None:
+    """Raises UserError for one that the kernel has not."""
+    there = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if name not in there:
+        raise UserError(f"congestion_control: this kernel has no {name!r}; it has {', '.join(there)}")
 
 
 @contextlib.contextmanager

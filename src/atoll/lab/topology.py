@@ -39,7 +39,7 @@ _LEAST_OVERTAKEN = 1e-3  # seconds, where the file names none
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
-_TOP = ("seed", "site", "link", "hub")
+_TOP = ("seed", "congestion_control", "site", "link", "hub")
 _SITE = ("name", "workers", "speed")
 _HUB = ("site", "shards", "groups", "group_by", "group_links")
 _QUALITIES = (
@@ -110,6 +110,7 @@ class Topology:
     sites: tuple[Site, ...]
     links: tuple[Link, ...]  # in the file's order; `between` gives first -> second, then second -> first
     hub: HubPlace | None = None
+    congestion_control: str = ""  # of all sites' TCP; empty: this machine's
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
@@ -129,13 +130,19 @@ def parse_topology(text: str) -> Topology:
 def _topology(values: dict[str, Any]) -> Topology:
     table = Table(values, "", _TOP)
     seed = table.integer("seed", 0, 0, 2**63 - 1)
+    control = values.get("congestion_control", "")
+    if not isinstance(control, str) or not re.fullmatch("[a-z0-9_-]{0,15}", control):
+        raise table.error(
+            "congestion_control", f'{shown(control)} is not TCP\'s congestion control, such as "cubic"'
+        )
     sites = _sites(table)
     names = [site.name for site in sites]
     links: list[Link] = []
     owners: dict[tuple[int, int], int] = {}
     for number, link in enumerate(table.tables("link"), start=1):
         links += _link(link, number, names, owners)
-    return Topology(seed, sites, tuple(links), _hub(table, names, sum(site.workers for site in sites)))
+    hub = _hub(table, names, sum(site.workers for site in sites))
+    return Topology(seed, sites, tuple(links), hub, control)
 
 
 def _sites(table: Table) -> tuple[Site, ...]:

@@ -36,6 +36,7 @@ from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
 from atoll.observe.groups import group_lines
+from atoll.observe.links import link_lines
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -244,6 +245,8 @@ class _Watch:
         if isinstance(launcher, ServedLaunch):
             for event in launcher.news():
                 recorder.note(event)
+            for link in launcher.links():
+                recorder.links.take(link)
             if launcher.first != self._shown:
                 self._show(launcher.first, recorder, progress)
             elif launcher.life_of(self._shown) != self._life:
@@ -322,7 +325,7 @@ def closing_lines(
     lines += [f"atoll: {line}" for line in losses]
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
-    lines += [f"atoll: {line}" for line in group_lines(summary)]
+    lines += [f"atoll: {line}" for line in [*group_lines(summary), *link_lines(summary)]]
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
     lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
     return lines

@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SERVED, SITE_VARIABLE, Config
 from atoll.core.errors import GivenUpError, RunError
-from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
+from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, Warned
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
@@ -88,6 +90,11 @@ class ServedLaunch:
         self._left_halves: set[str] = set()  # processes of shards that are not started again
         self._began = time.monotonic()
         self._decisions = DecisionReader(directory.path / "service")
+        self._site_journals = [
+            JournalReader(directory.path / "service" / f"site-{site}" / "journal.jsonl")
+            for site in dict.fromkeys(self._sites)
+            if site
+        ]
         self._news: list[AnyEvent] = []
         self.losses = Losses(twice=config.server.replicas > 1)
         self._given_up: set[int] = set()  # ranks whose worker the hub has given up, though its process lives
@@ -116,17 +123,22 @@ class ServedLaunch:
         for shard in range(shards):
             arguments = ["--hub", address, "--shard", str(shard), *common]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
+            arguments += ["--link-rate", f"{self._config.link_options.rate:g}"]
             if self._config.server.optimizer:
                 arguments += ["--optimizer", self._config.server.optimizer]
             self._serve(f"server-{shard}", arguments)
             if replicas > 1:
                 self._serve(f"second-{shard}", [*arguments, "--second"])
         for site in sites:
-            arguments = ["--hub", address, "--site", site, *common]
+            arguments = ["--hub", address, "--site", site, *common, "--link", self._link()]
             arguments += ["--snapshot-seconds", f"{self._config.snapshot_seconds:g}"]
             self._serve(f"site-{site}", [*arguments, "--timeout", f"{self._config.timeout_seconds:g}"])
         for rank in range(count):
             self._workers.append(self._worker(rank))
+
+    def _link(self) -> str:
+        """[link], for a site's shard."""
+        return msgspec.json.encode(self._config.link_options).decode()
 
     def _grouping(self) -> list[str]:
         """The hub's options for how workers are put into groups, where they are."""
@@ -251,6 +263,11 @@ class ServedLaunch:
         """The hub's decisions about faults, and about groups, since the last call."""
         news, self._news = self._news, []
         return news
+
+    def links(self) -> list[LinkSeen]:
+        """How the sites' links to the shards do: what is new."""
+        events = [event for journal in self._site_journals for event in journal.read()]
+        return [event for event in events if isinstance(event, LinkSeen)]
 
     def _now(self) -> float:
         return time.monotonic() - self._began

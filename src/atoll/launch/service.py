@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from atoll.core.config import LinkOptions
 from atoll.core.errors import AtollError
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 
@@ -88,6 +91,7 @@ def _server(arguments: list[str]) -> None:
     parser.add_argument("--shard", type=int, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
     parser.add_argument("--optimizer", default="")
+    parser.add_argument("--link-rate", type=float, default=0.0)  # bytes per second; 0: not shared out
     parser.add_argument("--second", action="store_true")  # of a shard that is held twice
     args = parser.parse_args(arguments)
     serve(
@@ -97,6 +101,7 @@ def _server(arguments: list[str]) -> None:
         folder=args.directory / f"shard-{args.shard}{'-second' if args.second else ''}",
         optimizer=args.optimizer,
         snapshot_seconds=args.snapshot_seconds,
+        link_rate=args.link_rate,
     )
 
 
@@ -108,6 +113,7 @@ def _site(arguments: list[str]) -> None:
     parser.add_argument("--site", required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--snapshot-seconds", type=float, required=True)
+    parser.add_argument("--link", required=True)  # a LinkOptions, as JSON
     args = parser.parse_args(arguments)
     serve_site(
         args.site,
@@ -116,6 +122,7 @@ def _site(arguments: list[str]) -> None:
         folder=args.directory / f"site-{args.site}",
         snapshot_seconds=args.snapshot_seconds,
         timeout=args.timeout,
+        link=msgspec.json.decode(args.link, type=LinkOptions),
     )
 
 

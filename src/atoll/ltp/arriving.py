@@ -6,6 +6,7 @@ Source: S3, "The receiver". Bounds are checked before memory is taken.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 
 from atoll.ltp.events import Arrived, Event, Mask, Refused
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import Extent
 from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Datagrams, Records
@@ -22,8 +24,8 @@ from atoll.wire.linkcontrol import Filled, How
 MOST_TRANSFERS = 32  # open at a time: a sender begins half as many
 MOST_BYTES = 2**32  # of all open transfers together, by what they declare
 REPEAT_SECONDS = 0.5  # from one word that a transfer is closed to the next: half of a sender's reminder
-MOST_TOLD = 32  # transfers whose last word is kept, to be said again: those that a sender may have begun
-MOST_CLOSED = 4096  # ids of transfers that are over, which are remembered past a gap
+MOST_TOLD, MOST_TOLD_BYTES = 4096, 2**22  # last words that are kept, to be said again; masks, a byte a block
+MOST_RANGES = 4096  # of ids of transfers that are over: an honest sender leaves as few gaps as it has begun
 
 
 @dataclass
@@ -39,13 +41,61 @@ class Done:
     order: int = 0  # among all that are closed
 
 
+@dataclass
+class _Word:
+    """The last one on a transfer, and when it was said."""
+
+    done: Done
+    at: float
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.done.missing is None else self.done.missing.nbytes
+
+
+class IdRanges:
+    """A set of ids that are added nearly in order. Where it has more than MOST_RANGES gaps, the lowest is
+    taken for full."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []  # not in the range any more
+
+    def __len__(self) -> int:
+        """Ranges."""
+        return len(self._starts)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._stops[at]
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        at = bisect_right(self._starts, number)
+        follows = at > 0 and self._stops[at - 1] == number
+        precedes = at < len(self._starts) and self._starts[at] == number + 1
+        if follows and precedes:
+            self._stops[at - 1] = self._stops.pop(at)
+            del self._starts[at]
+        elif follows:
+            self._stops[at - 1] += 1
+        elif precedes:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._stops.insert(at, number + 1)
+        if len(self._starts) > MOST_RANGES:
+            del self._starts[1], self._stops[0]
+
+
 class Receiver:
     """Of one end."""
 
     def __init__(
         self,
         settings: Settings,
-        extents: Mapping[int, int] | None,
+        extents: Mapping[int, Extent] | None,
         drops: Counter[str],
         most_bytes: int = MOST_BYTES,
     ) -> None:
@@ -54,10 +104,11 @@ class Receiver:
         self._most_bytes = most_bytes
         self._open: dict[int, Incoming] = {}
         self._refused: dict[int, str] = {}  # that are still to be told
-        self._closed: dict[int, Done | None] = {}  # what was told; None: it is forgotten
-        self._told_at: dict[int, float] = {}
+        self._closed = IdRanges()
+        self._told: dict[int, _Word] = {}  # the newest of them
+        self._told_bytes = 0
         self._order = 0
-        self._last = LastValues()
+        self._last = LastValues(most_bytes)
         self._rates = ArrivalRate()
 
     def handle_slices(self, now: float, batch: Datagrams, srtt: float) -> list[int]:
@@ -74,11 +125,11 @@ class Receiver:
         return [transfer for transfer, part in touched if self._handle_part(now, transfer, part)]
 
     def _handle_part(self, now: float, transfer: int, part: Datagrams) -> bool:
-        if transfer in self._closed:
+        incoming = self._open.get(transfer)
+        if incoming is None and transfer in self._closed:
             self._drops["of a transfer that was handed on"] += len(part)
-            return self._repeat(now, transfer)
+            return self._repeats(now, transfer)
         try:
-            incoming = self._open.get(transfer)
             if incoming is None:
                 incoming = self._open_transfer(now, part.slices[0], part.elements.shape[1])
                 self._open[transfer] = incoming
@@ -93,24 +144,27 @@ class Receiver:
             raise RefusedError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
         if len(self._open) >= MOST_TRANSFERS:
             raise RefusedError(f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most")
-        elements = None if self._extents is None else self._extents[chunk]
+        extent = None if self._extents is None else self._extents[chunk]
         room = self._most_bytes - sum(each.bytes for each in self._open.values())
-        return Incoming(self._settings, first, payload, elements, room, now)
+        return Incoming(self._settings, first, payload, extent, room, now)
 
-    def _repeat(self, now: float, transfer: int) -> bool:
-        """Whether to say once more that a transfer is closed: its sender, who goes on, may not know."""
-        if now < self._told_at.get(transfer, -math.inf) + REPEAT_SECONDS:
+    def _repeats(self, now: float, transfer: int) -> bool:
+        """Whether to say once more that a transfer is closed: its sender, who goes on, may not know. Of one
+        whose word is forgotten nothing is said: its sender gets the word that is still on its way, or never
+        learns, and says so when the session ends. Another word would tell it of a loss that is none."""
+        word = self._told.get(transfer)
+        if word is None or now < word.at + REPEAT_SECONDS:
             return False
-        self._told_at[transfer] = now
+        word.at = now
         return True
 
     def poll(self, now: float, transfer: int, reorder: float, srtt: float, rttvar: float) -> Done:
         """What is to be done about it now."""
-        if transfer in self._closed:
-            return self._closed[transfer] or Done(missing=np.zeros(0, dtype=np.bool_), how="dropped")
         if transfer in self._refused:
             return self._refuse(now, transfer, self._refused.pop(transfer), "refused")
-        incoming = self._open[transfer]
+        incoming = self._open.get(transfer)
+        if incoming is None:  # it is over
+            return self._told[transfer].done if transfer in self._told else Done()
         idle = now >= incoming.last_at + self._settings.idle_seconds  # as in `_deadline_of`, to the bit
         if idle and not incoming.whole:
             return self._refuse(now, transfer, f"transfer {transfer}: nothing came of it any more", "dropped")
@@ -121,7 +175,7 @@ class Receiver:
             return Done(need=incoming.poll_need(now, srtt, rttvar))
         if not verdict.hands_on:
             return Done()
-        last = self._settings.fill == "last"
+        last = self._settings.fill == "last" and not incoming.reliable
         arrived = incoming.finish(now, self._last.of(incoming.chunk) if last else None)
         if last:
             self._last.keep(incoming.chunk, arrived.values, arrived.present, arrived.block)
@@ -142,15 +196,12 @@ class Receiver:
 
     def _close(self, now: float, transfer: int, told: Done, event: Event) -> Done:
         self._open.pop(transfer, None)
-        self._closed[transfer] = told
-        self._told_at[transfer] = now
+        self._closed.add(transfer)
+        self._told[transfer] = word = _Word(told, now)
+        self._told_bytes += word.bytes
         self._order += 1
-        while len(self._told_at) > MOST_TOLD:
-            forgotten = next(iter(self._told_at))
-            del self._told_at[forgotten]
-            self._closed[forgotten] = None
-        if len(self._closed) > MOST_CLOSED:
-            del self._closed[next(iter(self._closed))]
+        while len(self._told) > 1 and (len(self._told) > MOST_TOLD or self._told_bytes > MOST_TOLD_BYTES):
+            self._told_bytes -= self._told.pop(next(iter(self._told))).bytes
         return replace(told, event=event)
 
     @property

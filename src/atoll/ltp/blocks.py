@@ -72,6 +72,10 @@ class Importance:
         self._urgent: Mask = np.zeros(blocks, bool)
 
     @property
+    def blocks(self) -> int:
+        return len(self._smoothed)
+
+    @property
     def smoothed(self) -> Means:
         """The smoothed mean |g| of each block, (blocks,); 0 where none was known yet."""
         return self._smoothed.copy()

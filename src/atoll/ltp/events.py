@@ -75,6 +75,15 @@ class Migrated:
 
 
 @dataclass(frozen=True)
+class StripeChanged:
+    """From now on a stripe is not used, for it is silent; or again, for it has answered."""
+
+    stripe: int
+    used: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Asked:
     """The other end has so many bytes to send and asks for a share of this end's link (atoll.ltp.grants)."""
 
@@ -93,7 +102,7 @@ class Lost:
     dropped: tuple[int, ...] = ()  # that had come in part
 
 
-Event: TypeAlias = Union[Opened, Arrived, Delivered, Refused, Migrated, Asked, Lost]
+Event: TypeAlias = Union[Opened, Arrived, Delivered, Refused, Migrated, StripeChanged, Asked, Lost]
 
 
 @dataclass(frozen=True)
@@ -124,3 +133,4 @@ class Status:
     borne: int  # blocks absent from what was handed on here
     filled: int
     reason: str  # of the rate
+    target_reason: str

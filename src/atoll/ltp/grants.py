@@ -1,6 +1,7 @@
 """Grants against incast: a receiver shares its link among the senders that have something to send.
 
-Source: S3, "Beyond the paper", incast. Shares are max-min by weight. What was granted binds the receiver
+Source: S3, "Beyond the paper", incast. Shares are max-min: alike among the sites that have something to
+send, and by weight among the sessions of a site. What was granted binds the receiver
 until it expires, for a sender may not hear of less in time: so a newcomer waits for others' grants to run
 out, on a small reserve, and the sum of all grants in force never passes the link.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from atoll.core.errors import UserError
 
@@ -20,6 +22,8 @@ ASK_SECONDS = 1.0  # for which a sender counts as having something to send, unle
 RESERVE = 0.05  # of the link, for those who wait for their share
 LEAST_CHANGE = 0.05  # of a grant, below which a change of the share waits for the renewal
 MOST_SENDERS = 1024
+
+Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Grant:
 
 @dataclass
 class _Sender:
+    site: str
     weight: float
     wanted: float  # bytes per second
     until: float  # when it counts as silent
@@ -56,9 +61,11 @@ class Grants:
         self._senders: dict[int, _Sender] = {}
         self._left: list[tuple[float, float]] = []  # promised to those that are gone, (until, rate)
 
-    def handle_ask(self, now: float, session: int, weight: float = 1.0, wanted: float = math.inf) -> bool:
-        """A sender has something to send, at most `wanted` bytes per second. False: too many do, and it is
-        left to its own estimate."""
+    def handle_ask(
+        self, now: float, session: int, weight: float = 1.0, wanted: float = math.inf, site: str = ""
+    ) -> bool:
+        """A sender of `site` has something to send, at most `wanted` bytes per second. False: too many do,
+        and it is left to its own estimate."""
         if not (weight > 0.0 and wanted > 0.0 and math.isfinite(weight)) or math.isnan(wanted):
             raise UserError(f"session {session} asks for {wanted:g} with weight {weight:g}: both are above 0")
         self._expire(now)
@@ -66,9 +73,10 @@ class Grants:
         if sender is None:
             if len(self._senders) + len(self._left) >= MOST_SENDERS:
                 return False
-            self._senders[session] = _Sender(weight, wanted, now + ASK_SECONDS)
+            self._senders[session] = _Sender(site, weight, wanted, now + ASK_SECONDS)
         else:
-            sender.weight, sender.wanted, sender.until = weight, wanted, now + ASK_SECONDS
+            sender.site, sender.weight, sender.wanted = site, weight, wanted
+            sender.until = now + ASK_SECONDS
         return True
 
     def handle_done(self, now: float, session: int) -> None:
@@ -113,9 +121,19 @@ class Grants:
         return sum(each.bound(now) for each in self._senders.values()) + sum(rate for _, rate in self._left)
 
     def _shares(self) -> dict[int, float]:
-        wanted = {session: sender.wanted for session, sender in self._senders.items()}
-        weights = {session: sender.weight for session, sender in self._senders.items()}
-        return max_min((1.0 - RESERVE) * self._link_rate, wanted, weights)
+        sites: dict[str, dict[int, _Sender]] = {}
+        for session, sender in self._senders.items():
+            sites.setdefault(sender.site, {})[session] = sender
+        wanted = {
+            site: math.fsum(each.wanted for each in members.values()) for site, members in sites.items()
+        }
+        of_site = max_min((1.0 - RESERVE) * self._link_rate, wanted, dict.fromkeys(sites, 1.0))
+        shares: dict[int, float] = {}
+        for site, members in sites.items():
+            wishes = {session: each.wanted for session, each in members.items()}
+            weights = {session: each.weight for session, each in members.items()}
+            shares |= max_min(of_site[site], wishes, weights)
+        return shares
 
     def _expire(self, now: float) -> None:
         for session in [session for session, sender in self._senders.items() if sender.until <= now]:
@@ -123,10 +141,10 @@ class Grants:
         self._left = [each for each in self._left if each[0] > now]
 
 
-def max_min(total: float, wanted: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+def max_min(total: float, wanted: Mapping[Key, float], weights: Mapping[Key, float]) -> dict[Key, float]:
     """Shares of `total`: nobody gets more than wanted, and who gets less gets the same per weight as all
     others who do, and no less than anyone."""
-    shares: dict[int, float] = {}
+    shares: dict[Key, float] = {}
     left, weight = total, sum(weights.values())
     for key in sorted(wanted, key=lambda key: wanted[key] / weights[key]):
         shares[key] = min(wanted[key], left * weights[key] / weight) if weight > 0.0 else 0.0

@@ -7,11 +7,13 @@ have come rise together.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from atoll.core.errors import UserError
 from atoll.wire.datagrams import Element
 
 Indices = npt.NDArray[np.int64]
@@ -24,6 +26,21 @@ ELEMENTS: dict[np.dtype[Any], Element] = {
     np.dtype(np.uint8): Element.BYTE,
 }
 DTYPES = {int(element): dtype for dtype, element in ELEMENTS.items()}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a chunk that may come has. Raises UserError for what no transfer can have."""
+
+    elements: int
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENTS or not 1 <= self.elements < 2**32:
+            raise UserError(
+                f"a chunk of {self.elements} elements of {self.dtype}: a transfer has 1 to 2^32 - 1, of "
+                f"{', '.join(str(each) for each in ELEMENTS)} (uint16 is bfloat16)"
+            )
 
 
 def high_indices(blocks: int, highs: int) -> Indices:

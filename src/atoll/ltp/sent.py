@@ -18,7 +18,8 @@ Items = npt.NDArray[np.int64]
 
 CONTROL, ACK = -1, -2  # in place of a transfer's id: the item is a control message's sequence, or nothing
 
-IN_FLIGHT, ACKED, LOST, SILENT = 1, 2, 3, 4  # SILENT: asks for no acknowledgement
+# SILENT: asks for no acknowledgement; GIVEN_UP: lost with its stripe, and nothing is learnt of it any more
+IN_FLIGHT, ACKED, LOST, SILENT, GIVEN_UP = 1, 2, 3, 4, 5
 
 REORDER_BURSTS = 3  # bursts that must have passed a datagram before it is taken for lost
 RTT_SHARE = 9 / 8  # of the round trip, after which it is taken for lost once a later one came (RFC 9002)
@@ -50,7 +51,6 @@ class Told:
     acked_bytes: int = 0
     acked_count: int = 0
     lost_count: int = 0
-    spurious: int = 0
     runs: int = 0  # of lost numbers that follow one another
     rtt: float | None = None
     exact: bool = False  # the largest that the Ack names is the newest of `acked`
@@ -119,7 +119,7 @@ class SentRecords:
         fresh = np.flatnonzero(came & (state == IN_FLIGHT)) + rows.start
         wrongly = np.flatnonzero(came & (state == LOST)) + rows.start
         if len(wrongly):
-            self._learn_reordering(now, wrongly, told)
+            self._learn_reordering(now, wrongly)
         newly = np.concatenate((fresh, wrongly)) if len(wrongly) else fresh
         if len(newly):
             sizes = int(self._size[fresh].sum())
@@ -162,6 +162,16 @@ class SentRecords:
             if len(waiting):
                 self.loss_at = float(self._time[waiting[0]]) + patience
 
+    def give_up(self) -> Told:
+        """All that is on its way is lost, for the stripe is silent."""
+        told, waiting = Told(), self._waiting()
+        if len(waiting):
+            self._lose(waiting, told)
+            self._state[waiting] = GIVEN_UP
+        self._oldest = self.next
+        self.loss_at = math.inf
+        return told
+
     def oldest_in_flight(self) -> tuple[int, int] | None:
         """The transfer (or CONTROL) and the item of the oldest datagram on its way."""
         waiting = self._waiting()
@@ -182,8 +192,7 @@ class SentRecords:
         told.runs += 1 + int(np.count_nonzero(np.diff(lost) > 1))
         told.lost = self._by_transfer(lost)
 
-    def _learn_reordering(self, now: float, wrongly: Items, told: Told) -> None:
-        told.spurious = len(wrongly)
+    def _learn_reordering(self, now: float, wrongly: Items) -> None:
         window = self.next - self._oldest + 1.0
         extent = float(self.largest_acked - self._first - int(wrongly[0]) + 1)
         self.reorder = max(self.reorder, min(extent, max(window, 1.0)))

@@ -16,7 +16,6 @@ import numpy as np
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
 from atoll.ltp.arriving import MOST_BYTES, Receiver
-from atoll.ltp.controls import Handled, Message, Outbox
 from atoll.ltp.events import (
     Arrived,
     Asked,
@@ -29,18 +28,20 @@ from atoll.ltp.events import (
     Opened,
     Refused,
     Status,
+    StripeChanged,
     Values,
 )
 from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
+from atoll.ltp.order import Extent
+from atoll.ltp.outbox import Handled, Message, Outbox
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
-from atoll.ltp.sent import ACK, CONTROL
+from atoll.ltp.sent import ACK, CONTROL, Told
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
-    LTP_VERSION,
     MOST_STRIPES,
     SEAL_BYTES,
     Bytes,
@@ -71,18 +72,17 @@ from atoll.wire.linkcontrol import (
 )
 
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
-__all__ += ["Session", "Status"]
+__all__ += ["Session", "Status", "StripeChanged"]
 
-PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
 ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
 BYE_COPIES = 3  # sent at once: it is not asked for again
 
 
 class Session:
-    """One end. `extents` (chunk: elements) are the chunks that may come; None: any, up to a bound. `paths`:
-    where the client first sends, one for each stripe. `most_bytes`: that all open transfers that come may
-    take. Raises UserError for stripes and paths that do not fit."""
+    """One end. `extents` are the chunks that may come; None: any, up to a bound. `paths`: where the client
+    first sends, one for each stripe. `most_bytes`: that all open transfers that come may take. Raises
+    UserError for stripes and paths that do not fit."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Session:
         session: int,
         client: bool,
         stripes: int,
-        extents: Mapping[int, int] | None,
+        extents: Mapping[int, Extent] | None,
         rng: np.random.Generator,
         now: float,
         paths: Sequence[Hashable] = (),
@@ -127,7 +127,7 @@ class Session:
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
-                hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION)
+                hello = Hello(sequence=self._outbox.sequence)
                 self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
     # -- what the application does --------------------------------------------------------------------------
@@ -210,6 +210,7 @@ class Session:
             borne=receiver.borne,
             filled=receiver.filled,
             reason=control.decision.reason,
+            target_reason=control.target_reason,
         )
 
     @property
@@ -253,21 +254,28 @@ class Session:
         heard = self._flights.handle_ack(now, ack)
         self._paths[ack.of].round_trip = self.control.srtt
         self._tell(now, heard)
+        if heard.back:
+            reason = f"stripe {ack.of} is acknowledged again"
+            self._events.append(StripeChanged(ack.of, True, reason))
 
     def _tell(self, now: float, heard: Heard) -> None:
-        """Tells those whom it concerns what was acknowledged and what is lost."""
-        for transfer, items in heard.told.acked.items():
+        """Tells those whom it concerns what was acknowledged and what is lost, the rate too."""
+        self._flights.settle(now, heard, self._pass_on(heard.told))
+
+    def _pass_on(self, told: Told) -> int:
+        """Returns how many of the lost datagrams can be restored."""
+        for transfer, items in told.acked.items():
             if transfer == CONTROL:
                 self._outbox.handle_acked(items.tolist())
             else:
                 self._sender.handle_acked(transfer, items)
         restored = 0
-        for transfer, items in heard.told.lost.items():
+        for transfer, items in told.lost.items():
             if transfer == CONTROL:
                 self._outbox.handle_lost(items.tolist())
             else:
                 restored += self._sender.handle_lost(transfer, items)
-        self._flights.settle(now, heard, restored)
+        return restored
 
     def _handle_control(self, now: float, stripe: int, path: Hashable, body: Bytes) -> None:
         try:
@@ -294,8 +302,6 @@ class Session:
                 self._ask_at = now
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
-        elif isinstance(message, Hello) and message.version != LTP_VERSION:
-            self.close(now, f"version {message.version} of the protocol, where this end has {LTP_VERSION}")
         elif isinstance(message, Bye):
             self._end(f"the other end has closed it: {message.reason}")
 
@@ -358,7 +364,7 @@ class Session:
         if self._outbox and any(self._sendable(message) for message in self._outbox.queued):
             return -math.inf
         waits = [self._heard + self.settings.idle_seconds, self._keep_alive_at, self._flights.timeout_at]
-        waits.append(self._flights.loss_at)
+        waits += [self._flights.loss_at, self._flights.stripes_at]
         waits.append(self._flights.waits_since + self.settings.idle_seconds)
         waits += [paths.poll_deadline() for paths in self._paths]
         waits += [
@@ -368,7 +374,7 @@ class Session:
         ]
         if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
             return -math.inf
-        waits += [self._receiver.deadline, self._sender.remind_at, self._ask_due]
+        waits += [self._receiver.deadline, self._sender.due, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -392,8 +398,10 @@ class Session:
             self._tell(now, heard)
         if now >= self._flights.timeout_at:
             self._probe(now)
-        if now >= self._sender.remind_at:
-            self._sender.remind(now)
+        if now >= self._flights.stripes_at:
+            self._poll_stripes(now)
+        if now >= self._sender.due:
+            self._sender.poll(now)
         if now >= self._ask_due:
             self._ask_on(now)
         for stripe in range(len(self._paths)):
@@ -428,11 +436,22 @@ class Session:
 
     def _probe(self, now: float) -> None:
         """Has the oldest of what is on its way sent again, past rate and window."""
-        for stripe, transfer, item in self._flights.handle_timeout(now, PROBES):
+        for stripe, transfer, item in self._flights.handle_timeout(now):
             if transfer == CONTROL and self._outbox.resend(item):
                 continue
             if transfer < 0 or not self._sender.probe(transfer, item):
                 self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
+
+    def _poll_stripes(self, now: float) -> None:
+        """Asks stripes that are silent, and has what was lost with one go over the others."""
+        due, gone = self._flights.poll_stripes(now)
+        for stripe in due.silent:
+            reason = f"stripe {stripe}: nothing is acknowledged, while others are; it is not used until it is"
+            self._events.append(StripeChanged(stripe, False, reason))
+        for told in gone:
+            self._pass_on(told)
+        for stripe in due.questions:
+            self._outbox.put(Ping(sequence=self._outbox.sequence), kept=False, stripe=stripe)
 
     def _poll_challenge(self, now: float) -> Burst | None:
         for stripe, paths in enumerate(self._paths):
@@ -460,14 +479,18 @@ class Session:
             return None
         return path
 
+    @property
+    def _used(self) -> list[int]:
+        """The stripes that are."""
+        return [stripe for stripe in range(len(self._paths)) if self._flights.used(stripe)]
+
     def _sendable(self, message: Message) -> bool:
         return self._way_of(message) is not None
 
     def _way_of(self, message: Message) -> tuple[int, Hashable] | None:
         """Stripe and path for a control message, where its path may take it."""
         size = len(control_datagram(message.body)[0])
-        stripes = range(len(self._paths)) if message.stripe is None else (message.stripe,)
-        for stripe in stripes:
+        for stripe in self._used if message.stripe is None else (message.stripe,):
             paths = self._paths[stripe]
             path = paths.active if message.path is None else message.path
             if path is not None and paths.allowance(path) >= size:
@@ -487,7 +510,7 @@ class Session:
         for each in range(len(self._paths)):
             stripe = (self._turn + each) % len(self._paths)
             path = self._paths[stripe].active
-            if path is not None:
+            if path is not None and self._flights.used(stripe):
                 count = self._paths[stripe].allowance(path) // size
                 if count:
                     return stripe, path, count
@@ -503,7 +526,7 @@ class Session:
         way = self._stripe_for(self.settings.datagram_bytes)
         if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
             return None
-        outgoing = self._sender.next(now, self.control, self._flights.burst_length)
+        outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
         if outgoing is None or way is None:
             self._flights.handle_limited()
             self._flights.probes = 0

@@ -6,6 +6,7 @@ arrival: the memoryview keeps the message alive.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import itertools
@@ -26,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from atoll.core.errors import RunError, UserError
 from atoll.net import context as process
 from atoll.net.keys import Keys
-from atoll.wire.messages import HEADER_BYTES
+from atoll.wire.messages import HEADER_BYTES, LostBlocks
 
 Buffer: TypeAlias = Any  # whatever has the buffer protocol: bytes, memoryview, a numpy array
 Offered: TypeAlias = Literal["sent", "full", "gone"]
@@ -43,6 +44,10 @@ _PROBE_SECONDS = 0.5
 _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
 _NOT_YET = "not connected yet"
+_NO_KEYS = "takes no key: it was started without"
+# A ZeroMQ's greeting (RFC 23): a signature, which it sends unasked; then, to one who has sent his, its
+# version and how it lets others in.
+_SIGNATURE, _MECHANISM = b"\xff" + bytes(8) + b"\x7f", slice(12, 32)
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 # What a client takes note of.
@@ -61,11 +66,13 @@ _domains, _monitors = itertools.count(), itertools.count()
 
 @dataclass(frozen=True)
 class Received:
-    """What a server got: `peer` is good for answers while that connection lasts."""
+    """What a server got: `peer` is good for answers while that connection lasts. `lost`: which blocks of the
+    payload the link lost, and what became of them."""
 
     peer: bytes
     header: bytes
     payload: memoryview | None
+    lost: LostBlocks | None = None
 
 
 class Endpoint:
@@ -74,6 +81,7 @@ class Endpoint:
     def __init__(self, kind: int, address: str, name: str) -> None:
         self.address, self.name = address, name
         self.dropped = 0  # messages that were no header, or header and payload
+        self.wake = -1  # a file descriptor that can be read from while something waits beside the socket
         self._generation = process.generation()
         self._closed = False
         self._socket: zmq.Socket[bytes] = process.context().socket(kind)
@@ -110,7 +118,7 @@ class Endpoint:
 
     def _wait(self, until: float) -> bool:
         """Whether something came before the monotonic time `until`."""
-        return bool(self._socket.poll(_milliseconds(until - time.monotonic())))
+        return bool(poll([self], until - time.monotonic()))
 
     def _alive(self) -> zmq.Socket[bytes]:
         if self._generation != process.generation():
@@ -212,7 +220,7 @@ class Server(Endpoint):
     ) -> Offered:
         """As `send`, and tells why not: "full" (try again later) or "gone" (that connection is no more)."""
         door = self._alive()
-        _check_size(self, header, payload, self._limit)
+        check_size(self, header, payload, self._limit)
         try:
             # The first frame decides: a router takes all frames of a message or none.
             door.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
@@ -323,7 +331,7 @@ class Client(Endpoint):
         """Send, never waiting. The payload is not copied: it must stay unchanged until the other side has
         answered. Raises RunError when far too many messages wait already."""
         link = self._alive()
-        _check_size(self, header, payload, self._limit)
+        check_size(self, header, payload, self._limit)
         try:
             _send_all(link, header, payload, copy=False)
         except zmq.Again:
@@ -375,9 +383,7 @@ class Client(Endpoint):
             self._refuse("refuses this key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
             no_key = self._keys is None
-            self._refuse(
-                "wants a key: give the run's key file" if no_key else "takes no key: it was started without"
-            )
+            self._refuse("wants a key: give the run's key file" if no_key else _NO_KEYS)
         elif event == zmq.EVENT_DISCONNECTED:
             self._losses += self._linked
             # Before the end of a handshake there are several causes: see _probe.
@@ -398,8 +404,8 @@ class Client(Endpoint):
         self._refusal = f"{self.name} at {self.address} {how}"
 
     def _probe(self, hung_up: bool) -> None:
-        """Ask the port what it is. A server with another key hangs up without a word, and so does a tunnel
-        to a server that is not up yet: the first ten bytes tell, which every ZeroMQ sends at once (RFC 23).
+        """Ask the port what it is. A server with another key, or without, hangs up without a word, and so
+        does a tunnel to a server that is not up yet: its greeting tells, which every ZeroMQ sends (RFC 23).
 
         A ZeroMQ that has not hung up may only be far away: a handshake takes four round trips.
         """
@@ -408,7 +414,7 @@ class Client(Endpoint):
             return  # silence: perhaps it comes yet
         if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
             if self._keys is not None and hung_up:
-                self._refuse("refuses this key")
+                self._refuse(_NO_KEYS if greeting[_MECHANISM].startswith(b"NULL") else "refuses this key")
         elif greeting:
             self._refuse("speaks no Atoll")
         else:
@@ -423,8 +429,10 @@ def poll(endpoints: Sequence[_Self], timeout: float, wake: int = -1) -> list[_Se
         poller.register(wake, zmq.POLLIN)
     for endpoint in endpoints:
         poller.register(endpoint._alive(), zmq.POLLIN)
+        if endpoint.wake >= 0:
+            poller.register(endpoint.wake, zmq.POLLIN)
     ready = {socket for socket, _ in poller.poll(_milliseconds(timeout))}
-    return [endpoint for endpoint in endpoints if endpoint._socket in ready]
+    return [endpoint for endpoint in endpoints if endpoint._socket in ready or endpoint.wake in ready]
 
 
 def _monitor_of(link: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
@@ -457,10 +465,10 @@ def _send_all(link: zmq.Socket[bytes], header: bytes, payload: Buffer | None, co
         link.send(header, zmq.NOBLOCK)
     else:
         link.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-        link.send(_flat(payload), zmq.NOBLOCK, copy=copy)
+        link.send(flat(payload), zmq.NOBLOCK, copy=copy)
 
 
-def _check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
+def check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit: int) -> None:
     """The other side would cut the connection, and nobody would know why."""
     size = max(len(header), 0 if payload is None else memoryview(payload).nbytes)
     if size > limit:
@@ -469,7 +477,7 @@ def _check_size(endpoint: Endpoint, header: bytes, payload: Buffer | None, limit
         )
 
 
-def _flat(payload: Buffer) -> memoryview | bytes:
+def flat(payload: Buffer) -> memoryview | bytes:
     view = memoryview(payload)
     return view.cast("B") if view.nbytes else b""
 
@@ -543,9 +551,21 @@ def _why_not_bound(address: str, number: int | None) -> str:
     return f"cannot listen at {address}: {zmq.strerror(number or 0)}"
 
 
+def _rest_of_greeting(link: sockets.socket) -> bytes:
+    """What a ZeroMQ says after its signature, up to how it lets others in; less, if it is slow."""
+    said, until = b"", time.monotonic() + _PROBE_SECONDS
+    with contextlib.suppress(OSError):
+        link.sendall(_SIGNATURE + b"\x03")
+        while (left := _MECHANISM.stop - len(_SIGNATURE) - len(said)) > 0 and time.monotonic() < until:
+            if not (more := link.recv(left)):
+                break
+            said += more
+    return said
+
+
 def _greeting_of(address: str) -> bytes | None:
-    """The first bytes that whoever listens at `address` says unasked; empty where it hangs up, None where it
-    is silent."""
+    """The first bytes that whoever listens at `address` says, unasked but for a ZeroMQ; empty where it hangs
+    up, None where it is silent."""
     place = host_and_port(address)
     try:
         if place is not None:
@@ -556,10 +576,13 @@ def _greeting_of(address: str) -> bytes | None:
             link.connect(address.removeprefix("ipc://"))
         with link:
             try:
-                return link.recv(10)
+                said = link.recv(10)
             except TimeoutError:
                 link.sendall(b"\r\n\r\n")  # a web server waits to be asked
                 return link.recv(10)
+            if said[:1] == _SIGNATURE[:1]:
+                said += _rest_of_greeting(link)
+            return said
     except TimeoutError:
         return None
     except OSError:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import DeadlineError, RunError
-from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused
+from atoll.ltp.events import Arrived, Asked, Event, Lost, Migrated, Opened, Refused, StripeChanged
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Session, Status
 from atoll.net import context as process
@@ -32,6 +32,7 @@ MOST_WAITING_EVENTS = 2**16  # that were not taken: then data is dropped too, an
 LEAST_PAUSE = 0.0002  # seconds from a turn in which a session had no more to send to its next, unasked
 CLOSE_SECONDS = 2.0  # for the last word to leave
 _ROUND_TRIPS = 3  # for which an old key opens what comes late
+_NEWS = (Refused, Migrated, StripeChanged)  # of which nobody's books depend
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class LinkSession:
         seal: bool,
         name: str,
         shared: bool = False,
+        told: Callable[[list[Event]], None] | None = None,
+        site: str = "",
     ) -> None:
-        self.number, self.name = number, name
+        self.number, self.name, self.site = number, name, site
         self.finished = False  # the link need not drive it any more
         self.deadline = -math.inf  # when the link is to drive it next
         self.blocked: UdpPort | None = None  # that has no room for what is to be sent
-        self._session, self._ports, self._wake = session, ports, wake
+        self._session, self._ports, self._wake, self._told = session, ports, wake, told
         self._generation = process.generation()
         self._sealed = seal
         keys = {"client": client, "seal": seal}
@@ -117,6 +120,10 @@ class LinkSession:
                 left = until - time.monotonic()
                 if left <= 0 or not self._condition.wait(left):
                     break
+            return self._taken()
+
+    def _taken(self) -> list[Event]:
+        with self._condition:
             events, self._events = self._events, []
             self._newest_ask = None
             self._waiting_bytes = 0
@@ -129,6 +136,11 @@ class LinkSession:
             drops = self._drops + self._session.drops
             drops["seal"] += sum(opener.refused for opener in self._openers)
             return LinkStatus(self._session.status(), dict(+drops), not self._sealed, self._waiting_bytes)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._lost)
 
     def change_keys(self) -> None:
         """The next datagrams are sealed with new keys."""
@@ -233,6 +245,12 @@ class LinkSession:
             asked, self._asked = self._asked, []
         return asked
 
+    def hand_out(self) -> None:
+        """Tells the application what has happened, where it is told by a call: from the link's thread, with
+        no lock held, so that it may send."""
+        if self._told is not None and self._events:
+            self._told(self._taken())
+
     def share(self, rate: float, seconds: float) -> None:
         """Its share of the link."""
         with self._condition:
@@ -248,6 +266,7 @@ class LinkSession:
                 self._session.fail(reason)
                 self._note(self._session.poll_events())
             self._finish()
+        self.hand_out()
 
     def _opened(self, now: float, flow: Flow) -> tuple[Bytes, npt.NDArray[np.int64]]:
         """The rows that are genuine and new, and their sizes."""
@@ -302,7 +321,7 @@ class LinkSession:
                     self._events[self._newest_ask] = event
                     continue
                 self._newest_ask = len(self._events)
-            elif isinstance(event, (Refused, Migrated)) and len(self._events) > MOST_WAITING_EVENTS:
+            elif len(self._events) > MOST_WAITING_EVENTS and isinstance(event, _NEWS):
                 self._drops[f"{type(event).__name__} not taken in time"] += 1
                 continue
             self._events.append(event)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import AtollError, PeerLostError, RunError, UserError
-from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused
+from atoll.ltp.events import Arrived, Delivered, Lost, Opened, Refused, StripeChanged
+from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net.linkreport import Packets
 from atoll.net.linksession import LinkSession
@@ -60,7 +61,7 @@ class LtpFlows:
             None,
             False,
             settings=settings,
-            extents={CHUNK: elements},
+            extents={CHUNK: Extent(elements, np.dtype(np.float32))},
             seal=self._sealed,
             most_bytes=ELEMENT_BYTES * elements + datagram_bytes,  # the last block may be short
         )
@@ -153,6 +154,7 @@ class LtpTransport:
         self._next_high = self._mask()
         self._sending = 0  # transfers whose Delivered has not come
         self._opened = False
+        self._ports, self._silent = opened.ports, set[int]()
         self._name = f"{host}, UDP port{'s' * (len(opened.ports) > 1)} {', '.join(map(str, opened.ports))}"
         self._link = LtpLink(ports=[0] * len(opened.ports), name="link test")
         try:
@@ -173,7 +175,13 @@ class LtpTransport:
         stripes = "one port" if len(opened.ports) == 1 else f"{len(opened.ports)} ports"
         how = "all reliable" if reliable else f"{high:.0%} high"
         sealed = "sealed" if opened.sealed else "NOT sealed"
-        self.detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
+        self._detail = f"{how}, {sealed}, {stripes}; {self._link.offload}"
+
+    @property
+    def detail(self) -> str:
+        """What runs, in words."""
+        silent = f"; UDP port {', '.join(map(str, sorted(self._silent)))} silent" if self._silent else ""
+        return self._detail + silent
 
     def send(self, transfer: int, look: Callable[[], None]) -> None:  # noqa: ARG002
         try:
@@ -228,5 +236,8 @@ class LtpTransport:
                 self._opened = True
             elif isinstance(event, Delivered):
                 self._sending -= 1
+            elif isinstance(event, StripeChanged):
+                port = self._ports[event.stripe]
+                (self._silent.discard if event.used else self._silent.add)(port)
             elif isinstance(event, Lost):
                 raise PeerLostError(f"{self._name}: {event.reason}")

@@ -16,14 +16,16 @@ import socket as sockets
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.ltp.arriving import MOST_BYTES
+from atoll.ltp.events import Event
 from atoll.ltp.grants import Grants
+from atoll.ltp.order import Extent
 from atoll.ltp.session import Session
 from atoll.ltp.settings import Settings
 from atoll.net import context as process
@@ -132,18 +134,21 @@ class LtpLink:
         client: bool,
         *,
         settings: Settings | None = None,
-        extents: Mapping[int, int] | None = None,
+        extents: Mapping[int, Extent] | None = None,
         stripes: int | None = None,
         seal: bool = True,
         most_bytes: int = MOST_BYTES,
+        told: Callable[[list[Event]], None] | None = None,
+        site: str = "",
     ) -> LinkSession:
         """Opens a session whose id and secret (32 bytes) the authenticated channel gave both ends; so it did
         the server's `addresses`, one for each stripe, which a client gives here. A server gives None: it
         learns where its client is. `stripes`: how many of the ports it uses (all). `most_bytes`: what all
-        open transfers that come may take together. `extents`: chunk id to
-        elements, of what may come (None: anything). With `seal` False nothing is secret or safe: both ends
-        must say so. Raises UserError for what does not fit or a secret that was used,
-        RunError when the link is closed."""
+        open transfers that come may take together. `extents`: of the chunks that may come, by id (None: any
+        may). With `seal` False nothing is secret or safe: both ends must say so. `told` gets events as they
+        happen, instead of `LinkSession.events`, from the link's thread: it must not wait, and what it raises
+        ends the session. `site`: whose sessions have one share of a link that is shared out. Raises UserError
+        for what does not fit or a secret that was used, RunError when the link is closed."""
         self._check()  # before any lock, for it may be that of a fork
         count = len(self._ports) if stripes is None else stripes
         if not 1 <= count <= len(self._ports):
@@ -174,6 +179,8 @@ class LtpLink:
             seal=seal,
             name=shown,
             shared=self._grants is not None,
+            told=told,
+            site=site,
         )
         with self._lock:
             self._check()
@@ -286,7 +293,7 @@ class LtpLink:
         for session in sessions:
             for size in session.take_asked():
                 if size:
-                    grants.handle_ask(now, session.number)
+                    grants.handle_ask(now, session.number, site=session.site)
                 else:
                     grants.handle_done(now, session.number)
             if session.finished:
@@ -325,6 +332,7 @@ class LtpLink:
     def _drive(self, session: LinkSession) -> None:
         try:
             session.drive()
+            session.hand_out()
         except Exception as error:
             session.fail(f"an error of its own: {type(error).__name__}: {error}", error)
         if session.finished:

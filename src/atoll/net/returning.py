@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import PeerLostError
+from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, Endpoint
 from atoll.net.keys import Keys
-from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
+from atoll.net.tunnel import Lossy, TunnelClient, Wish
+from atoll.net.tunnelend import IDLE_SECONDS, block_elements
+from atoll.wire.messages import AnyMessage, Hello, LinkFigures, Welcome, encode
 
 _ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
 _ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up, and be elsewhere
@@ -25,6 +29,7 @@ class _Sent:
     message: AnyMessage
     payload: memoryview | None
     until: Hashable
+    lossy: Lossy | None = None
 
 
 @dataclass
@@ -46,7 +51,8 @@ class ReturningLinks:
     `name(index)` is who that is, in words; `ends(index)` is the line of the error for one that was lost and
     keeps no journal. `where()` gives the addresses as the hub knows them, or None where it does not now.
     `is_it(index, welcome)` tells a server from another one that has got its old port. `lost(index)` is called
-    when one is lost that is waited for, and `back(index, seconds)` when it is back.
+    when one is lost that is waited for, and `back(index, seconds)` when it is back. `link`: what the
+    connections are made with; where its transport is "ltp", each is a tunnel (net/tunnel.py).
     """
 
     def __init__(
@@ -62,11 +68,13 @@ class ReturningLinks:
         is_it: Callable[[int, Welcome], bool],
         lost: Callable[[int], None] = lambda _index: None,
         back: Callable[[int, float], None] = lambda _index, _seconds: None,
+        link: LinkOptions | None = None,
     ) -> None:
         self.come_back = 0  # how often a server was lost and found again
         self._hello, self._keys, self._limit = hello, keys, limit
         self._name, self._ends, self._where, self._is_it = name, ends, where, is_it
         self._lost, self._back = lost, back
+        self._wish = _wish_of(link, hello) if link is not None and link.transport == "ltp" else None
         self._asked_where = 0.0
         self._links: list[_Link] = []
         try:
@@ -93,7 +101,13 @@ class ReturningLinks:
         return [index for index, link in enumerate(self._links) if not link.welcomed]
 
     def _connect(self, index: int, address: str) -> Client:
-        client = Client(address, self._keys, limit=self._limit, name=self._name(index))
+        client: Client
+        if self._wish is not None:
+            client = TunnelClient(
+                address, self._keys, limit=self._limit, name=self._name(index), wish=self._wish
+            )
+        else:
+            client = Client(address, self._keys, limit=self._limit, name=self._name(index))
         client.send(encode(self._hello))
         return client
 
@@ -102,20 +116,39 @@ class ReturningLinks:
             link.client.close()
         self._links.clear()
 
+    def links(self) -> dict[int, LinkFigures]:
+        """The tunnels in figures, by server, of those that are open; none over TCP."""
+        tunnels = {
+            index: link.client.link
+            for index, link in enumerate(self._links)
+            if isinstance(link.client, TunnelClient)
+        }
+        return {index: figures for index, figures in tunnels.items() if figures is not None}
+
+    def block_elements(self, dtype: str) -> int:
+        """Elements in a block of a lossy payload of "float32", "bfloat16" and the like."""
+        return block_elements(dtype, self._wish.settings if self._wish is not None else Settings())
+
     # -- what is sent -------------------------------------------------------------------------------------
 
     def send(
-        self, index: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        index: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
     ) -> None:
-        """Send without waiting; `payload` must not change before the server has answered.
+        """Send without waiting; `payload` must not change before the server has answered. `lossy`: not all
+        of it needs to arrive, where the connection is a tunnel; over TCP all of it does.
 
         With `until`, it is sent again to a server that was lost, as long as `answered(until)` is not called.
         """
         link = self._links[index]
         if until is not None:
-            link.sent.append(_Sent(message, payload, until))
+            link.sent.append(_Sent(message, payload, until, lossy))
         if link.lost_at is None or until is None:
-            link.client.send(encode(message), payload)
+            _transmit(link.client, message, payload, lossy)
 
     def answered(self, until: Hashable, index: int | None = None, instead: AnyMessage | None = None) -> None:
         """What was sent `until` this, to server `index` or to all, needs not be sent again; but `instead`, if
@@ -192,7 +225,7 @@ class ReturningLinks:
             self.come_back += 1
             self._back(index, away)
             for sent in link.sent:
-                link.client.send(encode(sent.message), sent.payload)
+                _transmit(link.client, sent.message, sent.payload, sent.lossy)
 
     def gone(self, index: int) -> str:
         """In words, for how long a server has been lost; empty where it is there."""
@@ -201,3 +234,22 @@ class ReturningLinks:
             return ""
         seconds = time.monotonic() - lost_at
         return f" (lost {seconds:.1f} s ago; `atoll server` with its --directory would bring it back)"
+
+
+def _transmit(client: Client, message: AnyMessage, payload: memoryview | None, lossy: Lossy | None) -> None:
+    if isinstance(client, TunnelClient):
+        client.send(encode(message), payload, lossy)
+    else:
+        client.send(encode(message), payload)
+
+
+def _wish_of(link: LinkOptions, hello: Hello) -> Wish:
+    """The tunnel of whoever says this Hello."""
+    settings = Settings(
+        usable=link.usable,
+        fill=link.fill,
+        fill_above=link.fill_above,
+        target_loss=link.target_loss,
+        idle_seconds=IDLE_SECONDS,
+    )
+    return Wish(f"{hello.role} {hello.worker}", hello.site, settings, link.stripes)

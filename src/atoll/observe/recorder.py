@@ -20,6 +20,7 @@ from atoll.core.events import (
     Expected,
     Failed,
     Finished,
+    LinkSeen,
     Saved,
     Skipped,
     Started,
@@ -28,6 +29,7 @@ from atoll.core.events import (
 )
 from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
+from atoll.observe.links import LinkRecords
 from atoll.observe.metrics import Line, Merger
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import Summary, WorkerTotals, write_summary
@@ -142,6 +144,7 @@ class Recorder:
         self._writers = list(writers)
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
         self._grouped = GroupRecords()
+        self.links = LinkRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -228,6 +231,8 @@ class Recorder:
         elif isinstance(event, Started):
             self._started.add(event.worker)
             self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
+        elif isinstance(event, LinkSeen):
+            self.links.take(event)
         elif isinstance(event, Expected):
             self._expected = event.steps
         elif isinstance(event, (Finished, Failed)):
@@ -294,6 +299,7 @@ class Recorder:
             each_worker=each,
             groupings=groupings,
             each_group=each_group,
+            links=self.links.shown(),
         )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from atoll.core.config import load_config
 from atoll.core.errors import AtollError, UserError
-from atoll.core.units import format_bytes, format_seconds
+from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.observe.groups import STALENESS
+from atoll.observe.links import most_lossy
 from atoll.observe.metrics import Line, read_lines
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
@@ -23,6 +24,10 @@ PHASES = {"ring": "#e07a5f", "exchange": "#7d6b9e"}  # parts of the waiting, whe
 _GROUPS = ("#2b6ca3", "#b5651d", "#5a8f4a", "#8a5a9e", "#a33b4f", "#3f8f8f")
 _MOST_PANELS = 3  # logged values that get a panel each: the first logged
 _MOST_GROUPS = 8  # that get a bar each: those in which most time was spent
+_MOST_LINKS = 12  # that get a row each: those that lost most
+_LINK_COLUMNS = (
+    "link", "rate", "delay", "loss", "target", "lost", "repaired", "borne", "filled", "held back",
+)  # fmt: skip
 _BINS = 120  # of the time axis, at most
 
 
@@ -44,22 +49,26 @@ def draw(run: RunDirectory) -> Path:
     heights = [2.6] * len(names) + [1.9, 0.7 + 0.32 * workers]
     if summary.each_group:
         heights += [0.7 + 0.32 * workers, 0.7 + 0.32 * len(_largest(summary))]
+    if summary.links:
+        heights.append(0.4 + 0.22 * len(most_lossy(summary, _MOST_LINKS)))
     figure = Figure(
         figsize=(9, sum(heights) + 0.8), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
     )
     FigureCanvasAgg(figure)
     figure.suptitle(_title(run, summary), x=0.015, ha="left", fontsize=11, parse_math=False)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    steps, each_worker, *grouped = panels[len(names) :]
+    steps, each_worker, *more = panels[len(names) :]
     for panel, name in zip(panels, names, strict=False):
         _draw_values(panel, name, lines)
         panel.sharex(steps)
         panel.tick_params(labelbottom=False)
     _draw_steps(steps, lines)
     _draw_workers(each_worker, summary)
-    if grouped:
-        _draw_membership(grouped[0], summary)
-        _draw_groups(grouped[1], summary)
+    if summary.each_group:
+        _draw_membership(more[0], summary)
+        _draw_groups(more[1], summary)
+    if summary.links:
+        _draw_links(more[-1], summary)
     figure.savefig(run.picture)
     return run.picture
 
@@ -204,6 +213,38 @@ def _draw_workers(panel: Axes, summary: Summary) -> None:
     plain(panel)
     panel.grid(visible=False, axis="y")
     panel.set_xlabel("seconds in steps")
+
+
+def _draw_links(panel: Axes, summary: Summary) -> None:
+    """A row for each link over which parts of gradients may be lost."""
+    rows = [
+        [
+            link.name,
+            format_rate(8 * link.rate),
+            format_seconds(link.rtt) if link.rtt > 0 else "",
+            f"{link.loss:.2%}",
+            f"{link.target:.2%}",
+            f"{link.lost:,}",
+            f"{link.repaired:,}",
+            f"{link.borne:,}",
+            f"{link.filled:,}",
+            f"{link.held:.2%}",
+        ]
+        for link in most_lossy(summary, _MOST_LINKS)
+    ]
+    from matplotlib.transforms import Bbox
+
+    panel.set_axis_off()
+    widths = [max(len(row[place]) for row in [_LINK_COLUMNS, *rows]) for place in range(len(_LINK_COLUMNS))]
+    table = panel.table(
+        rows,
+        colLabels=_LINK_COLUMNS,
+        colWidths=[width / sum(widths) for width in widths],
+        bbox=Bbox.unit(),
+        edges="horizontal",
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
 
 
 def _largest(summary: Summary) -> list[GroupTotals]:

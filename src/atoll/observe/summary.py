@@ -65,6 +65,34 @@ class GroupingShown(msgspec.Struct):
     reason: str
 
 
+class LinkTotals(msgspec.Struct):
+    """A loss-tolerant link as it was seen last: see core's event LinkSeen, which says what each is."""
+
+    who: str
+    peer: str
+    site: str
+    rate: float
+    estimate: float
+    rtt: float
+    min_rtt: float
+    loss: float
+    target: float
+    sent: int
+    lost: int
+    retransmitted: int
+    repaired: int
+    borne: int
+    filled: int
+    held: float
+    bytes_in: int
+    bytes_out: int
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.who} to {self.peer}"
+
+
 class Summary(msgspec.Struct, omit_defaults=True):
     """summary.json.
 
@@ -73,6 +101,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     workers' mean of the time spent blocked on others; `last` has the last logged value of each name (null:
     NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
     plain objects. A run whose workers were in groups has `groupings` and `each_group`; others have neither.
+    `links` are those over which parts of gradients may be lost.
     """
 
     strategy: str
@@ -88,6 +117,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     each_worker: list[WorkerTotals]
     groupings: list[GroupingShown] = []
     each_group: list[GroupTotals] = []
+    links: list[LinkTotals] = []
 
     @property
     def samples_per_second(self) -> float:

@@ -77,6 +77,8 @@ class Durability:
         """Note a message that is about to be handled, if it changes the shard."""
         if isinstance(message, messages.GiveState):
             self.note(hello, received.header)  # its payload is only passed on
+        elif isinstance(message, messages.Push) and message.lost is not None:
+            self.note(hello, messages.encode(message), received.payload)  # with what the header does not say
         elif isinstance(message, _JOURNALLED):
             self.note(hello, received.header, received.payload)
 

@@ -178,7 +178,9 @@ class LogKeeper:
         self._act(outcome, entries=False)
         if meeting >= 0:
             self._meetings.handle_entered(worker, incarnation, meeting)
-        return self._act(self._log.handle_join(worker, incarnation)) if self._log is not None else ""
+        if self._log is None:
+            return ""
+        return self._act(self._log.handle_join(worker, incarnation, moves=meeting >= 0))
 
     def handle_speaker(self, worker: int, incarnation: int) -> None:
         """Another member speaks for this group than before."""

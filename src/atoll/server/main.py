@@ -16,10 +16,11 @@ from types import FrameType
 
 import torch
 
+from atoll.core.config import LinkOptions
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.heap import keep_freed_memory
-from atoll.net.endpoint import Server
-from atoll.net.keys import read_keys
+from atoll.net.keys import Keys, read_keys
+from atoll.net.tunnel import TunnelServer
 from atoll.observe.journal import Journal as Events
 from atoll.server.journal import Folder, Journal
 from atoll.server.links import HubLink
@@ -49,6 +50,8 @@ def serve(
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
     sync: bool = False,
+    link_rate: float = 0.0,
+    udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
@@ -61,7 +64,9 @@ def serve(
     started in the folder of one that was killed goes on where that one stood, and `goes_on(line)` says from
     what. With `sync` the journal is on the disk before anybody is answered, and survives the machine.
     `optimizer` is the operator's own ("package.module:Class"). The hub's welcome is waited for for `timeout`
-    seconds. `ready(address)` is called once workers can reach it; `stop` ends it too.
+    seconds. What comes through tunnels is shared out so that it does not pass `link_rate`, bytes per second
+    (0: it is not), and comes to UDP ports from `udp_port` on (0: any free ones). `ready(address)` is called
+    once workers can reach it; `stop` ends it too.
 
     Raises UserError for what was given wrong, CheckpointError where the folder holds no whole journal,
     RunError when the run cannot go on.
@@ -86,7 +91,7 @@ def serve(
             )
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
         name = f"shard {index}"
-        server = stack.enter_context(Server(listen, keys, limit=LARGEST_FRAME, name=name))
+        server = stack.enter_context(_door(listen, keys, name, link_rate, udp_port))
         own = address or _reachable(server.address)
         identity = kept_in.identity if kept_in is not None else None
         hub = HubLink(
@@ -183,6 +188,9 @@ def serve_site(
     snapshot_seconds: float = 60.0,
     timeout: float = 600.0,
     sync: bool = False,
+    link: LinkOptions | None = None,
+    link_rate: float = 0.0,
+    udp_port: int = 0,
     ready: Callable[[str], None] = lambda _address: None,
     goes_on: Callable[[str], None] = lambda _line: None,
     stop: threading.Event | None = None,
@@ -191,7 +199,7 @@ def serve_site(
 
     `folder` gets its journal, which begins anew every `snapshot_seconds`; it keeps no snapshots, since the
     parameters are the global shards'. `timeout` in seconds is the deadline of each wait for the hub's welcome
-    and for the global shards.
+    and for the global shards. `link` is how it reaches those; `link_rate` and `udp_port` are as there.
     """
     torch.set_num_threads(1)
     keep_freed_memory(messages=True)
@@ -206,9 +214,7 @@ def serve_site(
             found = find_site(kept_in)
             journal = Journal(kept_in, found.next_segment if found is not None else 0, sync=sync)
             emit = stack.enter_context(Events(Path(folder) / _JOURNAL))
-        server = stack.enter_context(
-            Server(listen, keys, limit=LARGEST_FRAME, name=f"shard of site {site!r}")
-        )
+        server = stack.enter_context(_door(listen, keys, f"shard of site {site!r}", link_rate, udp_port))
         own = address or _reachable(server.address)
         token = kept_in.identity.token if kept_in is not None else ""
         hub = HubLink(hub_address, keys, run=run, site=site, own=own, timeout=timeout, token=token)
@@ -221,6 +227,7 @@ def serve_site(
             timeout=timeout,
             journal=journal,
             image_seconds=snapshot_seconds,
+            link=link,
             emit=emit,
         )
         stack.callback(shard.close)
@@ -232,6 +239,13 @@ def serve_site(
         shard.run(lambda: stopped.is_set() or hub.over)
         if kept_in is not None and (hub.over or shard.is_over):
             kept_in.remember(over=True)
+
+
+def _door(listen: str, keys: Keys | None, name: str, link_rate: float, udp_port: int) -> TunnelServer:
+    """Where workers come in."""
+    return TunnelServer(
+        listen, keys, limit=LARGEST_FRAME, name=name, link_rate=link_rate or None, udp_port=udp_port
+    )
 
 
 def _reachable(address: str) -> str:

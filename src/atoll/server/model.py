@@ -23,9 +23,21 @@ from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
+from atoll.store.losses import absent
 from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
-from atoll.wire.messages import Count, Pull, PullMean, Push, Replace, SetChunk, Setup, run_of
+from atoll.wire.lost import flaw
+from atoll.wire.messages import (
+    Count,
+    LostBlocks,
+    Pull,
+    PullMean,
+    Push,
+    Replace,
+    SetChunk,
+    Setup,
+    run_of,
+)
 
 Done: TypeAlias = Callable[[int], None]  # told each chunk that is finished
 _MOST_SHARDS = 4096
@@ -93,7 +105,7 @@ class Model:
 
     def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
         self.setup, self._configured, self._fused = setup, configured, fused
-        layout = _layout_untrusted(setup)
+        layout = self._layout = _layout_untrusted(setup)
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
         self.optimizer = self._hold(layout)
@@ -322,8 +334,22 @@ class Model:
     def run_bytes(self, chunk: int, share: int, shares: int) -> slice:
         """Where the `share`-th of `shares` runs of a chunk lies among its bytes."""
         size = self.optimizer.dtype(chunk).itemsize
-        start, stop = run_of(self.optimizer.nbytes(chunk) // size, share, shares)
+        start, stop = run_of(self.extent(chunk), share, shares)
         return slice(start * size, stop * size)
+
+    def extent(self, chunk: int) -> int:
+        """How many elements a chunk has."""
+        return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
+
+    def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
+        """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
+        if isinstance(pull, PullMean):
+            iteration = pull.iteration
+        elif self.setup.consistency == "bsp":
+            return None  # it was told with the mean
+        else:
+            iteration = pull.clock - 1
+        return self.state.lost_of(worker, pull, iteration, chunk, self.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -358,7 +384,8 @@ class Model:
         expected = run.stop - run.start
         got = payload.nbytes if payload is not None else 0
         if got == expected and (payload is not None or shares > 1):  # a run may be empty
-            return ""
+            lost = message.lost if isinstance(message, Push) else None
+            return flaw(lost, expected // self.optimizer.dtype(chunk).itemsize) if lost is not None else ""
         return _wrong_size(chunk, payload, expected, f"'s share {share} of {shares}" if shares > 1 else "")
 
     def _keep(self, payload: memoryview | None) -> None:
@@ -395,7 +422,20 @@ class Model:
             (weight, self._gradients(chunk, contribution[chunk][0]), contribution[chunk][1])
             for weight, contribution in action.contributions
         ]
-        return weighted_mean(parts)
+        if not action.losses:
+            return weighted_mean(parts)
+        gaps = [
+            absent(each.get(chunk), self.extent(chunk), self._places(chunk, present))
+            for each, (_, _, present) in zip(action.losses, parts, strict=True)
+        ]
+        return weighted_mean(parts, gaps)
+
+    def _places(self, chunk: int, present: bytes) -> list[tuple[int, int]] | None:
+        """Where a contribution has gradients, begin and end, in order; None: everywhere."""
+        if all(present):
+            return None
+        slots = zip(self._layout.chunks[chunk].slots, present, strict=True)
+        return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

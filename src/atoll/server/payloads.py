@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from atoll.wire.lost import Spans
+
 # Nobody writes to what came in a message; torch cannot know.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -57,11 +59,14 @@ class Lent:
         return self._held is not None and self._held() is not None
 
 
-def weighted_mean(parts: Sequence[Part]) -> tuple[Tensor, bytes]:
+def weighted_mean(parts: Sequence[Part], absent: Sequence[Spans] = ()) -> tuple[Tensor, bytes]:
     """The mean of a chunk's gradients by weight, and in which slots anyone had one.
 
     In order, in the chunk's own dtype, each times its share of the weight; so one contribution's mean is
     itself, to the bit. Without weight, nobody had anything.
+
+    `absent`, of each part: elements that did not come, where zeros stand. There the mean is over the others,
+    by their weights, and 0 where nobody is left; only these elements are computed otherwise.
     """
     total = sum(weight for weight, _, _ in parts)
     counted = [part for part in parts if part[0] > 0]
@@ -72,5 +77,38 @@ def weighted_mean(parts: Sequence[Part]) -> tuple[Tensor, bytes]:
     mean = counted[0][1] * (counted[0][0] / total)
     for weight, gradients, _ in counted[1:]:
         mean.add_(gradients, alpha=weight / total)
+    gaps = [spans for (weight, _, _), spans in zip(parts, absent, strict=bool(absent)) if weight > 0]
+    if any(len(spans) for spans in gaps):
+        _mean_over_the_others(mean, counted, gaps)
     present = bytes(any(flags) for flags in zip(*(part[2] for part in counted), strict=True))
     return mean, present
+
+
+def _mean_over_the_others(mean: Tensor, parts: Sequence[Part], absent: Sequence[Spans]) -> None:
+    """Put into `mean`, wherever some part is absent, the mean of those that are not.
+
+    Between two neighbouring ends of spans, of whichever part, the same parts are absent. What is computed is
+    by these pieces, and then by their elements. Half precision is summed in single.
+    """
+    ends = numpy.unique(numpy.concatenate([spans.reshape(-1) for spans in absent]))
+    begins, ends = ends[:-1], ends[1:]
+    missing = numpy.stack([_covers(spans, begins) for spans in absent])  # (parts, pieces)
+    some = missing.any(axis=0)
+    begins, ends, missing = begins[some], ends[some], missing[:, some]
+    weights = numpy.array([weight for weight, _, _ in parts])[:, None] * ~missing
+    shares = weights / numpy.maximum(weights.sum(axis=0), numpy.finfo(numpy.float64).tiny)
+    sizes = ends - begins
+    firsts = numpy.repeat(begins - (sizes.cumsum() - sizes), sizes)
+    where = torch.from_numpy(firsts + numpy.arange(len(firsts)))
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    rows = torch.zeros(len(where), dtype=wide)
+    for (_, gradients, _), share in zip(parts, shares, strict=True):
+        by_element = torch.from_numpy(numpy.repeat(share, sizes)).to(wide)
+        rows.addcmul_(gradients.index_select(0, where).to(wide), by_element)
+    mean.index_copy_(0, where, rows.to(mean.dtype))
+
+
+def _covers(spans: Spans, at: Spans) -> Any:
+    """For each of these elements, whether it lies in one of the spans, which are in order."""
+    last = numpy.searchsorted(spans[:, 0], at, side="right") - 1  # that begins there or before
+    return (last >= 0) & (at < numpy.append(spans[:, 1], 0)[last])

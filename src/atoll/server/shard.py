@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from atoll.core.errors import CheckpointError, GivenUpError, UserError
 from atoll.core.events import AnyEvent, Decided, Warned
 from atoll.core.points import reach
@@ -214,11 +216,22 @@ class Shard:
 
     def _decode(self, received: Received) -> AnyMessage | None:
         try:
-            return decode_untrusted(received.header)
+            message = decode_untrusted(received.header)
         except WireError as error:
             self._server.dropped += 1
             self._refuse(received.peer, str(error), "")
             return None
+        if isinstance(message, messages.Push) and (message.lost is not None or received.lost is not None):
+            return self._with_losses(received, message)
+        return message
+
+    def _with_losses(self, received: Received, push: messages.Push) -> messages.Push | None:
+        """A Push with the link's word on its payload; None for one that says itself what was lost."""
+        if push.lost is not None:
+            self._refuse(received.peer, "a Push does not say what was lost of it: the link does", "Push")
+            return None
+        lost = received.lost
+        return msgspec.structs.replace(push, lost=lost if lost is not None and any(lost.missing) else None)
 
     def _handle(self, received: Received, message: AnyMessage) -> None:
         name = type(message).__name__

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError
 from atoll.core.events import AnyEvent
 from atoll.core.points import reach
@@ -21,16 +22,18 @@ from atoll.server.gathered import merge_untrusted, pack
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.logkeeper import LastMeeting, LogKeeper, Outgoing
+from atoll.server.payloads import payload_of, tensor_of
 from atoll.server.peers import Peers
 from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
 from atoll.server.siteentrance import SiteEntrance
 from atoll.server.sitemodel import SiteModel
-from atoll.server.siterecovery import FoundSite, SiteImage, encode_site_image
+from atoll.server.siterecovery import HELD, FoundSite, SiteImage, encode_site_image
+from atoll.server.sitereport import SiteReport
 from atoll.server.upstream import LOG, Place, Upstream
 from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
-from atoll.store.records import Told
+from atoll.store.records import Part, Told
 from atoll.store.shard import AnyPull
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, decode_untrusted
@@ -149,7 +152,7 @@ class SiteShard(Shard):
 
     `server` is where the site's workers come in. `timeout` in seconds is the deadline of each wait for the
     global shards. With a `journal`, which begins anew every `image_seconds`, `recover` has it go on where the
-    one before it was killed.
+    one before it was killed. `link` is how it reaches the global shards.
     """
 
     def __init__(
@@ -162,9 +165,10 @@ class SiteShard(Shard):
         timeout: float,
         journal: Journal | None = None,
         image_seconds: float = 60.0,
+        link: LinkOptions | None = None,
         emit: Callable[[AnyEvent], None] = lambda _event: None,
     ) -> None:
-        welcome = hub.welcome
+        welcome, self._link = hub.welcome, link or LinkOptions()
         self._place = Place(welcome.worker, list(welcome.sites), welcome.incarnation)
         self._link_up, self._timeout = hub, timeout
         self._site_log: SiteLog
@@ -179,6 +183,7 @@ class SiteShard(Shard):
         self.at_once = (messages.WhoIsMissing, messages.Goodbye, messages.GiveState)
         self._image_seconds, self._image_at = image_seconds, time.monotonic() + image_seconds
         self._upstream: Upstream | None = None
+        self._report = SiteReport(self.site, emit)
         self._meets: dict[int, tuple[messages.Meet, memoryview]] = {}  # that are not over, by number
         self._alone_since = math.inf  # monotonic: when the last of its workers was lost
         self._refreshed = 0  # the parameters are those after so many meetings
@@ -222,8 +227,12 @@ class SiteShard(Shard):
 
     def close(self) -> None:
         super().close()
+        self._tell_of_links(self._report.tell)
         if self._upstream is not None:
             self._upstream.close()
+
+    def _tell_of_links(self, tell: Callable[[Upstream | None, SiteModel | None], None]) -> None:
+        tell(self._upstream, self._model if isinstance(self._model, SiteModel) else None)
 
     def _endpoints(self) -> list[Endpoint]:
         above = self._upstream.clients if self._upstream is not None else []
@@ -235,6 +244,7 @@ class SiteShard(Shard):
             self._upstream = self._connect_up(self._link_up.addresses)
         if self._upstream is not None:
             self._upstream.poll()
+        self._tell_of_links(self._report.poll)
         if not self._over:
             self._see_to_end()
 
@@ -261,12 +271,15 @@ class SiteShard(Shard):
             meanwhile=self._meanwhile,
             where=self._where,
             tell=self.warn,
+            link=self._link,
         )
         upstream.on(messages.Met, self._handle_met)
         upstream.on(messages.WantState, self._handle_want_from_above)
         upstream.on(messages.GiveState, self._handle_given_from_above)
         for number in self._meets:
             self._send_meet(upstream, number)
+        held = ", and what is lost is held back" if self._link.holds_back else ""
+        self._decide("link", self._link.transport, f"link.transport: to {len(addresses)} global shards{held}")
         return upstream
 
     def _where(self) -> list[str] | None:
@@ -278,12 +291,14 @@ class SiteShard(Shard):
         if self._until():
             raise _StoppedError
         self._link_up.take()
+        self._tell_of_links(self._report.poll)
         self._serve_meanwhile()
         return len(self._inbox) < self.in_box
 
     def _leave(self, reason: str) -> None:
         """No other site is to wait for this one."""
         self._over, self._ends_at = True, time.monotonic() + _FAREWELL
+        self._tell_of_links(self._report.tell)
         if self._upstream is not None:
             self._upstream.leave()
         self._link_up.goodbye()
@@ -374,6 +389,8 @@ class SiteShard(Shard):
             used=self._site_log.used,
             alive=lambda: not self._site_log.has_left,
             settle=self._settle,
+            note=lambda answer: self.kept.note(_ABOVE, messages.encode(answer)),
+            link=self._link,
         )
 
     def _handle_ready(self, peer: bytes, hello: Hello, message: messages.Ready, _: memoryview | None) -> str:
@@ -437,6 +454,13 @@ class SiteShard(Shard):
         model.remember(shard.model, found.parts[CONTRIBUTION], {})
         model.optimizer.set_hyperparameters(image.hyperparameters)
         model.clock = image.clock
+        held = found.parts[HELD]
+        model.losses.restore(
+            {
+                chunk: (tensor_of(held[chunk], model.optimizer.dtype(chunk)), weight)
+                for chunk, weight in image.held.items()
+            }
+        )
         self._take_place(model, shard)
         assert shard.log is not None
         last = found.parts[LAST_MEETING].get(0)
@@ -451,6 +475,9 @@ class SiteShard(Shard):
             self._apply_entries()
         elif isinstance(message, messages.GiveState) and told.role == _ABOVE.role:
             self._site_log.handle_given_from_above(message, None)
+        elif isinstance(message, (messages.Mean, messages.Parameters)):
+            assert isinstance(self._model, SiteModel)
+            self._model.hear_losses(message)
         else:
             super().hear_again(told, payload)
 
@@ -512,12 +539,16 @@ class SiteShard(Shard):
             return
         self._image_at = time.monotonic() + self._image_seconds
         shard, parts = self.image()
+        held = model.losses.state()
+        # What is held now is changed while the journal still writes it.
+        parts += [(Part(HELD, chunk), payload_of(values.clone())) for chunk, (values, _) in held.items()]
         image = SiteImage(
             shard=shard,
             between=model.between,
             hyperparameters=model.optimizer.hyperparameters,
             clock=model.clock,
             met=self._site_log.met,
+            held={chunk: weight for chunk, (_, weight) in held.items()},
         )
         number = journal.begin_segment(encode_site_image(image), parts)
         journal.when_written(lambda: journal.drop_before(number))

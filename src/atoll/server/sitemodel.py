@@ -7,12 +7,14 @@ contribution. Each waits for the global shards, chunk by chunk. Source: S4, "The
 
 A site's shard that is started again goes through its journal without the global shards. At most one thing
 was on its way up when it was killed, the last: that one it does once more, and what comes twice counts once.
+Where parts of what goes up may be lost (`server/sitelosses.py`), the journal has what the global shards said
+was lost of all before, and so what is held back is what it was.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,10 +23,12 @@ import torch
 from torch import Tensor
 
 from atoll.chunks import ChunkMap
+from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.server.model import Done, Holder, MeanOf, Model
 from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.sitelosses import SiteLosses
 from atoll.server.upstream import LOG, Place, Upstream
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
@@ -90,8 +94,9 @@ class SiteModel(Model):
     and `shards` how many global shards there are.
 
     `used()` gives the samples behind the iteration that goes up, and `alive()` says whether any worker of the
-    site is left or may come back. `settle()` waits until all that was taken in is in the journal. Without
-    `upstream` a journal is gone through, and `go_on` has what was under way done.
+    site is left or may come back. `settle()` waits until all that was taken in is in the journal, and `note`
+    takes a global shard's answer that is to be in there. Without `upstream` a journal is gone through, and
+    `go_on` has what was under way done. `link` is how the site's gradients go up.
     """
 
     optimizer: PassingValues
@@ -108,15 +113,19 @@ class SiteModel(Model):
         used: Callable[[], list[Used]],
         alive: Callable[[], bool],
         settle: Callable[[], None] = lambda: None,
+        note: Callable[[AnyMessage], None] = lambda _message: None,
+        link: LinkOptions | None = None,
     ) -> None:
         inside = msgspec.structs.replace(setup, consistency="bsp", slack=0, workers=workers, shards=1)
         super().__init__(inside, 0)
         self.between, self._place, self._shards, self._number = setup, place, shards, number
         self._above, self._used, self._alive, self._settle = upstream, used, alive, settle
+        self._note = note
         self._due: list[Passing] = []  # of a journal: what may not have been done
         sizes = {chunk.id: chunk.nbytes for chunk in self.optimizer.layout.trainable}
         places = balance(list(sizes.values()), shards)
         self._shard_of = dict(zip(sizes, places, strict=True))
+        self.losses = SiteLosses(self.optimizer.layout.trainable, link or LinkOptions())
         self.clock = setup.steps  # iterations of the site that count globally
         self._lacking: set[int] = set()  # chunks that are waited for
 
@@ -219,6 +228,8 @@ class SiteModel(Model):
             return
         # The gradients are let go before this is done, if it is.
         means = {chunk: self._mean_of(action, chunk) for chunk in self.chunks}
+        for chunk, (values, present) in means.items():
+            self.losses.outgoing(self.clock, chunk, values, present, action.weight)
         self._pass(lambda _: self._pass_mean(action, means.__getitem__, used, _nothing))
 
     def _pass_mean(
@@ -226,7 +237,7 @@ class SiteModel(Model):
     ) -> None:
         """bsp: the site's mean goes up, and the mean over all sites comes down."""
         for chunk in self.chunks:
-            self._push(chunk, *mean(chunk), self.clock, CONTRIBUTION)
+            self._push(chunk, *mean(chunk), action.weight, self.clock, CONTRIBUTION)
         self._commit(action.weight, action.samples, [], used, self.clock, CONTRIBUTION)
         self._await_mean(action.iteration, done)
 
@@ -238,6 +249,7 @@ class SiteModel(Model):
             assert isinstance(message, messages.Mean)
             if message.iteration != self.clock or message.chunk not in self._lacking:
                 return
+            self._take_losses(message.iteration, message)
             if self.mean is None:
                 self.mean = MeanOf(iteration, {}, message.weight, message.samples)
             self.mean.chunks[message.chunk] = self._tensor(message.chunk, payload, shard), message.present
@@ -254,6 +266,20 @@ class SiteModel(Model):
         upstream.wait(lambda: not self._lacking, self._missing, f"the mean of iteration {self.clock}")
         upstream.answered(CONTRIBUTION)
 
+    def _take_losses(self, iteration: int, answer: messages.Mean | messages.Parameters) -> None:
+        if answer.lost is not None:
+            self._note(answer)
+            self.losses.told(iteration, answer.chunk, answer.lost)
+
+    def lost_to(self, shard: int) -> tuple[int, int, float]:
+        """Of what goes to a global shard, as SiteLosses.of."""
+        return self.losses.of([chunk for chunk, place in self._shard_of.items() if place == shard])
+
+    def hear_losses(self, answer: messages.Mean | messages.Parameters) -> None:
+        """Of a journal: what a global shard had said was lost."""
+        iteration = answer.iteration if isinstance(answer, messages.Mean) else answer.asked - 1
+        self.losses.told(iteration, answer.chunk, answer.lost)
+
     def _step(self, action: StepChunks, _before: Done, done: Done) -> None:
         mean, self.mean = self.mean, None
         self._replaced.clear()
@@ -268,17 +294,25 @@ class SiteModel(Model):
         }
         word: Callable[[], None]
         if self.between.consistency == "bsp":
+            # Where nobody has said this step, the other sites do; as a rule they accept it.
+            self.losses.made(action.accepted or action.nobody)
             word = partial(self._say_step, action, edits, clock)
         else:
             assert mean is not None
             # What nobody has stepped with is in no step: its samples are dealt again once the site ends.
             used = self._used()
             settings, used = self.optimizer.hyperparameters, [] if action.nobody else used
+            self.losses.made()  # of a journal: the contribution before this one is over
             word = partial(self._contribute, action, mean, edits, settings, used, clock)
+            if self._above is None and self.losses.are_possible:
+                for chunk, values, present in self._made_of(action, mean, edits):
+                    self.losses.outgoing(clock, chunk, values, present, _weight(action, mean))
 
         def passing(_upstream: Upstream) -> None:
             word()
             self._fetch(clock + 1, told)
+            if self.between.consistency != "bsp":
+                self.losses.made()
 
         self._pass(passing)
         self.clock = clock + 1
@@ -315,19 +349,29 @@ class SiteModel(Model):
         clock: int,
     ) -> None:
         """ssp, asp: what the site's workers have made of their mean is the site's contribution."""
+        weight = _weight(action, mean)
+        for chunk, values, present in self._made_of(action, mean, edits):
+            self._push(chunk, values, present, weight, clock, STEP)
+        self._commit(weight, mean.samples, settings, used, clock, STEP)
+
+    def _made_of(self, action: StepChunks, mean: MeanOf, edits: Edits) -> Iterator[tuple[int, Tensor, bytes]]:
+        """What the site's workers have made of their mean: chunk, gradients, presence."""
         for chunk, (values, present) in mean.chunks.items():
             if not action.accepted:
-                self._push(chunk, torch.zeros_like(values), bytes(len(present)), clock, STEP)
+                yield chunk, torch.zeros_like(values), bytes(len(present))
             elif chunk in edits:
                 payload, edited = edits[chunk]
-                self._push(chunk, tensor_of(payload, self.optimizer.dtype(chunk)), edited, clock, STEP)
+                yield chunk, tensor_of(payload, self.optimizer.dtype(chunk)), edited
             else:
-                scaled = values if action.scale == 1 else values * action.scale
-                self._push(chunk, scaled, present, clock, STEP)
-        self._commit(mean.weight if action.accepted else 0.0, mean.samples, settings, used, clock, STEP)
+                yield chunk, values if action.scale == 1 else values * action.scale, present
 
-    def _push(self, chunk: int, values: Tensor, present: bytes, clock: int, until: str) -> None:
-        shard = self._shard_of[chunk]
+    def _push(
+        self, chunk: int, values: Tensor, present: bytes, weight: float, clock: int, until: str
+    ) -> None:
+        shard, upstream = self._shard_of[chunk], self._upstream
+        sent, how = self.losses.outgoing(clock, chunk, values, present, weight), None
+        if self.losses.may_lose(present, weight):
+            how = self.losses.how(chunk, upstream.block_elements(self.optimizer.layout.chunks[chunk].dtype))
         push = messages.Push(
             incarnation=self._incarnation,
             iteration=clock,
@@ -335,7 +379,7 @@ class SiteModel(Model):
             chunks_in_all=sum(place == shard for place in self._shard_of.values()),
             present=present,
         )
-        self._upstream.send(shard, push, payload_of(values), until)
+        upstream.send(shard, push, payload_of(sent), until, how)
 
     def _commit(
         self,
@@ -364,6 +408,7 @@ class SiteModel(Model):
             assert isinstance(message, messages.Parameters)
             if message.clock < clock or message.chunk not in self._lacking:
                 return
+            self._take_losses(message.asked - 1, message)
             self.clock = message.clock
             self.optimizer.put(message.chunk, self._tensor(message.chunk, payload, shard))
             self._lent.pop(message.chunk, None)
@@ -421,6 +466,10 @@ class SiteModel(Model):
             got = 0 if payload is None else payload.nbytes
             raise RunError(f"global shard {shard} sent {got} bytes for chunk {chunk}, which has {expected}")
         return tensor_of(payload, self.optimizer.dtype(chunk))
+
+
+def _weight(action: StepChunks, mean: MeanOf) -> float:
+    return mean.weight if action.accepted else 0.0
 
 
 def _nothing(_chunk: int) -> None:

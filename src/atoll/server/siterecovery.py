@@ -17,17 +17,20 @@ from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEAN, MEETING, Sha
 from atoll.store.records import Begun, Part, Record, Told
 from atoll.wire.messages import Count, Hyperparameters, Setup
 
+HELD = "held back"  # what a Part's payload is of; its key is a chunk
+
 
 class SiteImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that a site's shard remembers between two iterations, but for payloads. `between` is the Setup as
     the site's workers gave it, `clock` how many iterations of the site count, `met` how many meetings of
-    sites are over."""
+    sites are over. `held`: by chunk, the weight of what is held back of it, which is a part."""
 
     shard: ShardImage
     between: Setup
     hyperparameters: Hyperparameters
     clock: Count
     met: Count
+    held: dict[int, float] = {}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def find_site(folder: Folder) -> FoundSite | None:
 
 
 def _no_parts() -> dict[str, dict[int, memoryview]]:
-    return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING)}
+    return {kind: {} for kind in (CONTRIBUTION, MEAN, MEETING, LAST_MEETING, HELD)}
 
 
 def _parts_of(

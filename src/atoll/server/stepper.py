@@ -91,7 +91,7 @@ class Stepper:
         run = model.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
-                self._send_mean(peer, chunk, pull, run)
+                self._send_mean(peer, worker, chunk, pull, run)
                 reach("shard.answered", pull.iteration)
             return
         self._peers.send(
@@ -103,12 +103,14 @@ class Stepper:
                 staleness=model.state.staleness_of(worker),
                 share=pull.share,
                 shares=pull.shares,
+                asked=pull.clock,
+                lost=model.lost_of(worker, pull, chunk),
             ),
             model.lend(chunk)[run],
         )
         reach("shard.answered", pull.clock - 1)
 
-    def _send_mean(self, peer: bytes, chunk: int, pull: messages.PullMean, run: slice) -> None:
+    def _send_mean(self, peer: bytes, worker: int, chunk: int, pull: messages.PullMean, run: slice) -> None:
         mean = self._model.mean
         assert mean is not None
         values, present = mean.chunks[chunk]
@@ -122,6 +124,7 @@ class Stepper:
                 samples=mean.samples,
                 share=pull.share,
                 shares=pull.shares,
+                lost=self._model.lost_of(worker, pull, chunk),
             ),
             payload_of(values)[run],
         )

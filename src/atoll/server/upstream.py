@@ -14,15 +14,18 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.returning import ReturningLinks
+from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Committed,
     Hello,
+    LinkFigures,
     Mean,
     Missing,
     Parameters,
@@ -72,7 +75,7 @@ class _Wait:
 class Upstream:
     """One connection to each global shard. `timeout` in seconds is the deadline of each wait. `where()` gives
     the addresses as the hub told them last, and asks it anew. `tell(line)` is told of global shards that are
-    lost, and back.
+    lost, and back. `link` is how the connections are made.
 
     `door` is where the site's own workers come in: `meanwhile()` serves them while a wait goes on, tells
     whether it would take more, and ends the wait by raising.
@@ -90,6 +93,7 @@ class Upstream:
         meanwhile: Callable[[], bool],
         where: Callable[[], list[str] | None] = lambda: None,
         tell: Callable[[str], None] = lambda _line: None,
+        link: LinkOptions | None = None,
     ) -> None:
         self.place, self.timeout = place, timeout
         self._door, self._meanwhile = door, meanwhile
@@ -119,6 +123,7 @@ class Upstream:
             is_it=lambda shard, welcome: welcome.shard in (-1, shard) and not welcome.sites,
             lost=lambda shard: tell(f"{self._name(shard)} is lost, and waited for"),
             back=lambda shard, seconds: tell(f"{self._name(shard)} is back, after {seconds:.1f} s"),
+            link=link or LinkOptions(),
         )
         self._count = len(addresses)
 
@@ -151,11 +156,25 @@ class Upstream:
         self._handlers[kind] = handler
 
     def send(
-        self, shard: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        shard: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
     ) -> None:
         """Send without waiting; nobody may change `payload` any more. With `until`, it is sent again to a
-        global shard that was lost, as long as `answered(until)` is not called."""
-        self._links.send(shard, message, payload, until)
+        global shard that was lost, as long as `answered(until)` is not called. With `lossy`, parts of the
+        payload may be lost, and the answer tells which."""
+        self._links.send(shard, message, payload, until, lossy)
+
+    def block_elements(self, dtype: str) -> int:
+        """Elements in a block of a lossy payload."""
+        return self._links.block_elements(dtype)
+
+    def links(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant links do, by global shard: those that are open."""
+        return self._links.links()
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
+from atoll.store.losses import ChunkLoss
 from atoll.wire.messages import Hyperparameters
 
 Part: TypeAlias = tuple[int, bytes]  # the handle of a chunk's gradient, and which slots have one
@@ -29,12 +30,14 @@ class PushOutcome:
 
 @dataclass(frozen=True)
 class CombineChunks:
-    """BSP: make the weighted mean of each chunk. A chunk that a contribution lacks counts as zeros."""
+    """BSP: make the weighted mean of each chunk. A chunk that a contribution lacks counts as zeros; what of
+    one was lost and borne does not count. `losses`, by chunk, are in the order of `contributions`."""
 
     iteration: int
     contributions: list[tuple[float, Parts]]  # in order of worker
     weight: float  # sums, for wire's Mean
     samples: float
+    losses: list[dict[int, ChunkLoss]] = field(default_factory=list)  # empty: nothing was lost
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,10 @@ class CommitLog:
 
     # -- workers come and go ------------------------------------------------------------------------------
 
-    def handle_join(self, worker: int, incarnation: int) -> Outcome:
+    def handle_join(self, worker: int, incarnation: int, moves: bool = False) -> Outcome:
         """A worker has come. It takes part when a Joined for it is written: at once, with the first
-        iteration when all have come, or (BSP) with the next that begins. Said again: changes nothing."""
+        iteration when all have come, or (BSP) with the next that begins. `moves`: it takes the place of some
+        who are there, and nobody is to make an iteration without it. Said again: changes nothing."""
         refusal = self._roster.refusal(worker, incarnation)
         present = self._roster.incarnation(worker)
         if refusal or present > incarnation:
@@ -145,6 +146,8 @@ class CommitLog:
         if present:
             self._fence(worker, present, f"worker {worker} has come anew, as {incarnation}", draft)
         self._roster.wait(worker, incarnation)
+        if moves and isinstance(self._rule, Rounds):
+            self._rule.move_in(worker, incarnation, draft)
         return self._advance(draft)
 
     def handle_fence(self, worker: int, incarnation: int) -> Outcome:

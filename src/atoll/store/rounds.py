@@ -33,9 +33,9 @@ class RoundsState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Rounds:
     """One iteration at a time: it begins, is combined, is stepped.
 
-    It begins with all who are live then, and those who waited when the one before was combined. It is
-    combined when every member has committed and is staged on all shards; a member fenced before is left out.
-    It is stepped when every live member has said the same Step.
+    It begins with all who are live then, and those who waited when the one before was combined; who takes
+    others' place enters it later too. It is combined when every member has committed and is staged on all
+    shards; a member fenced before is left out. It is stepped when every live member has said the same Step.
 
     `loose`: where others have committed, a member that waits in a meeting and has not is left out too. It
     joins anew once its meeting is over.
@@ -137,14 +137,26 @@ class Rounds:
             self._idle.discard(worker)
             self._passed.discard(worker)
 
+    def move_in(self, worker: int, incarnation: int, draft: Draft) -> None:
+        """One that waits takes the place of members, who have made the iteration before, and will not commit
+        this one: it is in it at once. Else a newcomer that came meanwhile would make it alone once they are
+        fenced."""
+        if self._members and not self._combined:
+            self._roster.enter({worker: incarnation})
+            self._admit(worker, incarnation, draft)
+
     def set_idle(self, worker: int, idle: bool, draft: Draft) -> None:
         """A live worker begins, or has ended, to wait in a meeting."""
         if not self._loose:
             return
         (self._idle.add if idle else self._idle.discard)(worker)
         if not idle and worker in self._passed and self._members and not self._combined:
-            self._join(worker, self._roster.live[worker], draft)
-            self._members = dict(sorted({**self._members, worker: self._roster.live[worker]}.items()))
+            self._admit(worker, self._roster.live[worker], draft)
+
+    def _admit(self, worker: int, incarnation: int, draft: Draft) -> None:
+        """Into the iteration that has begun."""
+        self._join(worker, incarnation, draft)
+        self._members = dict(sorted({**self._members, worker: incarnation}.items()))
 
     def _join(self, worker: int, incarnation: int, draft: Draft) -> None:
         self._passed.discard(worker)

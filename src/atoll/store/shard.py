@@ -10,9 +10,10 @@ import msgspec
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
+from atoll.store.losses import ChunkLoss, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
-from atoll.wire.messages import Count
+from atoll.wire.messages import Count, LostBlocks
 
 __all__ = [
     "Action",
@@ -46,6 +47,7 @@ class Runs(msgspec.Struct, forbid_unknown_fields=True):
     shares: Count
     present: bytes
     handles: dict[int, Count]
+    lost: dict[int, LostBlocks] = {}  # by share: of those that have lost something
 
 
 class Contribution(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,15 +56,17 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     expected: Count
     parts: Parts = {}
     runs: dict[int, Runs] = {}  # by chunk: those that are here in part
+    losses: dict[int, ChunkLoss] = {}  # by chunk: of those that are whole and have lost something
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
     def copy(self) -> Contribution:
         runs = {
-            chunk: Runs(each.shares, each.present, dict(each.handles)) for chunk, each in self.runs.items()
+            chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost))
+            for chunk, each in self.runs.items()
         }
-        return Contribution(self.expected, dict(self.parts), runs)
+        return Contribution(self.expected, dict(self.parts), runs, dict(self.losses))
 
     def handles(self) -> list[int]:
         """Of all that is here."""
@@ -94,6 +98,7 @@ class HeldState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     combined: int
     mean_of: list[Count]
     replaced: dict[int, Parts]
+    losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
 
 
 class ShardState:
@@ -117,6 +122,8 @@ class ShardState:
         self._combined = -1  # the iteration whose mean is there, not yet stepped
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
+        # What was lost of the latest `limit` contributions that count: by iteration and chunk.
+        self._losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
         self._pulls: dict[Waiting, messages.Pull] = {}
         self._mean_pulls: dict[Waiting, messages.PullMean] = {}
 
@@ -141,6 +148,7 @@ class ShardState:
             combined=self._combined,
             mean_of=sorted(self._mean_of),
             replaced={worker: dict(parts) for worker, parts in self._replaced.items()},
+            losses={key: dict(iterations) for key, iterations in self._losses.items()},
         )
 
     @classmethod
@@ -152,6 +160,7 @@ class ShardState:
         shard._staged = {key: dict(staged) for key, staged in state.staged.items()}
         shard._combined, shard._mean_of = state.combined, frozenset(state.mean_of)
         shard._replaced = {worker: dict(parts) for worker, parts in state.replaced.items()}
+        shard._losses = {key: dict(iterations) for key, iterations in state.losses.items()}
         return shard
 
     def refusal(self, worker: int, incarnation: int) -> str:
@@ -301,7 +310,7 @@ class ShardState:
             return []
         return self._fence(entry)
 
-    def _take(self, worker: int, incarnation: int, iteration: int) -> Parts:
+    def _take(self, worker: int, incarnation: int, iteration: int) -> Contribution:
         """A contribution that the log counts. Its parts are the action's, then to be released."""
         member = self._members.get(worker)
         if member is None or member.incarnation != incarnation or member.clock != iteration:
@@ -310,24 +319,33 @@ class ShardState:
             )
         member.clock = iteration + 1
         if not self.versions:
-            return {}
+            return Contribution(0)
         contribution = self._staged.get((worker, incarnation), {}).pop(iteration, None)
         if contribution is None or not contribution.is_whole():
             raise StoreError(
                 f"the log counts iteration {iteration} of worker {worker}, whose chunks are not staged here"
             )
-        return contribution.parts
+        self._note_losses((worker, incarnation), iteration, contribution.losses)
+        return contribution
+
+    def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
+        """Remember what was lost of a contribution as long as it may be asked for."""
+        held = {at: each for at, each in self._losses.pop(key, {}).items() if at > iteration - self.limit}
+        if losses:
+            held[iteration] = losses
+        if held:
+            self._losses[key] = held
 
     def _combine(self, entry: Combine) -> list[Action]:
-        taken = [
-            (member.weight, self._take(member.worker, member.incarnation, entry.iteration))
-            for member in entry.members
-        ]
+        members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
+        taken = [(each.weight, found.parts) for each, found in zip(entry.members, members, strict=True)]
+        losses = [found.losses for found in members] if any(found.losses for found in members) else []
         self._combined = entry.iteration
         self._mean_of = frozenset(member.worker for member in entry.members)
         weight = sum(member.weight for member in entry.members)
         samples = sum(member.samples for member in entry.members)
-        return [CombineChunks(entry.iteration, taken, weight, samples), *_release(*(p for _, p in taken))]
+        combine = CombineChunks(entry.iteration, taken, weight, samples, losses)
+        return [combine, *_release(*(parts for _, parts in taken))]
 
     def _step(self, entry: Step) -> list[Action]:
         if entry.iteration != self._combined:
@@ -354,7 +372,7 @@ class ShardState:
         return actions
 
     def _apply(self, entry: Apply) -> list[Action]:
-        parts = self._take(entry.worker, entry.incarnation, entry.iteration)
+        parts = self._take(entry.worker, entry.incarnation, entry.iteration).parts
         self._members[entry.worker].staleness = entry.staleness
         for chunk in parts:
             self.versions[chunk] += 1
@@ -381,6 +399,8 @@ class ShardState:
         for waiting in (self._pulls, self._mean_pulls):
             for asking in [each for each in waiting if self.refusal(*each[:2])]:
                 del waiting[asking]
+        for key in [key for key in self._losses if self.refusal(*key)]:
+            del self._losses[key]
         gone: list[int] = []
         for key in [key for key in self._staged if self.refusal(*key)]:
             for contribution in self._staged.pop(key).values():
@@ -402,6 +422,14 @@ class ShardState:
     def staleness_of(self, worker: int) -> float:
         """How stale a live worker's last contribution was, in global iterations."""
         return self._members[worker].staleness
+
+    def lost_of(
+        self, worker: int, asked: AnyPull, iteration: int, chunk: int, extent: int
+    ) -> LostBlocks | None:
+        """What was lost of the asker's own contribution to an iteration, of the share that is asked for of a
+        chunk of `extent` elements. None: nothing, or it is none of the latest `limit` that count."""
+        loss = self._losses.get((worker, asked.incarnation), {}).get(iteration, {}).get(chunk)
+        return told_of(loss, extent, asked.share, asked.shares) if loss is not None else None
 
     def staged(self) -> list[tuple[int, int, int]]:
         """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
@@ -440,11 +468,15 @@ def _add(contribution: Contribution, worker: int, push: messages.Push, handle: i
             f"{push.iteration} has gradients for other parameters than the shares before it"
         )
     runs.handles[push.share] = handle
+    if push.lost is not None:
+        runs.lost[push.share] = push.lost
     if len(runs.handles) < runs.shares:
         contribution.runs[push.chunk] = runs
         return PushOutcome(keep=True, freed=freed)
     contribution.runs.pop(push.chunk, None)
     contribution.parts[push.chunk] = (handle, push.present)
+    if runs.lost:
+        contribution.losses[push.chunk] = ChunkLoss(runs.shares, runs.lost)
     joins = tuple(runs.handles[share] for share in range(runs.shares)) if runs.shares > 1 else ()
     return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.ltp.blocks import mean_abs
-from atoll.ltp.events import Arrived, Delivered, Event
-from atoll.ltp.feedback import Feedback
+from atoll.ltp.events import Arrived, Delivered, Event, Lost
 from atoll.ltp.filling import LastValues
+from atoll.ltp.order import Extent
 from atoll.ltp.replay import ReplayWindow
 from atoll.ltp.session import Burst, Session
 from atoll.ltp.settings import Settings
@@ -119,7 +119,7 @@ class Pair:
         back: LinkModel | None = None,
         server_settings: Settings | None = None,
         stripes: int = 1,
-        extents: Mapping[int, int] | None = None,
+        extents: Mapping[int, Extent] | None = None,
         changes: Sequence[tuple[float, LinkModel]] = (),
         outages: Sequence[tuple[float, float]] = (),
         seal: bool = True,
@@ -323,7 +323,9 @@ class Ledger:
     """What one end sends of whole-numbered values with error feedback, and what the other applies; sums of
     them are exact, so that every difference is an error.
 
-    Each Arrived is checked as it comes: high blocks whole and exact, low ones that are present too.
+    Each Arrived is checked as it comes: high blocks whole and exact, low ones that are present too. So is
+    each Delivered, which says what has arrived, or that nothing has. When the session ends, each transfer was
+    delivered, or Lost names it.
     """
 
     def __init__(self, pair: Pair, way: Way = "up", feedback: bool = True) -> None:
@@ -331,7 +333,8 @@ class Ledger:
         self.receiver = pair.server if way == "up" else pair.client
         assert self.sender.session is not None
         self.settings = self.sender.session.settings
-        self._feedback: dict[int, Feedback] | None = {} if feedback else None
+        assert not (feedback and self.settings.fill == "rescale"), "both make up for what was lost"
+        self._held: dict[int, Values] | None = {} if feedback else None  # by chunk
         self._last = LastValues()
         self.given: dict[int, Sums] = {}  # chunk: everything that was to be sent
         self.applied: dict[int, Sums] = {}
@@ -344,12 +347,10 @@ class Ledger:
         """A transfer of this gradient and what was held of the chunk; `share` of its blocks are high, those
         with the largest mean |g|."""
         block = payload_bytes(self.settings.datagram_bytes) // gradient.itemsize
-        self.given[chunk] = self.given.get(chunk, 0) + gradient.astype(np.float64)
         values = gradient.copy()
-        if self._feedback is not None:
-            if chunk not in self._feedback:
-                self._feedback[chunk] = Feedback(len(gradient), block, gradient.dtype, self.settings.fill)
-            values = self._feedback[chunk].outgoing(gradient)
+        self.given[chunk] = self.given.get(chunk, 0) + gradient.astype(np.float64)
+        if self._held is not None:
+            values += self._held.pop(chunk, np.zeros_like(values))
         high = None if share is None or reliable else high_blocks(mean_abs(values, block), share)
         self._iterations += 1
         assert self.sender.session is not None
@@ -360,6 +361,8 @@ class Ledger:
         return transfer
 
     def _watch(self, end: End, event: Event) -> None:
+        if end is self.sender and isinstance(event, Lost):
+            self._end(event)
         if getattr(event, "transfer", None) not in self.sent:
             return  # of another ledger
         if end is self.sender and isinstance(event, Delivered):
@@ -372,17 +375,40 @@ class Ledger:
         assert sent.delivered is None, f"transfer {event.transfer} is said to be delivered twice"
         assert event.chunk == sent.chunk
         sent.delivered = event
-        if self._feedback is None:
+        if sent.arrived is None:
+            assert event.missing.all(), (
+                f"transfer {event.transfer} is said to be delivered, and has not arrived"
+            )
+        else:
+            self._compare(sent, event, sent.arrived)
+        if self._held is None:
             return
         block = payload_bytes(self.settings.datagram_bytes) // sent.values.itemsize
-        filled = self._last.of(sent.chunk)
-        filled = np.zeros_like(sent.values) if filled is None else filled
-        self._feedback[sent.chunk].delivered(sent.values, event.missing, event.fill, filled)
+        last = self._last.of(sent.chunk)
+        filled = last if event.fill == "last" and last is not None else 0
+        missing = np.repeat(event.missing, block)[: len(sent.values)]
+        short = np.where(missing, sent.values - filled, 0).astype(sent.values.dtype)
+        self._held[sent.chunk] = self._held.get(sent.chunk, np.zeros_like(short)) + short
         self._last.keep(sent.chunk, sent.values, ~event.missing, block)
+
+    @staticmethod
+    def _compare(sent: _Sent, delivered: Delivered, arrived: Arrived) -> None:
+        np.testing.assert_array_equal(delivered.missing, ~arrived.present)
+        assert delivered.fill == arrived.fill
+        if sent.reliable:
+            assert arrived.present.all()
+
+    def _end(self, lost: Lost) -> None:
+        delivered = {transfer for transfer, sent in self.sent.items() if sent.delivered}
+        named = set(lost.sent) & self.sent.keys()
+        assert not delivered & named, f"transfers {delivered & named} are delivered and lost"
+        left = self.sent.keys() - delivered - named
+        assert not left, f"transfers {left} are neither delivered nor lost: {lost.reason}"
 
     def _apply(self, event: Arrived) -> None:
         sent = self.sent[event.transfer]
         assert sent.arrived is None, f"transfer {event.transfer} arrives twice"
+        assert sent.delivered is None, f"transfer {event.transfer} arrives, and its sender knows it as lost"
         sent.arrived = event
         self.order.append(event.transfer)
         assert (event.chunk, event.values.dtype) == (sent.chunk, sent.values.dtype)
@@ -406,14 +432,11 @@ class Ledger:
         for transfer, sent in self.sent.items():
             assert sent.arrived is not None, f"transfer {transfer} has not arrived"
             assert sent.delivered is not None, f"the sender does not know that transfer {transfer} arrived"
-            np.testing.assert_array_equal(sent.delivered.missing, ~sent.arrived.present)
-            assert sent.delivered.fill == sent.arrived.fill
-            if sent.reliable:
-                assert sent.arrived.present.all()
-        if self._feedback is None:
+            self._compare(sent, sent.delivered, sent.arrived)
+        if self._held is None:
             return
         for chunk, given in self.given.items():
-            held = self._feedback[chunk].held.astype(np.float64)
+            held = self._held.get(chunk, np.zeros(len(given))).astype(np.float64)
             np.testing.assert_array_equal(given, self.applied[chunk] + held, err_msg=f"chunk {chunk}")
 
     @property

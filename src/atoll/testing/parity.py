@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import atoll
-from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.config import Chunks, Config, Groups, Link, Run, Sync, Transport
 from atoll.core.errors import DeadlineError, RunError
 from atoll.testing.models import MODELS, TinyModel
 from atoll.testing.served import served_worker
@@ -107,26 +107,35 @@ def train_atoll(place: Place, case: Case, groups: int | None = None) -> Trajecto
 
 
 def train_served(
-    place: Place, case: Case, address: str, lazy: bool = False, sites: Sequence[str] = ()
+    place: Place,
+    case: Case,
+    address: str,
+    lazy: bool = False,
+    sites: Sequence[str] = (),
+    transport: Transport = "tcp",
 ) -> Trajectory:
     """The same with a parameter server, whose hub is at `address`; `sites` has the site of each rank."""
     config = Config(
         run=Run(strategy="server"),
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="60s", lazy=lazy),
+        link=Link(transport=transport),
     )
     site = sites[place.rank] if sites else ""
     with served_worker(address, place.rank, site=site), atoll.join(config) as session:
         return _train(session, place.rank, case)
 
 
-def train_grouped(place: Place, case: Case, address: str, uplink: str = "leader") -> Trajectory:
+def train_grouped(
+    place: Place, case: Case, address: str, uplink: str = "leader", transport: Transport = "tcp"
+) -> Trajectory:
     """The same in groups, between which it is `bsp`: after `ALONE` steps the hub has made them."""
     config = Config(
         run=Run(strategy="ps-hra"),
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="60s", uplink=uplink, consistency="bsp"),  # type: ignore[arg-type]
         groups=Groups(probe=ALONE - 1),
+        link=Link(transport=transport),
     )
     with served_worker(address, place.rank), atoll.join(config) as session:
         seen = _train(session, place.rank, case, await_groups)

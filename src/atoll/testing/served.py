@@ -19,7 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from unittest import mock
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, SITE_VARIABLE
+from atoll.core.config import (
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    SITE_VARIABLE,
+    LinkOptions,
+)
 from atoll.core.errors import DeadlineError
 from atoll.hub import main as hub
 from atoll.hub.planner import GroupingSettings
@@ -47,13 +54,15 @@ class ServedRun:
         keys: Path | None = None,
         sites: Mapping[str, int] | None = None,
         site_timeout: float = START_SECONDS,
+        site_link: LinkOptions | None = None,
         until_done: bool = False,
         at_least: int = 1,
         grouping: GroupingSettings | None = None,
     ) -> None:
         """`patience`, `heartbeat`, `sites`, `until_done`, `at_least` and `grouping` as the hub's; `folder`
         gets what hub and shards keep; `keys` is a key file; `site_timeout` is the sites' deadline for the
-        global shards."""
+        global shards, and `site_link` is how they reach them."""
+        self._site_link = site_link
         self._sites, self._site_timeout = dict(sites or {}), site_timeout
         self._site_stops = {site: threading.Event() for site in self._sites}
         self._keys, self._until_done, self._at_least = keys, until_done, at_least
@@ -130,6 +139,7 @@ class ServedRun:
             run=RUN,
             folder=self._folder / f"site-{site}" if self._folder is not None else None,
             timeout=self._site_timeout,
+            link=self._site_link,
             ready=lambda _address: ready.set(),
             stop=self._site_stops[site],
         )

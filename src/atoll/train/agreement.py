@@ -40,9 +40,11 @@ def describe(
             if key not in ("params", "param_names"):
                 settings[f"param_groups[{index}][{key!r}]"] = _shown(value)
     # What a worker keeps for itself (where records go) may differ; what changes the computation may not.
+    # The members of a group hold alike what is sent over its link.
+    sections = ("chunks", "sync", "groups", *(("link",) if config.run.strategy == "ps-hra" else ()))
     configuration = {
         f"{section}.{key}": str(value)
-        for section in ("chunks", "sync", "groups")
+        for section in sections
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
     return Description(parameters, buffers, settings, configuration)

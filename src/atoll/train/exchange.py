@@ -14,14 +14,16 @@ import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
 from atoll.train.samples import Contribution
@@ -31,6 +33,7 @@ from atoll.wire.messages import (
     Commit,
     Committed,
     Hyperparameters,
+    LostBlocks,
     Mean,
     Parameters,
     Pull,
@@ -62,13 +65,15 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class Connection:
-    """The shards, which of them holds each chunk (by id), and the data that an iteration has used up."""
+    """The shards, which of them holds each chunk (by id), the data that an iteration has used up, and how
+    gradients go there."""
 
     shards: Shards
     shard_of: dict[int, int]
     used: Callable[[], list[Used]]
     staleness: Callable[[float], None]  # told what the shards measured of each contribution
     members: Members
+    link: LinkOptions = field(default_factory=LinkOptions)
 
 
 class NewParameters:
@@ -83,6 +88,8 @@ class NewParameters:
         self._asked: int | None = None  # the clock of the pull under way
         self._share = (0, 1)  # which run of each chunk it is for, of how many
         self._until: tuple[Hashable, ...] = ()  # what its answer ends the sending again of
+        # Told of each answer: the iteration that it is to, the chunk, and what was lost of the contribution.
+        self.told_lost: Callable[[int, int, LostBlocks | None], None] = lambda *_: None
         self.clock = 0  # of the latest answer: a worker that joins late begins there
         self.staleness = 0.0  # the same answer's
         self._versions = self._seen()
@@ -230,11 +237,12 @@ class NewParameters:
     def _handle(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Parameters)
         bound = self._chunks.get(message.chunk)
-        if self._asked is None or message.clock < self._asked or bound is None:
-            return  # an answer to a pull that was given up
+        if self._asked is None or message.asked != self._asked or bound is None:
+            return  # an answer to a pull that was given up, or to the one before, once more
         if (message.share, message.shares) != self._share:
             return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
+        self.told_lost(message.asked - 1, message.chunk, message.lost)
         values = values_of(payload, bound, shard, self._share)
         if self._publishing:  # while the next one is on its way
             self._put(bound, values)
@@ -251,6 +259,9 @@ class Exchange(Reducer):
     def _connect(self, connection: Connection, lazy: bool) -> None:
         self.connection, self._lazy = connection, lazy
         self.parameters = NewParameters(self._chunks, connection)
+        self.lossy = LossyPushes(
+            self._chunks, connection.shard_of, connection.link, connection.shards.block_elements
+        )
         self._held_by = Counter(connection.shard_of.values())  # shard -> chunks
         self._pushed: Counter[int] = Counter()  # of them, in this iteration
         self._counted: Committed | None = None  # of the latest iteration that does
@@ -300,6 +311,10 @@ class Exchange(Reducer):
         assert isinstance(message, Committed)
         self._counted = message
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.lossy.clear()
+
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         """Which iteration this worker makes next is the shards' to say."""
 
@@ -312,12 +327,16 @@ class Exchange(Reducer):
         """What this iteration's contribution is sent until."""
         return CONTRIBUTION
 
-    def _send_chunk(self, chunk_id: int, flat: Tensor, present: Sequence[bool], pull: bool = True) -> None:
+    def _send_chunk(
+        self, bound: BoundChunk, flat: Tensor, present: Sequence[bool], weight: float, pull: bool = True
+    ) -> None:
         """Push one chunk of this iteration's contribution; `flat` must stay as it is until the answer.
 
         A shard's last chunk asks for what comes of them all, unless `pull` is false.
         """
-        shards, shard = self.connection.shards, self.connection.shard_of[chunk_id]
+        chunk_id, shards = bound.chunk.id, self.connection.shards
+        shard = self.connection.shard_of[chunk_id]
+        sent, lossy = self.lossy.outgoing(self.steps, bound, flat, present, weight)
         self._pushed[shard] += 1
         message = Push(
             incarnation=shards.incarnation,
@@ -327,7 +346,7 @@ class Exchange(Reducer):
             present=bytes(present),
             pull=pull and self._pushed[shard] == self._held_by[shard],
         )
-        shards.send(shard, message, bytes_of(flat), until=self._contribution)
+        shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
         self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0) -> None:
@@ -466,7 +485,7 @@ class MeanExchange(SendingReducer, MeanSteps):
         present = [p.grad is not None and own.weight > 0 for p in chunk.bound.parameters]
         if own.weight == 0:
             chunk.published.flat.zero_()
-        self._send_chunk(chunk.bound.chunk.id, chunk.published.flat, present)
+        self._send_chunk(chunk.bound, chunk.published.flat, present, own.weight)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -512,6 +531,7 @@ class MeanExchange(SendingReducer, MeanSteps):
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         edited = self._edited() if accepted else []  # what is left out needs no gradients
+        self.lossy.made(self.steps, accepted)
         edits = self._send_edited(edited)
         self._say_step(accepted, hyperparameters, edited, edits)
         self._scale_at_step = 1.0
@@ -520,6 +540,7 @@ class MeanExchange(SendingReducer, MeanSteps):
             self.parameters.publish()
 
     def _step_left_out(self) -> None:
+        self.lossy.made(self.steps, accepted=False)
         self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
         self._scale_at_step = 1.0
         self.parameters.pull(self.steps + 1)
@@ -540,6 +561,7 @@ class MeanExchange(SendingReducer, MeanSteps):
             shards = self.connection.shards
             rest = PullMean(incarnation=shards.incarnation, iteration=self.steps)
             shards.answered(CONTRIBUTION, shard, instead=rest)
+        self.lossy.answered(message.iteration, message.chunk, message.lost)
         chunk.published.flat.copy_(values_of(payload, chunk.bound, shard))
         self._means[message.chunk] = message
 
@@ -561,6 +583,7 @@ class AsyncExchange(Exchange):
     ) -> None:
         super().__init__(chunks, calls)
         self._connect(connection, lazy)
+        self.parameters.told_lost = self._handle_lost
         self._pipelined = pipeline > 0
         # By chunk and turn, for gradients that cannot be sent as they are:
         self._outgoing: dict[tuple[int, int], Buffer] = {}
@@ -649,7 +672,11 @@ class AsyncExchange(Exchange):
             present = [own.weight > 0 and parameter.grad is not None for parameter in bound.parameters]
             flat = gradient_as_it_lies(bound, present) if stays else None
             flat = self._gather(bound, present) if flat is None else flat
-            self._send_chunk(bound.chunk.id, flat, present, pull)
+            self._send_chunk(bound, flat, present, own.weight, pull)
+
+    def _handle_lost(self, iteration: int, chunk_id: int, lost: LostBlocks | None) -> None:
+        self.lossy.answered(iteration, chunk_id, lost)
+        self.lossy.made_of(iteration, chunk_id)
 
     def _gather(self, bound: BoundChunk, present: Sequence[bool]) -> Tensor:
         """A copy of a chunk's gradients, zeros where there are none."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -70,7 +70,13 @@ class Outgoing:
     able: list[int]  # the members, by name, who have all of this: the others waited in a meeting
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0  # exchanges of the group's own that were in flight when it was computed
-    sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
+    begun_in: int = -1  # the ring's generation in which its exchange began; -1: it has not
+    sent_in: int = -1  # likewise, in which this member sent its part
+
+    def push(self, uplink: Uplink, role: Role, generation: int, along: Mapping[int, Tensor] | None) -> None:
+        """Send this member's part, in the ring of that generation; `along` as `Uplink.push` has it."""
+        self.sent_in = generation
+        uplink.push(role, self.iteration, self.flats, self.present, self.own.weight, along)
 
 
 class GroupReducer(RingReducer, Exchange):
@@ -95,7 +101,8 @@ class GroupReducer(RingReducer, Exchange):
         `hyperparameters` gives the optimizer's."""
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
         self._connect(connection, lazy=False)
-        self.uplink = Uplink(uplink, ring, connection, chunks)
+        self.parameters.told_lost = self.lossy.answered
+        self.uplink = Uplink(uplink, ring, connection, chunks, self.lossy)
         self._grouping, self._move, self._hyperparameters = grouping, told, hyperparameters
         self._pipeline = pipeline
         self._in_flight: Outgoing | None = None
@@ -187,6 +194,35 @@ class GroupReducer(RingReducer, Exchange):
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
 
+    def _is_again(self, outgoing: Outgoing) -> bool:
+        """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
+        as far as this member knows."""
+        generation = self._ring.generation
+        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
+        return outgoing.begun_in != generation or not self._ring.is_settled
+
+    def _along(self, outgoing: Outgoing, what: str) -> dict[int, Tensor] | None:
+        """Where members may have sent this contribution in a ring before this one: what had gone along with
+        it of what those who live hold back, by chunk, (extent,), summed up. So all hold again what is sent,
+        to the bit. None where nobody has. A collective of the ring.
+        """
+        if not self.connection.link.holds_back:
+            return None
+        channel = self._ring.agreement
+        said, work = channel.all_gather(torch.tensor([int(self._is_again(outgoing))]))
+        channel.wait(work, what)
+        if not any(bool(each) for each in said):
+            return None
+        own = self.lossy.taken(outgoing.iteration)
+        parts = gather_bytes(channel, msgspec.msgpack.encode(sorted(own)), what)
+        along = {}
+        for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
+            taken = own.get(chunk_id)
+            summed = torch.zeros_like(outgoing.flats[chunk_id]) if taken is None else taken.clone()
+            channel.wait(channel.sum(summed), what)
+            along[chunk_id] = summed
+        return along
+
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """What is waited for within is the exchange's."""
@@ -263,7 +299,8 @@ class GroupExchange(GroupReducer):
         outgoing.behind = int(self._in_flight is not None)
         self.settle()
         self._in_flight = outgoing
-        self._begin(outgoing, self._role(outgoing))
+        if not self._is_again(outgoing):  # else the members have to agree first on what goes along
+            self._begin(outgoing, self._role(outgoing), None)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -370,14 +407,13 @@ class GroupExchange(GroupReducer):
     def _role(self, outgoing: Outgoing) -> Role:
         return self.uplink.role(outgoing.iteration, outgoing.able)
 
-    def _begin(self, outgoing: Outgoing, role: Role) -> None:
+    def _begin(self, outgoing: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
         """Send this member's part, unless it has done so in this ring, and ask for what comes of it."""
         if not role.talks or outgoing.sent_in == self._ring.generation:
             return
-        outgoing.sent_in = self._ring.generation
         self._counted = None
         self.parameters.expect(outgoing.iteration + 1, share=role.share)
-        self.uplink.push(role, outgoing.iteration, outgoing.flats, outgoing.present)
+        outgoing.push(self.uplink, role, self._ring.generation, along)
         points.reach("group.pushed", outgoing.iteration)
         if role.leads:
             self._send_commit(outgoing)
@@ -390,13 +426,14 @@ class GroupExchange(GroupReducer):
             answer, values = self._ring.round(
                 what, lambda: self._exchange(outgoing, what), outgoing.iteration
             )
+        self.lossy.made(outgoing.iteration)
         self.parameters.adopt(values)
         self.connection.staleness(answer.staleness)
         self._take_word(answer.counted)
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
         role = self._role(outgoing)
-        self._begin(outgoing, role)
+        self._begin(outgoing, role, self._along(outgoing, what))
         runs = self.parameters.collect() if role.talks else None
         word = None
         if role.leads:
@@ -436,12 +473,13 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[MeanAnswer, dict[int, Tensor]]:
         role, shards = self.uplink.role(outgoing.iteration), self.connection.shards
+        along = self._along(outgoing, what)
         runs: dict[int, Tensor] | None = None
         word = None
         if role.talks:
             self._means.clear()
             self._mean_runs, self._counted, self._mean_share = {}, None, role.share
-            self.uplink.push(role, outgoing.iteration, outgoing.flats, outgoing.present)
+            outgoing.push(self.uplink, role, self._ring.generation, along)
             points.reach("group.pushed", outgoing.iteration)
             if role.leads:
                 self._send_commit(outgoing)
@@ -499,6 +537,7 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
         with self._timed():
             values = self._ring.round(what, act, self.steps)
+        self.lossy.made(self.steps, accepted)
         self._scale_at_step = 1.0
         return values
 
@@ -518,5 +557,6 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             shards = self.connection.shards
             rest = self.uplink.pull_mean(self.uplink.role(self.steps), self.steps)
             shards.answered(CONTRIBUTION, shard, instead=rest)
+        self.lossy.answered(message.iteration, message.chunk, message.lost)
         self._mean_runs[message.chunk] = values_of(payload, chunk.bound, shard, self._mean_share).clone()
         self._means[message.chunk] = message

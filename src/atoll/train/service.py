@@ -16,6 +16,7 @@ from atoll.core.config import (
     SERVED,
     SITE_VARIABLE,
     Config,
+    LinkOptions,
 )
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
@@ -105,6 +106,8 @@ class Service:
             site=self.site,
             where=self.hub.where_shards_are,
             tell=lambda line: self.warn(line),
+            # Within a site it is near; the site's shard has the long way to go.
+            link=LinkOptions() if self.site else config.link_options,
         )
         self.finished = False  # the session came to its end
         self.samplers: list[LeasedSampler] = []
@@ -127,6 +130,18 @@ class Service:
         sealed = "sealed with CURVE" if os.environ.get(KEYS_VARIABLE) else "unsealed, on this machine alone"
         where = f" between sites, at site {self.site!r}" if self.site else ""
         return f"{consistency}{slack}{where}, shards: {', '.join(self.shards.addresses)}; {sealed}"
+
+    def describe_link(self, config: Config) -> str:
+        """The way to the shards in a few words, where it is another than TCP."""
+        link = config.link_options
+        if self.site:
+            return (
+                f"tcp inside site {self.site!r}; its shard has the way to the others (atoll server --config)"
+            )
+        if not link.lossy:
+            return "ltp, and nothing may be lost"
+        late = "goes with the next one" if link.feedback else "is gone"
+        return f"ltp: what is lost of a gradient {late}"
 
     def used(self) -> list[Used]:
         """The leased positions that this worker's next commit uses up."""

@@ -42,10 +42,13 @@ from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.exchange import Exchange
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
+from atoll.train.linkreport import LinkReport
+from atoll.train.lossy import LossyPushes
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -136,6 +139,7 @@ class Session:
             self._ring.state, self._ring.told = self._state, self._regrouped
         self._entrance: Entrance | None = self._ring  # where workers may come late
         self._strategy = self._make_strategy()
+        self._links = self._make_link_report()
         self._stretch = self._make_stretch()
         self._backward = BackwardEnd(self._ring, self._stretch)
         self._journal = self._open_journal()
@@ -170,6 +174,8 @@ class Session:
         else:
             service.warn = self._warn
             self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
+            if config.link.transport != "tcp":
+                self._decided("link", service.describe_link(config), "link.transport")
 
     # Who and where
 
@@ -512,6 +518,8 @@ class Session:
         if self._closed:
             return
         self._read_logged()
+        if self._links is not None:
+            self._links.tell()
         self._emit(events.Finished, iteration=self._state.iteration)
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             if self._service is not None:
@@ -772,6 +780,8 @@ class Session:
         if self._journal is None and self._lab_journal is None:
             self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)
             return
+        if self._links is not None:
+            self._links.tell_if_due()
         if self._service is not None and not self._strategy.collective:
             self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
         self._emit(
@@ -839,6 +849,18 @@ class Session:
         journal = Journal(Path(folder) / f"{worker}-{os.getpid()}.jsonl")
         self._bus.subscribe(journal)
         return journal
+
+    def _make_link_report(self) -> LinkReport | None:
+        """What tells of the links to the shards, where parts of gradients may be lost on them."""
+        service = self._service
+        if service is None or service.shards.link.transport != "ltp":
+            return None
+
+        def lossy() -> LossyPushes | None:
+            reducers = [prepared.reducer for prepared in self._state.prepared]
+            return next((each.lossy for each in reducers if isinstance(each, Exchange)), None)
+
+        return LinkReport(service.shards, f"worker {self._first_place.rank}", lossy, self._emit)
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""

@@ -12,15 +12,18 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
 from atoll.net.returning import ReturningLinks
+from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Hello,
+    LinkFigures,
     Missing,
     Ping,
     Refused,
@@ -56,7 +59,7 @@ class Shards:
     All of it runs on the thread that calls `wait`; sockets send by themselves. `timeout` is in seconds. With
     `site`, the one shard is that site's. `where()` asks the hub for the addresses, and gives None where it
     does not know them now. `tell(line)` is called when a shard is lost, or is silent where it is waited for,
-    and when it is back.
+    and when it is back. `link` is how the connections are made.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Shards:
         site: str = "",
         where: Callable[[], list[str] | None] = lambda: None,
         tell: Callable[[str], None] = lambda _line: None,
+        link: LinkOptions | None = None,
     ) -> None:
+        self.link = link or LinkOptions()
         self.worker, self.incarnation, self.timeout = worker, incarnation, timeout
         self.run, self.site = run, site
         self.seconds_waited = 0.0  # in all
@@ -116,6 +121,7 @@ class Shards:
             ),
             lost=self._tell_lost,
             back=self._tell_back,
+            link=self.link,
         )
         try:
             self._greet()
@@ -166,13 +172,27 @@ class Shards:
         self._handlers[kind] = handler
 
     def send(
-        self, shard: int, message: AnyMessage, payload: memoryview | None = None, until: Hashable = None
+        self,
+        shard: int,
+        message: AnyMessage,
+        payload: memoryview | None = None,
+        until: Hashable = None,
+        lossy: Lossy | None = None,
     ) -> None:
         """Send without waiting; `payload` must not change before the shard has answered.
 
         With `until`, it is sent again to a shard that was lost, as long as `answered(until)` is not called.
+        With `lossy`, parts of the payload may be lost, and the shard's answer tells which.
         """
-        self._links.send(shard, message, payload, until)
+        self._links.send(shard, message, payload, until, lossy)
+
+    def links(self) -> dict[int, LinkFigures]:
+        """How the loss-tolerant links do, by shard: those that are open."""
+        return self._links.links()
+
+    def block_elements(self, dtype: str) -> int:
+        """Elements in a block of a lossy payload."""
+        return self._links.block_elements(dtype)
 
     def send_all(self, message: AnyMessage, until: Hashable = None) -> None:
         for shard in range(len(self)):

@@ -255,7 +255,9 @@ class ServedModel:
         shards = service.shards
         places = balance([bound.chunk.nbytes for bound in training.chunks], len(shards))
         self._shard_of = {bound.chunk.id: place for bound, place in zip(training.chunks, places, strict=True)}
-        connection = Connection(shards, self._shard_of, service.used, service.measured_staleness, members)
+        connection = Connection(
+            shards, self._shard_of, service.used, service.measured_staleness, members, shards.link
+        )
         self.exchange = make_exchange(training, connection)
         workers.on_met(self.exchange.catch_up)
         self._kind = type(training.optimizer)

@@ -2,8 +2,10 @@
 
 `leader`: one member, drawn anew for each exchange, sends whole chunks, and broadcasts what it is answered.
 `members`: each sends and fetches its own share of every chunk, and an all-gather makes the answers whole.
-All members hold what is sent, to the bit, so that any may send it again. Source: S1, "A step" and "Beyond the
-paper".
+All members hold what is contributed, to the bit, so that any may send it again. Where the link may lose parts
+of it, each member holds back what was lost of what it sent itself. What of that goes along with a
+contribution that is sent again they tell one another, so that it stays the same. Source: S1, "A step" and
+"Beyond the paper".
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from atoll.tensors.binding import BoundChunk
 from atoll.train.exchange import CONTRIBUTION, Connection, bytes_of
+from atoll.train.lossy import LossyPushes
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 from atoll.wire.messages import PullMean, Push, run_of
@@ -45,9 +48,14 @@ class Uplink:
     what this member has sent to shards."""
 
     def __init__(
-        self, wanted: Wanted, ring: Ring, connection: Connection, chunks: Sequence[BoundChunk]
+        self,
+        wanted: Wanted,
+        ring: Ring,
+        connection: Connection,
+        chunks: Sequence[BoundChunk],
+        lossy: LossyPushes,
     ) -> None:
-        self._wanted, self._ring, self._connection = wanted, ring, connection
+        self._wanted, self._ring, self._connection, self._lossy = wanted, ring, connection, lossy
         self.kind: Kind = "leader" if wanted == "auto" else wanted
         self.reason = "sync.uplink"
         self._chunks = list(chunks)
@@ -84,10 +92,17 @@ class Uplink:
         return Role(leader, place.rank == leader, talks, share, tuple(ranks))
 
     def push(
-        self, role: Role, iteration: int, flats: Mapping[int, Tensor], present: Mapping[int, Sequence[bool]]
+        self,
+        role: Role,
+        iteration: int,
+        flats: Mapping[int, Tensor],
+        present: Mapping[int, Sequence[bool]],
+        weight: float,
+        along: Mapping[int, Tensor] | None,
     ) -> None:
         """Send this member's share of each chunk (`flats`: 1-D, by chunk), and ask for the same of what comes
-        of them; `flats` must stay as they are until the answer."""
+        of them; `flats` must stay as they are until the answer. `weight` is the group's contribution's;
+        `along` as `LossyPushes.outgoing` has it, where another member may have sent it before."""
         shards, shard_of = self._connection.shards, self._connection.shard_of
         left = {shard: sum(place == shard for place in shard_of.values()) for shard in shard_of.values()}
         for bound in self._chunks:
@@ -106,8 +121,16 @@ class Uplink:
                 share=role.share[0],
                 shares=role.share[1],
             )
-            run = flats[chunk_id][start:stop]
-            shards.send(shard, message, bytes_of(run), until=CONTRIBUTION)
+            run, lossy = self._lossy.outgoing(
+                iteration,
+                bound,
+                flats[chunk_id][start:stop],
+                present[chunk_id],
+                weight,
+                start=start,
+                along=along,
+            )
+            shards.send(shard, message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
             self.bytes_sent += run.numel() * run.element_size()
 
     def pull_mean(self, role: Role, iteration: int) -> PullMean:

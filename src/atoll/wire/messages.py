@@ -70,6 +70,7 @@ from atoll.wire.linktest import (
     Taken,
     TcpOpened,
 )
+from atoll.wire.lost import LostBlocks
 from atoll.wire.served import (
     Arrive,
     Commit,
@@ -106,6 +107,7 @@ from atoll.wire.shards import (
     Staged,
     Standing,
 )
+from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
 
 __all__ = [
     "HEADER_BYTES",
@@ -140,10 +142,14 @@ __all__ = [
     "JoinGroup",
     "Lease",
     "Leased",
+    "LinkFigures",
+    "LinkLost",
     "LinkMeasured",
+    "LinkOpened",
     "LinkPlace",
     "Look",
     "Looked",
+    "LostBlocks",
     "LostTouch",
     "LtpOpened",
     "Mean",
@@ -153,6 +159,7 @@ __all__ = [
     "Met",
     "Missing",
     "Name",
+    "OpenLink",
     "OpenLtp",
     "OpenTcp",
     "Over",
@@ -207,6 +214,7 @@ AnyMessage: TypeAlias = Union[
     Follow, Staged, Entry,
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
+    OpenLink, LinkOpened, LinkLost,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

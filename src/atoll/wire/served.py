@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
+from atoll.wire.lost import LostBlocks
 
 
 class Setup(Message, frozen=True):
@@ -64,6 +65,9 @@ class Push(Message, frozen=True):
 
     A group's members may each send a part: the payload is then the `share`-th of `shares` runs of the chunk,
     as `run_of` cuts it, and the answer that is pulled is that run alone.
+
+    `lost` is the shard's own word on the payload, by what the link has told it, in its journal and to its
+    standby: a worker does not say it.
     """
 
     incarnation: Count
@@ -74,6 +78,7 @@ class Push(Message, frozen=True):
     pull: bool = False
     share: Count = 0
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    lost: LostBlocks | None = None
 
 
 class Commit(Message, frozen=True):
@@ -137,7 +142,8 @@ class PullMean(Message, frozen=True):
 
 
 class Mean(Message, frozen=True):
-    """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums."""
+    """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums.
+    `lost`: what was lost of the asker's own contribution to it, of this run; None: nothing."""
 
     iteration: Count
     chunk: Count
@@ -146,6 +152,7 @@ class Mean(Message, frozen=True):
     samples: float
     share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    lost: LostBlocks | None = None
 
 
 class Pull(Message, frozen=True):
@@ -162,7 +169,11 @@ class Pull(Message, frozen=True):
 
 class Parameters(Message, frozen=True):
     """The payload is a chunk's parameters; `version` counts its updates, `staleness` is how many global
-    iterations the worker's own contribution was behind when it was applied (asynchronous modes)."""
+    iterations the worker's own contribution was behind when it was applied (asynchronous modes).
+
+    `asked` is the clock that the pull named; `clock` may be past that. In these modes `lost` is what was lost
+    of the asker's own contribution to iteration `asked` - 1, of this run; None: nothing.
+    """
 
     clock: Count
     chunk: Count
@@ -170,6 +181,8 @@ class Parameters(Message, frozen=True):
     staleness: float = 0.0
     share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    asked: Count = 0
+    lost: LostBlocks | None = None
 
 
 class PullState(Message, frozen=True):

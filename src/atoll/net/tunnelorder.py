@@ -1,0 +1,199 @@
+"""The books of a tunnel's end: what it may send now, and what of what came is next. No socket, clock or lock.
+
+Messages are numbered from 0 on, each way. A sender has at most a window of them on the way that the other
+end's application has not taken: so a receiver that is busy is not flooded, and keeps little in memory,
+however out of order transfers come. docs/ltp.md, "The tunnel".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.core.errors import RunError
+from atoll.wire.base import HEADER_BYTES, WireError
+from atoll.wire.messages import LostBlocks
+from atoll.wire.tunnel import BATCH_BYTES, MOST_MESSAGES, WINDOW_MESSAGES, Batch, Entry
+
+WINDOW_BYTES = 2**27  # of headers and payloads that the other end has not taken; one message may pass it
+INLINE_BYTES = 2**14  # up to which a payload is copied into the batch, where nothing is lost
+TOLD_SHARE = 1 / 4  # of a window that was taken here, and said to the other end in no batch of its own accord
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """How a payload may be sent: what of it is lost is told where it arrives. `chunk` and `iteration` name it
+    in errors and reports. `high`, by block, (blocks,): what arrives in the end; None: nothing but the last
+    block. Blocks have `block_elements` elements."""
+
+    chunk: int
+    iteration: int
+    dtype: str  # "float32", "float64", "float16", "bfloat16"
+    high: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. `lost`: what is missing of a payload that came lossy."""
+
+    header: bytes
+    payload: memoryview | None = None
+    lossy: Lossy | None = None  # of one to be sent
+    lost: LostBlocks | None = None  # of one that came
+
+    @property
+    def bytes(self) -> int:
+        return len(self.header) + (self.payload.nbytes if self.payload is not None else 0)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the payload is a transfer of its own."""
+        payload = self.payload
+        return payload is not None and payload.nbytes > INLINE_BYTES
+
+
+class Outbox:
+    """What is to be sent, and what was and is not taken."""
+
+    def __init__(self) -> None:
+        self.next = 0  # the number of the next message
+        self._waiting: deque[Message] = deque()
+        self._untaken: deque[int] = deque()  # bytes of each
+        self._untaken_bytes = 0
+
+    def put(self, message: Message) -> None:
+        self._waiting.append(message)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are not sent yet."""
+        return len(self._waiting)
+
+    @property
+    def _open(self) -> bool:
+        return len(self._untaken) < WINDOW_MESSAGES and self._untaken_bytes < WINDOW_BYTES
+
+    @property
+    def ready(self) -> bool:
+        """Whether something may go."""
+        return bool(self._waiting) and self._open
+
+    def take(self, transfers: int) -> tuple[int, list[Message]]:
+        """The number of the first message of the next batch, and its messages; their payloads need at most so
+        many transfers. Raises RunError when the numbers have run out."""
+        first, size, apart = self.next, 0, 0
+        batch: list[Message] = []
+        while self.ready:
+            message = self._waiting[0]
+            size += len(message.header) if message.apart else message.bytes
+            apart += message.apart
+            if batch and (size > BATCH_BYTES or apart > transfers):
+                break
+            batch.append(self._waiting.popleft())
+            self._untaken.append(message.bytes)
+            self._untaken_bytes += message.bytes
+        self.next += len(batch)
+        if self.next > MOST_MESSAGES:
+            raise RunError(f"{MOST_MESSAGES} messages were sent, the most of a session")
+        return first, batch
+
+    def handle_taken(self, taken: int) -> None:
+        """The other end's application has taken so many messages in all. Raises WireError."""
+        if taken > self.next:
+            raise WireError(f"{taken} messages were taken, of {self.next}")
+        while self.next - len(self._untaken) < taken:
+            self._untaken_bytes -= self._untaken.popleft()
+
+
+class Inbox:
+    """What came, put into order. A payload has at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.taken = 0  # messages that the application has taken
+        self._limit = limit
+        self._next = 0  # the number of the message that is handed out next
+        self._entries: dict[int, Entry] = {}
+        self._payloads: dict[int, tuple[memoryview, LostBlocks | None]] = {}
+        self._held = 0  # bytes that came and were not taken
+        self._told = self._untold_bytes = 0
+
+    def handle_batch(self, batch: Batch) -> None:
+        """Takes in a batch. Raises WireError for one that there cannot be."""
+        for number, entry in enumerate(batch.entries, batch.first):
+            self._check_number(number, self._entries)
+            size = len(entry.header)
+            if entry.apart:
+                if entry.size > self._limit:
+                    raise WireError(f"a payload of {entry.size} bytes, where {self._limit} is the most")
+            elif entry.payload is not None:
+                size += len(entry.payload)
+            self._hold(size)
+            self._entries[number] = entry
+
+    def handle_payload(self, number: int, payload: memoryview, lost: LostBlocks | None) -> None:
+        """Takes in a payload that is apart. Raises WireError for one that there cannot be."""
+        self._check_number(number, self._payloads)
+        self._hold(payload.nbytes)
+        self._payloads[number] = payload, lost
+
+    def _check_number(self, number: int, known: dict[int, Any]) -> None:
+        if number in known or not self._next <= number < self.taken + WINDOW_MESSAGES:
+            last = self.taken + WINDOW_MESSAGES - 1
+            raise WireError(f"message {number}, where {self._next} is the next and {last} the last")
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        if self._held > WINDOW_BYTES + self._limit + HEADER_BYTES:
+            raise WireError(
+                f"{self._held} bytes are not taken, where {WINDOW_BYTES} and a message are the most"
+            )
+
+    def in_order(self) -> list[Message]:
+        """The messages whose turn has come."""
+        ready = []
+        while (entry := self._entries.get(self._next)) is not None:
+            lost: LostBlocks | None = None
+            payload: memoryview | None = memoryview(entry.payload) if entry.payload is not None else None
+            if entry.apart:
+                if self._next not in self._payloads:
+                    break
+                payload, lost = self._payloads.pop(self._next)
+                if payload.nbytes != entry.size:
+                    raise WireError(
+                        f"message {self._next}: a payload of {payload.nbytes} bytes, and not {entry.size}"
+                    )
+            elif self._next in self._payloads:
+                raise WireError(f"message {self._next}: a payload, where none was said")
+            del self._entries[self._next]
+            self._next += 1
+            ready.append(Message(entry.header, payload, lost=lost))
+        return ready
+
+    def handle_taken(self, message: Message) -> None:
+        """The application has taken the next message."""
+        self.taken += 1
+        self._held -= message.bytes
+        self._untold_bytes += message.bytes
+
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether the other end is to be told what was taken, though there is nothing else to say."""
+        many = self.taken - self._told >= WINDOW_MESSAGES * TOLD_SHARE
+        return many or self._untold_bytes >= WINDOW_BYTES * TOLD_SHARE
+
+    def batch(self, first: int, messages: Sequence[Message]) -> Batch:
+        """The batch of these messages, which tells what was taken."""
+        self._told, self._untold_bytes = self.taken, 0
+        return Batch(first=first, taken=self.taken, entries=[_entry_of(message) for message in messages])
+
+
+def _entry_of(message: Message) -> Entry:
+    if message.apart:
+        assert message.payload is not None
+        return Entry(message.header, apart=True, size=message.payload.nbytes)
+    return Entry(message.header, bytes(message.payload) if message.payload is not None else None)

@@ -1,0 +1,259 @@
+"""Error feedback over any sequence of losses, runs, weights and steps that are left out: nothing is lost,
+only late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from atoll.chunks import Chunk
+from atoll.chunks.maps import Slot
+from atoll.tensors.heldback import HeldBack, Missing
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def chunk_of(sizes: Sequence[int], dtype: str = "float32", gap: int = 0) -> Chunk:
+    """Slots of these sizes, `gap` elements between two of them."""
+    offsets = [sum(sizes[:index]) + gap * index for index in range(len(sizes))]
+    slots = tuple(Slot(index, *each) for index, each in enumerate(zip(offsets, sizes, strict=True)))
+    return Chunk(id=0, group=0, dtype=dtype, numel=offsets[-1] + sizes[-1], slots=slots, oversize=False)
+
+
+def losses(rng: np.random.Generator, elements: int, block: int, share: float) -> Missing:
+    return rng.random(-(-elements // block)) < share
+
+
+def applied(sent: Tensor, missing: Missing, block: int) -> Tensor:
+    """What a shard makes of it: zeros in the blocks that are lost."""
+    there = torch.from_numpy(np.repeat(~missing, block)[: sent.numel()])
+    return torch.where(there, sent, 0)
+
+
+class Books:
+    """What a chunk's gradients amount to, and where all of it is: in exact whole numbers."""
+
+    def __init__(self, held: HeldBack, chunk: Chunk) -> None:
+        self.held, self.chunk = held, chunk
+        self.given = torch.zeros(chunk.extent, dtype=torch.float64)
+        self.applied = torch.zeros(chunk.extent, dtype=torch.float64)
+
+    def check(self, weight: float = 1.0) -> None:
+        held = self.held.held
+        kept = torch.zeros_like(self.given) if held is None else held.double() * weight
+        assert torch.equal(self.given, self.applied + kept)
+
+
+@given(
+    st.data(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(1, 7),
+    st.sampled_from(DTYPES),
+    st.integers(0, 3),
+)
+def test_what_is_sent_is_applied_or_held(
+    data: st.DataObject, sizes: list[int], block: int, dtype: str, gap: int
+) -> None:
+    """Up to two contributions on their way at once, of some of the slots; some of them do not count."""
+    chunk = chunk_of(sizes, dtype, gap)
+    held = HeldBack(chunk)
+    books = Books(held, chunk)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    flying: list[tuple[int, Tensor, Tensor]] = []
+    for turn in range(data.draw(st.integers(1, 12))):
+        if len(flying) < 2 and data.draw(st.booleans()):
+            present = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+            gradient = torch.zeros(chunk.extent, dtype=getattr(torch, dtype))
+            for slot, here in zip(chunk.slots, present, strict=True):
+                if here:
+                    whole = torch.from_numpy(rng.integers(-3, 4, slot.numel))
+                    gradient[slot.offset : slot.offset + slot.numel] = whole.to(gradient.dtype)
+            books.given += gradient.double()
+            sent = held.outgoing(turn, gradient, present, weight=2.0)
+            assert not (sent != gradient)[[not each for each in covered(chunk, present)]].any()
+            flying.append((turn, gradient, sent))
+        elif flying:
+            exchange, gradient, sent = flying.pop(0)
+            missing = losses(rng, chunk.extent, block, data.draw(st.sampled_from([0.0, 0.4, 1.0])))
+            held.answered(exchange, sent, missing, block)
+            accepted = data.draw(st.booleans())
+            held.made(exchange, accepted)
+            if accepted:
+                books.applied += applied(sent, missing, block).double()
+            else:
+                books.given -= gradient.double()  # nobody steps with it, as without losses
+        if not flying:
+            books.check()
+    assert held.dropped == 0
+
+
+def covered(chunk: Chunk, present: Sequence[bool]) -> list[bool]:
+    """By element: whether it lies in a slot that is present."""
+    there = [False] * chunk.extent
+    for slot, here in zip(chunk.slots, present, strict=True):
+        there[slot.offset : slot.offset + slot.numel] = [here] * slot.numel
+    return there
+
+
+@given(st.data(), st.integers(2, 20), st.integers(1, 5))
+def test_runs_of_a_chunk_that_change_from_one_exchange_to_the_next(
+    data: st.DataObject, extent: int, block: int
+) -> None:
+    chunk = chunk_of([extent])
+    held = HeldBack(chunk)
+    books = Books(held, chunk)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for turn in range(data.draw(st.integers(1, 8))):
+        start = data.draw(st.integers(0, extent - 1))
+        stop = data.draw(st.integers(start + 1, extent))
+        gradient = torch.from_numpy(rng.integers(-3, 4, stop - start)).float()
+        books.given[start:stop] += gradient
+        sent = held.outgoing(turn, gradient, [True], 1.0, start=start)
+        missing = losses(rng, stop - start, block, 0.5)
+        held.answered(turn, sent, missing, block, start=start)
+        held.made(turn)
+        books.applied[start:stop] += applied(sent, missing, block)
+        books.check()
+
+
+@given(st.lists(st.sampled_from([1.0, 2.0, 4.0, 8.0]), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_by_their_weights_nothing_is_lost_and_none_counts_for_more_than_it_did(
+    weights: list[float], seed: int
+) -> None:
+    """Weight times values: sent = applied + held; and no value is sent in more than its own size, ever."""
+    chunk = chunk_of([12], "float64")
+    held, rng = HeldBack(chunk), np.random.default_rng(seed)
+    given_, done = torch.zeros(12, dtype=torch.float64), torch.zeros(12, dtype=torch.float64)
+    for turn, weight in enumerate([*weights, 8.0]):
+        before = torch.zeros(12, dtype=torch.float64) if held.held is None else held.held.clone()
+        gradient = torch.from_numpy(rng.integers(-3, 4, 12)).double()
+        given_ += weight * gradient
+        sent = held.outgoing(turn, gradient, [True], weight)
+        assert ((sent - gradient).abs() <= before.abs()).all()
+        missing = losses(rng, 12, 5, 0.5 if turn < len(weights) else 0.0)
+        held.answered(turn, sent, missing, 5)
+        held.made(turn)
+        done += weight * applied(sent, missing, 5)
+    assert held.held is None  # the last one weighs as much as any before, and came whole
+    assert torch.equal(given_, done)
+
+
+@st.composite
+def members_who_send(draw: st.DrawFn) -> list[list[int]]:
+    """Who lives at each attempt to send a contribution, of three at first; the ring only gets smaller."""
+    attempts = [[0, 1, 2]]
+    for _ in range(draw(st.integers(0, 2))):
+        gone = draw(st.sampled_from([*attempts[-1], None]))
+        left = [each for each in attempts[-1] if each != gone]
+        attempts.append(left or attempts[-1])
+    return attempts
+
+
+def runs_of(members: list[int], leader: int | None, extent: int) -> list[tuple[int, int, int]]:
+    """(member, start, stop) of what each sends: the leader all of it, or else each its own share."""
+    if leader is not None:
+        return [(members[leader % len(members)], 0, extent)]
+    size = -(-extent // len(members))
+    cut = [(place * size, min(extent, (place + 1) * size)) for place in range(len(members))]
+    return [(member, *each) for member, each in zip(members, cut, strict=True)]
+
+
+@given(st.data(), st.booleans())
+def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
+    data: st.DataObject, by_leader: bool
+) -> None:
+    """Rings that break while a contribution is sent, and a leader that changes: whichever copy counts, what
+    the living gave, and what they held, is applied or held."""
+    extent = 12
+    chunk = chunk_of([extent])
+    held = [HeldBack(chunk) for _ in range(3)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    living = [0, 1, 2]
+    for exchange in range(data.draw(st.integers(1, 4))):
+        before = {member: held_of(held[member]) for member in living}
+        gradient = torch.from_numpy(rng.integers(-3, 4, extent)).float()
+        attempts = [
+            [each for each in alive if each in living] or living for alive in data.draw(members_who_send())
+        ]
+        copies: list[Tensor] = []
+        sent: dict[int, tuple[int, Tensor]] = {}
+        for attempt, alive in enumerate(attempts):
+            leader = data.draw(st.integers(0, 2)) if by_leader else None
+            taken = [held[member].taken(exchange) for member in alive] if attempt else []
+            there = [each for each in taken if each is not None]
+            along = torch.stack(there).sum(0) if there else None
+            sent, copy = {}, torch.zeros(extent)
+            for member, start, stop in runs_of(alive, leader, extent):
+                run = gradient[start:stop]
+                if attempt:
+                    values = held[member].outgoing_again(exchange, run, along, 1.0, start=start)
+                else:
+                    values = held[member].outgoing(exchange, run, [True], 1.0, start=start)
+                sent[member] = start, values
+                copy[start:stop] = values
+            copies.append(copy)
+        counts = copies[data.draw(st.integers(0, len(copies) - 1))]
+        missing = losses(rng, extent, 1, 0.4)
+        for member, (start, values) in sent.items():
+            held[member].answered(exchange, values, missing[start : start + len(values)], 1, start=start)
+        living = attempts[-1]
+        accepted = data.draw(st.booleans())
+        for member in living:
+            held[member].made(exchange, accepted)
+        after = sum((held_of(held[member]) for member in living), torch.zeros(extent))
+        gone = [member for member in before if member not in living]
+        if not accepted:
+            assert torch.equal(after, sum((before[member] for member in living), torch.zeros(extent)))
+        elif not gone:
+            owed = gradient + sum(before.values(), torch.zeros(extent))
+            assert torch.equal(owed, applied(counts, missing, 1) + after)
+        else:  # who is gone may have taken along what it held, or not
+            least = gradient + sum((before[member] for member in living), torch.zeros(extent))
+            theirs = least - applied(counts, missing, 1) - after
+            assert (
+                (theirs == 0)
+                | sum((theirs == -before[member] for member in gone), torch.zeros(extent)).bool()
+            ).all()
+
+
+def held_of(held: HeldBack) -> Tensor:
+    return torch.zeros(held._chunk.extent) if held.held is None else held.held.clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_dropped_and_counted(dtype: str) -> None:
+    chunk = chunk_of([5], dtype)
+    held = HeldBack(chunk)
+    gradient = torch.tensor([1.0, np.nan, 2.0, -np.inf, np.inf], dtype=getattr(torch, dtype))
+    sent = held.outgoing(0, gradient, [True], 1.0)
+    held.answered(0, sent, np.array([True, True, True]), 2)
+    held.made(0)
+    assert held.held is not None
+    assert held.held.tolist() == [1, 0, 2, 0, 0]
+    assert held.dropped == 3
+    assert held.size == 3
+
+
+def test_what_overflows_once_it_is_added_up_is_dropped_too() -> None:
+    held = HeldBack(chunk_of([2], "float16"))
+    for exchange in (0, 1):
+        held.outgoing(exchange, torch.full((2,), 6e4, dtype=torch.float16), [True], 1.0)
+    for exchange in (0, 1):
+        sent = torch.full((2,), 6e4, dtype=torch.float16)
+        held.answered(exchange, sent, np.array([True]), 2)
+        held.made(exchange)
+    assert held.held is not None
+    assert held.held.tolist() == [0, 0]
+
+
+def test_an_exchange_that_nobody_has_made_is_passed_over() -> None:
+    held = HeldBack(chunk_of([2]))
+    held.answered(7, torch.ones(2), np.array([True]), 2)
+    held.made(7)
+    assert held.held is None
