@@ -470,10 +470,10 @@ class RateControl:
             gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
             gain = 1.0 - (1.0 - gain) * max(self._probing.share, LEAST_PART)
             estimate = self._bandwidth.estimate
-            if round_.rate < HALF * self._paced_then:
+            if round_.rate < HALF * round_.sent:
                 self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))
             elif not came:  # less than what comes, be it the path's rate or what may be in flight
-                gain *= min(1.0, round_.rate / (estimate * self._level))
+                gain *= min(1.0, max(HALF, round_.rate / (estimate * self._level)))
             self._gain = gain if self._drained == 1 else min(gain, self._gain)
             self._probing.stop()
             self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")
