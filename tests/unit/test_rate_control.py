@@ -297,6 +297,29 @@ def test_a_standing_queue_is_drained_but_not_for_ever_and_another_s_is_yielded_t
     assert control.decision.row == "drain", "it was gone: what stands now may be this sender's"
 
 
+def test_a_queue_that_grows_while_it_is_drained_is_another_s_and_no_longer_path():
+    flow = settled()
+    hand = Rounds(flow.control, 3.0)
+    for more in range(8):
+        hand.run(queue=0.015 + 0.004 * more)
+        if "another's" in flow.control.decision.reason:
+            break
+    assert "grows while it is drained" in flow.control.decision.reason
+    assert flow.control.min_rtt == pytest.approx(RTT, abs=0.002)
+
+
+def test_who_has_a_small_share_of_the_path_drains_less():
+    gains = []
+    for share in (1.0, 0.5, 0.1):
+        flow = settled()
+        flow.control._probing.share = share
+        hand = Rounds(flow.control, 3.0)
+        hand.run(2, queue=0.02)
+        assert flow.control.decision.row == "drain"
+        gains.append(1.0 - flow.control.rate / flow.control.estimate)
+    assert gains == pytest.approx([0.25, 0.125, 0.1], rel=0.02)
+
+
 def test_a_grant_expires_within_a_round():
     control = settled().control
     control.handle_grant(3.0, 1e6, 0.1)

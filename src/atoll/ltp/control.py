@@ -44,6 +44,7 @@ HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while
 STANDING = 0.25  # of the least round trip: a queue of more is drained
 LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
+LEAST_PART = 0.4  # of that, for a sender with a small share: who has put more into the queue takes more out
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
 MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
 WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
@@ -430,9 +431,13 @@ class RateControl:
         rounds = self._drained - begun
         if rounds >= STAYED_ROUNDS and stood - queue < STAYED * (1.0 - self._gain) * least * rounds:
             self._drained, self._gain = 0, 1.0
+            if queue - stood > least_busy(least):
+                self._foreign = True
+                self._set("drain", "the queue grows while it is drained: it is another's")
+                return
             self._trip.forget_least()
             self._bandwidth.restart(max(self._before, self._bandwidth.estimate))
-            said = f"all came at {DRAIN_LEAST:.0%} of the rate, and {queue * 1e3:.1f} ms stayed"
+            said = f"all came at a lower rate, and {queue * 1e3:.1f} ms stayed"
             self._set("longer", f"the path has become longer: {said}")
         elif self._drained > DRAIN_ROUNDS:
             self._foreign = True
@@ -440,6 +445,7 @@ class RateControl:
             self._set("drain", "the queue stays whatever is done: it is another's")
         else:
             gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
+            gain = 1.0 - (1.0 - gain) * max(self._probing.share, LEAST_PART)
             estimate = self._bandwidth.estimate
             if round_.rate < HALF * self._paced_then:
                 self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))
