@@ -7,8 +7,8 @@ product. The shard says a word to eight workers, each over a connection of its o
 or 4 MB. What the link could do is one round trip and all bytes at its rate; the slowest answer's time is told
 as a ratio to that. Ours: eight sessions to one link of the shard's, which shares its rate out by grants; the
 same without grants; TCP with Cubic and with BBR. All are warm, and take turns in the same run. The eight
-workers are threads of one process, each with sockets of its own: eight processes are more than the machine's
-cores. Ours are of use when all high blocks (a fifth) and 97 % of the others are there.
+workers are of one process, ours eight sessions of one link there, for eight processes are more than the
+machine has cores. Ours are of use when all high blocks (a fifth) and 97 % of the others are there.
 
 Needs root, or a user namespace in which it counts as root.
 """

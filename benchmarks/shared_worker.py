@@ -172,10 +172,9 @@ class Shard:
 
 
 class LtpFlow:
-    def __init__(self, plan: Plan, flow: int, number: int, secret: bytes) -> None:
-        self._link = LtpLink(ports=(0,), name=f"worker {flow}")
+    def __init__(self, plan: Plan, flow: int, number: int, secret: bytes, link: LtpLink) -> None:
         where = [(plan.host, plan.port)]
-        self.session = self._link.open(number, secret, where, True, settings=settings(), extents={CHUNK: 1})
+        self.session = link.open(number, secret, where, True, settings=settings(), extents={CHUNK: 1})
         self._values = np.ones(plan.size // ITEM, np.float32)
         self._high = high(self._values, flow)
         self._sent = self._open = 0
@@ -245,7 +244,12 @@ class TcpFlow:
 
 def work(plan: Plan) -> list[dict[str, Any]]:
     """All flows, each on a thread of its own; what was seen of them."""
-    ltp = {flow: (number, secret) for flow, number, secret in sessions_of(plan)}
+    # Long flows have links of their own; for answers one link's thread costs less than eight in one process.
+    link = LtpLink(ports=(0,), name="workers")
+    ltp = {
+        flow: (number, secret, link if plan.rounds else LtpLink(ports=(0,), name=f"worker {flow}"))
+        for flow, number, secret in sessions_of(plan)
+    }
     flows: list[LtpFlow | TcpFlow] = [
         LtpFlow(plan, flow, *ltp[flow]) if flow in ltp else TcpFlow(plan, flow, control)
         for flow, control in enumerate(plan.flows)

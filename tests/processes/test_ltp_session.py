@@ -6,6 +6,7 @@ Hub and shards run in this process, on threads; workers in the pool's processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +14,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from losing import LosingServer, anew, filled_anew, lost_by_content
+from mortal_groups import settings
 from mortal_shards import OF_STANDBYS, POINTS_OF_SHARDS, Kill, MortalRun, kills_at
 from torch import Tensor, nn
 
 import atoll
 from atoll.core.config import Chunks, Config, Consistency, Groups, Link, Run, Sync, Uplink
-from atoll.groups.chooser import Score
-from atoll.groups.grouping import Grouping
-from atoll.hub.planner import GroupingSettings
 from atoll.net.endpoint import Received
 from atoll.server import main as server
 from atoll.server.payloads import tensor_of
@@ -48,6 +47,7 @@ class Way:
     group: Uplink | None = None
     fill_above: float = 0.03
     shards: int = 2
+    steps: int = STEPS
 
     @property
     def config(self) -> Config:
@@ -104,12 +104,18 @@ class Books:
     filled: int = 0
 
 
-def train(place: Place, address: str, way: Way) -> Books:
+def train(
+    place: Place, address: str, way: Way, watch: Callable[[Exchange], None] = lambda _exchange: None
+) -> Books:
+    """`watch` is shown the exchange before the first step."""
     books = Books()
     with served_worker(address, place.rank), atoll.join(way.config) as session:
         model = Net()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        for step in range(STEPS):
+        exchange = session._state.prepared[0].reducer
+        assert isinstance(exchange, Exchange)
+        watch(exchange)
+        for step in range(way.steps):
             if way.group is not None:
                 await_groups(session, step)
             given = given_to(place.rank, step)
@@ -126,20 +132,28 @@ def train(place: Place, address: str, way: Way) -> Books:
                     total += 0 if each is None else each.double()
         session.barrier()
         books.values = [weight.detach().clone() for weight in model.weights]
-        exchange = session._state.prepared[0].reducer
-        assert isinstance(exchange, Exchange)
-        for bound in exchange._chunks:
-            kept = exchange.lossy._held[bound.chunk.id]
-            books.dropped += kept.dropped
-            if kept.held is None:
-                continue
-            for slot in bound.chunk.slots:
-                part = kept.held[slot.offset : slot.offset + slot.numel].double() * kept._weight
-                books.held[slot.parameter] += part.reshape(SIZES[slot.parameter])
+        books.dropped = sum(kept.dropped for kept in exchange.lossy._held.values())
+        books.held = held_by(exchange)[0]
         for shard in range(way.shards):
             losses = exchange.lossy.losses(shard)
             books.borne, books.filled = books.borne + losses.borne, books.filled + losses.filled
     return books
+
+
+def held_by(exchange: Exchange) -> tuple[list[Tensor], list[Tensor]]:
+    """What a worker holds back, and what of that went along with contributions that are on their way: times
+    the weights, by parameter."""
+    held, on_way = ([torch.zeros(size).double() for size in SIZES] for _ in range(2))
+    for bound in exchange._chunks:
+        kept = exchange.lossy._held[bound.chunk.id]
+        parts = [(held, kept.held, kept._weight)]
+        parts += [(on_way, sent.taken, sent.weight) for sent in kept._sent.values()]
+        for totals, flat, weight in parts:
+            for slot in bound.chunk.slots if flat is not None else ():
+                assert flat is not None
+                part = flat[slot.offset : slot.offset + slot.numel].double() * weight
+                totals[slot.parameter] += part.reshape(SIZES[slot.parameter])
+    return held, on_way
 
 
 class Recorded:
@@ -203,9 +217,9 @@ class Layout:
         from atoll.tensors.binding import specs_of
 
         model = Net()
-        settings = dict.fromkeys(model.parameters(), "0")
+        of_groups = dict.fromkeys(model.parameters(), "0")
         self.layout = lay_out(
-            specs_of(dict(model.named_parameters()), settings), chunk_bytes=way.config.chunk_bytes
+            specs_of(dict(model.named_parameters()), of_groups), chunk_bytes=way.config.chunk_bytes
         )
 
 
@@ -227,16 +241,7 @@ def test_what_was_given_is_applied_or_held(
 ) -> None:
     recorded = Recorded()
     monkeypatch.setattr(server, "TunnelServer", recorded.server)
-    grouping = None
-    if way.group is not None:
-        wanted = Grouping([list(range(way.workers))])
-        grouping = GroupingSettings(
-            1,
-            by="joint",
-            consistency=way.consistency,
-            regroup=False,
-            score_for=lambda _known: lambda grouping: Score(2.0 if grouping == wanted else 1.0),
-        )
+    grouping = settings([range(way.workers)], way.consistency) if way.group is not None else None
     with ServedRun(way.workers, way.shards, grouping=grouping) as served:
         found: list[Books] = pool.run(train, served.address, way, world=way.workers)
     assert not served.failures

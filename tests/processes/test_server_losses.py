@@ -18,11 +18,10 @@ from atoll.server.journal import Folder, Journal
 from atoll.server.payloads import payload_of
 from atoll.server.recovery import encode_image, find
 from atoll.server.shard import Shard
-from atoll.store.losses import ChunkLoss, Told
-from atoll.store.shard import Asked
+from atoll.store.losses import ChunkLoss
 from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
-from atoll.wire.messages import CountedRun, LostBlocks, run_of
+from atoll.wire.messages import LostBlocks, run_of
 
 WEIGHTS = (1.0, 3.0, 2.0)
 
@@ -151,6 +150,23 @@ def test_asp_with_losses_is_plain_torch_with_zeros_for_what_was_lost(start: Call
         assert message.lost == expected_loss(worker, 2, chunk)
 
 
+def test_parameters_without_a_gradient_count_as_zeros_whatever_is_lost(start: Callable[..., Run]) -> None:
+    """Nobody has sent their zeros for their values: so the mean is what it is where nothing is lost."""
+
+    def loses(push: m.Push, payload: memoryview) -> LostBlocks | None:
+        return LostBlocks(payload.nbytes // 4, b"\1", "borne") if push.incarnation == 1 else None
+
+    run = start(1, 2, loses=loses)
+    one, two = run.workers
+    one.push(0, gradients(1), missing=(0, 2, 4))
+    two.push(0, gradients(2))
+    one.commit(0, 3.0)
+    two.commit(0, 1.0)
+    expected = [g * (0.25 if i in (0, 2, 4) else 1.0) for i, g in enumerate(gradients(2))]
+    for chunk, (values, _) in two.means(0).items():
+        torch.testing.assert_close(values, run.model.flat(chunk, expected))
+
+
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_of_what_is_sent_twice_the_losses_of_the_copy_that_counts_are_told(
     start: Callable[..., Run], consistency: str
@@ -186,7 +202,6 @@ def test_each_member_is_told_of_its_share(start: Callable[..., Run], consistency
     for share, member in enumerate(members):
         for chunk, (message, values) in answers(member, kind).items():
             assert message.lost == expected_loss(member, 0, chunk, share, 3)
-            assert message.counted == []
             extent = run.model.layout.chunks[chunk].extent
             first, last = run_of(extent, share, 3)
             flat = run.model.flat(chunk, gradients(0))[first:last].clone()
@@ -195,27 +210,6 @@ def test_each_member_is_told_of_its_share(start: Callable[..., Run], consistency
                 lost += end - begin
             assert consistency != "bsp" or torch.equal(values, flat)
     assert lost > 100
-
-
-@pytest.mark.parametrize("consistency", ["bsp", "asp"])
-def test_who_asks_for_another_is_told_whose_copy_counts(start: Callable[..., Run], consistency: str) -> None:
-    """The leader is drawn anew, and sends again what the one before has sent in full; then both ask."""
-    run = start(2, 1, consistency=consistency, loses=lost_of)
-    first, second = run.workers[0], run.again(0, 1, member=7)
-    second.push(0, gradients(0))
-    for shard in range(2):
-        second.heard(shard)
-    first.push(0, gradients(1), pull=True)
-    kind = m.Mean if consistency == "bsp" else m.Parameters
-    first.commit(0, hyperparameters=run.model.hyperparameters() if consistency == "asp" else [])
-    for chunk, (message, _) in answers(first, kind).items():
-        lost = expected_loss(second, 0, chunk)
-        assert (message.lost, message.counted) == (lost, [CountedRun(7, lost)])
-    for shard in range(2):
-        ask = m.PullMean(incarnation=1, iteration=0) if kind is m.Mean else m.Pull(incarnation=1, clock=1)
-        second.send(shard, ask)
-    for chunk, (message, _) in answers(second, kind).items():
-        assert (message.lost, message.counted) == (expected_loss(second, 0, chunk), [])
 
 
 def test_a_worker_does_not_say_what_was_lost(start: Callable[..., Run]) -> None:
@@ -276,4 +270,4 @@ def test_a_shard_that_is_started_again_knows_what_was_lost(
             assert staged[0].losses.get(chunk) == (ChunkLoss(1, {0: lost}) if lost else None)
         else:
             pull = model.pull_with(m.Push(incarnation=1, iteration=0, chunk=0, chunks_in_all=1, present=b""))
-            assert model.told_of(Asked(0, pull), chunk) == Told(lost)
+            assert model.lost_of(0, pull, chunk) == lost

@@ -13,9 +13,9 @@ import msgspec
 
 from atoll.store import entries as log_entries
 from atoll.store.log import CommitLog, LogState
-from atoll.store.losses import Told, absent
+from atoll.store.losses import absent
 from atoll.store.outcomes import Outcome
-from atoll.store.shard import ApplyChunks, Asked, CombineChunks, HeldState, Release, ShardState, StepChunks
+from atoll.store.shard import ApplyChunks, CombineChunks, HeldState, Release, ShardState, StepChunks
 from atoll.wire import messages
 from atoll.wire.messages import LostBlocks
 
@@ -108,8 +108,7 @@ class ShardRuntime:
             return  # it was told with the mean, or was asked for long ago and comes again
         for chunk in self.state.versions:
             who = worker, pull.incarnation, iteration
-            told = self.state.told_of(Asked(worker, pull), iteration, chunk, EXTENT)
-            assert told == Told(self.lost.get((who, chunk)))
+            assert self.state.lost_of(worker, pull, iteration, chunk, EXTENT) == self.lost.get((who, chunk))
 
 
 class Cluster:

@@ -16,7 +16,7 @@ from atoll.store.losses import ChunkLoss
 from atoll.store.shard import HeldState, ShardState
 from atoll.wire.messages import LostBlocks, Push, run_of
 
-Run = tuple[int, int, int, LostBlocks | None, int]  # chunk, share, shares, what this copy lost, its sender
+Run = tuple[int, int, int, LostBlocks | None]  # chunk, share, shares, what was lost of this copy of it
 
 
 class Group:
@@ -58,17 +58,17 @@ class Group:
         self.cut()
 
     def deliver(self) -> bool:
-        waiting = [(member, channel) for member, channel in self.channels.items() if channel]
+        waiting = [channel for channel in self.channels.values() if channel]
         if not waiting:
             return False
-        sender, channel = self.rng.choice(waiting)
+        channel = self.rng.choice(waiting)
         push = channel[0] if self.rng.random() < 0.2 else channel.popleft()  # some come twice
         if self.rng.random() < 0.5:  # each copy loses what it loses
             lost = LostBlocks(1, bytes([self.rng.randint(1, 255)]), self.rng.choice(["borne", "zero"]))
             push = msgspec.structs.replace(push, lost=lost)
-        outcome = self.state.handle_push(5, push, self.handles + 1, sender)
+        outcome = self.state.handle_push(5, push, self.handles + 1)
         assert not outcome.refused
-        self.take((push.chunk, push.share, push.shares, push.lost, sender), outcome)
+        self.take((push.chunk, push.share, push.shares, push.lost), outcome)
         return True
 
     def take(self, run: Run, outcome: PushOutcome) -> None:
@@ -116,12 +116,11 @@ def test_a_chunk_is_made_of_one_cuts_runs(
         assert group.staged == 1
         assert group.state.staged() == [(5, 9, 0)]
         for runs in group.held.values():
-            chunk, _, shares, _, _ = runs[0]
+            chunk, _, shares, _ = runs[0]
             assert [run[:3] for run in runs] == [(chunk, share, shares) for share in range(shares)]
             lost = {share: run[3] for share, run in enumerate(runs) if run[3] is not None}
-            members = {share: run[4] for share, run in enumerate(runs) if run[4]}
-            came = group.state.state().staged[5, 9][0].losses.get(chunk, ChunkLoss())
-            assert came == ChunkLoss(shares, lost, members)
+            expected = ChunkLoss(shares, lost) if lost else None
+            assert group.state.state().staged[5, 9][0].losses.get(chunk) == expected
         assert sorted(runs[0][0] for runs in group.held.values()) == list(range(chunks))
     released = group.state.handle_entry(Fenced(worker=5, incarnation=9))
     handles = [handle for each in released if isinstance(each, Release) for handle in each.handles]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+from atoll.cli import services
 from atoll.core.config import MOST_STRIPES, Config, Fill, LinkOptions, load_config, to_toml
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
@@ -253,3 +254,19 @@ def test_a_link_that_makes_no_sense_is_refused_in_one_line(given: list[str], sai
         load_config(settings=given, environment={})
     assert said.replace("`", "") in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"site": "paris", "link_rate": "1Gbit/s"}, "--link-rate and --udp-port go with --shard"),
+        ({"site": "paris", "udp_port": 47800}, "--link-rate and --udp-port go with --shard"),
+        ({"shard": 0, "config": "atoll.toml"}, "--config FILE goes with --site"),
+        ({"site": "paris", "config": "nowhere.toml"}, "nowhere.toml: cannot read the configuration"),
+    ],
+)
+def test_what_a_shard_cannot_do_with_a_link_is_said_before_it_looks_for_the_hub(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        services.server("tcp://127.0.0.1:1", **options)

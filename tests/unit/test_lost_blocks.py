@@ -15,7 +15,7 @@ from atoll.server.payloads import Part, weighted_mean
 from atoll.store.losses import ChunkLoss, absent, told_of
 from atoll.store.shard import Contribution, HeldState, Runs, ShardState
 from atoll.wire.lost import Spans, flaw, spans_of
-from atoll.wire.messages import CountedRun, LostBlocks, run_of
+from atoll.wire.messages import LostBlocks, run_of
 
 NONE = np.zeros((0, 2), np.int64)
 
@@ -127,8 +127,7 @@ def test_each_lost_element_is_told_once_however_the_chunk_is_asked_for(
         for share, size in enumerate(sizes)
         if size and rng.random() < 0.7
     }
-    members = {share: int(rng.integers(0, 3)) for share in range(shares)}
-    loss = ChunkLoss(shares, runs, {share: member for share, member in members.items() if member})
+    loss = ChunkLoss(shares, runs)
     lost, borne = np.zeros(extent, np.bool_), np.zeros(extent, np.bool_)
     for share, each in runs.items():
         assert not flaw(each, sizes[share])
@@ -136,13 +135,14 @@ def test_each_lost_element_is_told_once_however_the_chunk_is_asked_for(
         lost |= mask
         borne |= mask & (not each.counts)
     assert np.array_equal(elements(absent(loss, extent), extent), borne)
+    cuts = sorted(int(cut) for cut in rng.choice(extent + 1, 4, replace=False)) if extent > 3 else [0] * 4
+    places = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
+    here = np.isin(np.arange(extent), [at for start, stop in places for at in range(start, stop)])
+    assert np.array_equal(elements(absent(loss, extent, places), extent), borne & here)
     told = np.zeros(extent, np.bool_)
     for share in range(asked):
         start, stop = run_of(extent, share, asked)
-        answer, counted = told_of(loss, extent, share, asked, 1)
-        own = asked == shares and members[share] == 1
-        runs_told = [CountedRun(members[each], runs.get(each)) for each in range(shares)]
-        assert list(counted) == ([] if own else runs_told)
+        answer = told_of(loss, extent, share, asked)
         if answer is not None:
             assert not flaw(answer, stop - start)
             told |= elements(spans_of(answer, stop - start, start), extent)

@@ -111,8 +111,10 @@ def test_the_largest_blocks_must_arrive() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match="the model has float8_e5m2 parameters, and between sites"):
+    with pytest.raises(UserError, match="a parameter in chunk 3 is float8_e5m2, and link.transport"):
         SiteLosses([chunk_of("float8_e5m2")], LTP)
+    with pytest.raises(UserError, match="is bfloat16, which link.fill 'rescale' cannot multiply"):
+        SiteLosses([chunk_of("bfloat16")], LinkOptions(transport="ltp", fill="rescale", feedback=False))
     losses = SiteLosses([chunk_of()], LTP)
     losses.outgoing(0, 3, gradient(0), b"\1", 1.0)
     with pytest.raises(RunError, match="the answer to chunk 3 of iteration 0 makes no sense: 1 bytes"):

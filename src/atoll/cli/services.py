@@ -224,6 +224,11 @@ def server(
         raise UserError("give either --shard I, for a shard of the run, or --site NAME, for a site's shard")
     _check_shard(shard or 0, listen, optimizer, snapshot_seconds)
     rate = _link_rate(link_rate)
+    if site and (rate or udp_port):
+        raise UserError(
+            "--link-rate and --udp-port go with --shard: a site's workers reach their shard over TCP, and it "
+            "is the one that reaches the others (--config)"
+        )
     if config and not site:
         raise UserError("--config FILE goes with --site; a shard of the run takes links as workers make them")
     link = load_config(config).link_options if config else LinkOptions()
@@ -250,11 +255,11 @@ def server(
             timeout=deadline,
             sync=sync,
             link=link,
-            link_rate=rate,
-            udp_port=udp_port,
             goes_on=lambda line: print(line, flush=True),
             ready=lambda address: print(
-                f"the shard of site {site} of {run} listens at {address}", flush=True
+                f"the shard of site {site} of {run} listens at {address}, and reaches the others over "
+                f"{link.transport}",
+                flush=True,
             ),
         )
         return

@@ -35,6 +35,7 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
+UNKNOWN_PROBES = 3  # in a row that found more: then start-up begins again
 LEAST_TOLD = 250  # packets of which start-up believes a loss: of fewer, it may be one burst of the path's own
 NEAR_SECONDS = 0.005  # of round trip: half of the least round
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
@@ -373,7 +374,7 @@ class RateControl:
             self._gain = self._probing.gain_to_pay_back
             self._set(row.seen, "a small queue is given time to drain")
         elif row.action == "up":
-            self._up(row, limited)
+            self._up(row, limited, busy)
         else:
             self._gain = 1.0
             self._set(row.seen, f"held: {row.reason}")
@@ -386,11 +387,20 @@ class RateControl:
             self._losses.stop_trial()
         return self._losses.try_round(round_.acked, round_.lost, self._settings.fill_above)
 
-    def _up(self, row: Row, limited: bool) -> None:
+    def _start_anew(self, limited: bool) -> None:
+        """The path carries far more than is known: by probes alone that would take a hundred round trips."""
+        self._probing.stop()
+        self._phase, self._gain, self._flat = "start-up", 1.0, 0
+        self._starting_rate = (1.0 if limited else DOUBLING) * self._bandwidth.estimate
+        self._set("start-up", f"{UNKNOWN_PROBES} probes in a row found more: the path is not known yet")
+
+    def _up(self, row: Row, limited: bool, busy: bool) -> None:
         self._gain = 1.0
         if self._level < 1.0:
             self._level = min(1.0, self._level * RECOVERY)
             self._set(row.seen, f"up, towards the estimate: {row.reason}")
+        elif self._probing.found >= UNKNOWN_PROBES and not self._foreign and not busy:
+            self._start_anew(limited)
         elif self._probing.asked:
             self._gain = self._probing.gain_meanwhile
             self._set(row.seen, "up, and what it did is not yet known")

@@ -23,12 +23,13 @@ from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
 from atoll.store.log import CONSISTENCIES
-from atoll.store.losses import Told, absent
-from atoll.store.shard import AnyPull, Asked, HeldState, ShardState
+from atoll.store.losses import absent
+from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (
     Count,
+    LostBlocks,
     Pull,
     PullMean,
     Push,
@@ -104,7 +105,7 @@ class Model:
 
     def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
         self.setup, self._configured, self._fused = setup, configured, fused
-        layout = _layout_untrusted(setup)
+        layout = self._layout = _layout_untrusted(setup)
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
         self.optimizer = self._hold(layout)
@@ -300,15 +301,14 @@ class Model:
 
     # -- contributions ------------------------------------------------------------------------------------
 
-    def push(self, worker: int, push: Push, payload: memoryview | None, member: int = 0) -> tuple[str, bool]:
-        """Stage a chunk of a contribution that a member sends; returns why not, and whether the contribution
-        is now whole."""
+    def push(self, worker: int, push: Push, payload: memoryview | None) -> tuple[str, bool]:
+        """Stage a chunk of a contribution; returns why not, and whether the contribution is now whole."""
         refusal = self._check_gradient(push, payload)
         if not refusal and push.chunks_in_all != len(self.chunks):
             refusal = f"{push.chunks_in_all} chunks announced, where this shard holds {len(self.chunks)}"
         if refusal:
             return refusal, False
-        outcome = self.state.handle_push(worker, push, self._handles + 1, member)
+        outcome = self.state.handle_push(worker, push, self._handles + 1)
         if outcome.keep:
             self._keep(payload)
         for handle in outcome.freed:
@@ -341,16 +341,15 @@ class Model:
         """How many elements a chunk has."""
         return self.optimizer.nbytes(chunk) // self.optimizer.dtype(chunk).itemsize
 
-    def told_of(self, asked: Asked, chunk: int) -> Told:
-        """What an answer tells of the asker's own contribution: of that which it is the answer to."""
-        pull = asked.pull
+    def lost_of(self, worker: int, pull: AnyPull, chunk: int) -> LostBlocks | None:
+        """What was lost of the contribution that the answer to `pull` is of: of the asker's own."""
         if isinstance(pull, PullMean):
             iteration = pull.iteration
         elif self.setup.consistency == "bsp":
-            return Told()  # it was told with the mean
+            return None  # it was told with the mean
         else:
             iteration = pull.clock - 1
-        return self.state.told_of(asked, iteration, chunk, self.extent(chunk))
+        return self.state.lost_of(worker, pull, iteration, chunk, self.extent(chunk))
 
     def replace(self, worker: int, replace: Replace, payload: memoryview | None) -> str:
         """Take what a worker made of a chunk's mean; returns why not."""
@@ -425,7 +424,18 @@ class Model:
         ]
         if not action.losses:
             return weighted_mean(parts)
-        return weighted_mean(parts, [absent(each.get(chunk), self.extent(chunk)) for each in action.losses])
+        gaps = [
+            absent(each.get(chunk), self.extent(chunk), self._places(chunk, present))
+            for each, (_, _, present) in zip(action.losses, parts, strict=True)
+        ]
+        return weighted_mean(parts, gaps)
+
+    def _places(self, chunk: int, present: bytes) -> list[tuple[int, int]] | None:
+        """Where a contribution has gradients, begin and end, in order; None: everywhere."""
+        if all(present):
+            return None
+        slots = zip(self._layout.chunks[chunk].slots, present, strict=True)
+        return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

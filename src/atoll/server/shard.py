@@ -404,7 +404,7 @@ class Shard:
     def _handle_push(self, peer: bytes, hello: Hello, push: messages.Push, payload: memoryview | None) -> str:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
-        reason, staged = self._model.push(hello.worker, push, payload, hello.member)
+        reason, staged = self._model.push(hello.worker, push, payload)
         if staged and not self.kept.replaying:
             reach("shard.staged", push.iteration)
         if staged and self._log is not None:

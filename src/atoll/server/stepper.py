@@ -91,10 +91,9 @@ class Stepper:
         run = model.run_bytes(chunk, pull.share, pull.shares)
         if isinstance(pull, messages.PullMean):
             if model.mean is not None and model.mean.iteration == pull.iteration:
-                self._send_mean(peer, asked, chunk, run)
+                self._send_mean(peer, worker, chunk, pull, run)
                 reach("shard.answered", pull.iteration)
             return
-        told = model.told_of(asked, chunk)
         self._peers.send(
             peer,
             messages.Parameters(
@@ -105,15 +104,14 @@ class Stepper:
                 share=pull.share,
                 shares=pull.shares,
                 asked=pull.clock,
-                lost=told.lost,
-                counted=list(told.counted),
+                lost=model.lost_of(worker, pull, chunk),
             ),
             model.lend(chunk)[run],
         )
         reach("shard.answered", pull.clock - 1)
 
-    def _send_mean(self, peer: bytes, asked: Asked, chunk: int, run: slice) -> None:
-        mean, told, pull = self._model.mean, self._model.told_of(asked, chunk), asked.pull
+    def _send_mean(self, peer: bytes, worker: int, chunk: int, pull: messages.PullMean, run: slice) -> None:
+        mean = self._model.mean
         assert mean is not None
         values, present = mean.chunks[chunk]
         self._peers.send(
@@ -126,8 +124,7 @@ class Stepper:
                 samples=mean.samples,
                 share=pull.share,
                 shares=pull.shares,
-                lost=told.lost,
-                counted=list(told.counted),
+                lost=self._model.lost_of(worker, pull, chunk),
             ),
             payload_of(values)[run],
         )

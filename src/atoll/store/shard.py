@@ -10,7 +10,7 @@ import msgspec
 
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, PushOutcome, Release, StepChunks
 from atoll.store.entries import Apply, Combine, Entry, Fenced, Idle, Joined, Step
-from atoll.store.losses import ChunkLoss, Told, told_of
+from atoll.store.losses import ChunkLoss, told_of
 from atoll.store.outcomes import StoreError
 from atoll.wire import messages
 from atoll.wire.messages import Count, LostBlocks
@@ -48,7 +48,6 @@ class Runs(msgspec.Struct, forbid_unknown_fields=True):
     present: bytes
     handles: dict[int, Count]
     lost: dict[int, LostBlocks] = {}  # by share: of those that have lost something
-    members: dict[int, Count] = {}  # by share: who sent it; member 0 where it is not said
 
 
 class Contribution(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,16 +56,14 @@ class Contribution(msgspec.Struct, forbid_unknown_fields=True):
     expected: Count
     parts: Parts = {}
     runs: dict[int, Runs] = {}  # by chunk: those that are here in part
-    losses: dict[
-        int, ChunkLoss
-    ] = {}  # whole chunks that came in runs, or not from member 0, or lost something
+    losses: dict[int, ChunkLoss] = {}  # by chunk: of those that are whole and have lost something
 
     def is_whole(self) -> bool:
         return len(self.parts) == self.expected
 
     def copy(self) -> Contribution:
         runs = {
-            chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost), dict(each.members))
+            chunk: Runs(each.shares, each.present, dict(each.handles), dict(each.lost))
             for chunk, each in self.runs.items()
         }
         return Contribution(self.expected, dict(self.parts), runs, dict(self.losses))
@@ -125,7 +122,7 @@ class ShardState:
         self._combined = -1  # the iteration whose mean is there, not yet stepped
         self._mean_of: frozenset[int] = frozenset()
         self._replaced: dict[int, Parts] = {}  # by worker, for the iteration that is combined
-        # How the latest `limit` contributions that count have come: by iteration and chunk.
+        # What was lost of the latest `limit` contributions that count: by iteration and chunk.
         self._losses: dict[Key, dict[int, dict[int, ChunkLoss]]] = {}
         self._pulls: dict[Waiting, messages.Pull] = {}
         self._mean_pulls: dict[Waiting, messages.PullMean] = {}
@@ -174,9 +171,8 @@ class ShardState:
 
     # -- what workers send --------------------------------------------------------------------------------
 
-    def handle_push(self, worker: int, push: messages.Push, handle: int, member: int = 0) -> PushOutcome:
-        """A chunk of a contribution, or a share of one, from a member. Its worker's Joined may still be on
-        its way."""
+    def handle_push(self, worker: int, push: messages.Push, handle: int) -> PushOutcome:
+        """A chunk of a contribution, or a share of one. Its worker's Joined may still be on its way."""
         if push.chunk not in self.versions:
             return PushOutcome(refused=f"this shard does not hold chunk {push.chunk}")
         refusal = self.refusal(worker, push.incarnation)
@@ -203,7 +199,7 @@ class ShardState:
                 refused=f"worker {worker} announced {contribution.expected} chunks of iteration "
                 f"{push.iteration}, and now {push.chunks_in_all}, or sends more"
             )
-        outcome = _add(contribution, worker, member, push, handle)
+        outcome = _add(contribution, worker, push, handle)
         if outcome.keep:
             self._staged.setdefault((worker, push.incarnation), {})[push.iteration] = contribution
         return outcome
@@ -335,8 +331,10 @@ class ShardState:
     def _note_losses(self, key: Key, iteration: int, losses: dict[int, ChunkLoss]) -> None:
         """Remember what was lost of a contribution as long as it may be asked for."""
         held = {at: each for at, each in self._losses.pop(key, {}).items() if at > iteration - self.limit}
-        held[iteration] = losses
-        self._losses[key] = held
+        if losses:
+            held[iteration] = losses
+        if held:
+            self._losses[key] = held
 
     def _combine(self, entry: Combine) -> list[Action]:
         members = [self._take(member.worker, member.incarnation, entry.iteration) for member in entry.members]
@@ -425,14 +423,13 @@ class ShardState:
         """How stale a live worker's last contribution was, in global iterations."""
         return self._members[worker].staleness
 
-    def told_of(self, asked: Asked, iteration: int, chunk: int, extent: int) -> Told:
-        """What was lost of the asker's contribution to an iteration, and who sent it: of the share that is
-        asked for of a chunk of `extent` elements. Only of the latest `limit` that count is anything known."""
-        pull = asked.pull
-        found = self._losses.get((asked.worker, pull.incarnation), {}).get(iteration)
-        if found is None:
-            return Told()
-        return told_of(found.get(chunk, ChunkLoss()), extent, pull.share, pull.shares, asked.member)
+    def lost_of(
+        self, worker: int, asked: AnyPull, iteration: int, chunk: int, extent: int
+    ) -> LostBlocks | None:
+        """What was lost of the asker's own contribution to an iteration, of the share that is asked for of a
+        chunk of `extent` elements. None: nothing, or it is none of the latest `limit` that count."""
+        loss = self._losses.get((worker, asked.incarnation), {}).get(iteration, {}).get(chunk)
+        return told_of(loss, extent, asked.share, asked.shares) if loss is not None else None
 
     def staged(self) -> list[tuple[int, int, int]]:
         """(worker, incarnation, iteration) of all that is whole here and not yet in the log."""
@@ -449,9 +446,7 @@ class ShardState:
         return means + [Asked(worker, pull, member) for (worker, _, member), pull in self._pulls.items()]
 
 
-def _add(
-    contribution: Contribution, worker: int, member: int, push: messages.Push, handle: int
-) -> PushOutcome:
+def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:
     """Put a chunk that is not there yet, or a run of it, into a contribution.
 
     A group's ring only ever gets smaller, when a member dies; those who are left cut the chunk into fewer
@@ -475,15 +470,13 @@ def _add(
     runs.handles[push.share] = handle
     if push.lost is not None:
         runs.lost[push.share] = push.lost
-    if member:
-        runs.members[push.share] = member
     if len(runs.handles) < runs.shares:
         contribution.runs[push.chunk] = runs
         return PushOutcome(keep=True, freed=freed)
     contribution.runs.pop(push.chunk, None)
     contribution.parts[push.chunk] = (handle, push.present)
-    if runs.lost or runs.members or runs.shares > 1:
-        contribution.losses[push.chunk] = ChunkLoss(runs.shares, runs.lost, runs.members)
+    if runs.lost:
+        contribution.losses[push.chunk] = ChunkLoss(runs.shares, runs.lost)
     joins = tuple(runs.handles[share] for share in range(runs.shares)) if runs.shares > 1 else ()
     return PushOutcome(keep=True, staged=contribution.is_whole(), joins=joins, freed=freed)
 

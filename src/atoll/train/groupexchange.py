@@ -70,7 +70,8 @@ class Outgoing:
     able: list[int]  # the members, by name, who have all of this: the others waited in a meeting
     hyperparameters: Hyperparameters = field(default_factory=list)
     behind: int = 0  # exchanges of the group's own that were in flight when it was computed
-    sent_in: int = -1  # the ring's generation in which this member sent its part; -1: it has not
+    begun_in: int = -1  # the ring's generation in which its exchange began; -1: it has not
+    sent_in: int = -1  # likewise, in which this member sent its part
 
     def push(self, uplink: Uplink, role: Role, generation: int, along: Mapping[int, Tensor] | None) -> None:
         """Send this member's part, in the ring of that generation; `along` as `Uplink.push` has it."""
@@ -193,16 +194,22 @@ class GroupReducer(RingReducer, Exchange):
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
 
+    def _is_again(self, outgoing: Outgoing) -> bool:
+        """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
+        as far as this member knows."""
+        generation = self._ring.generation
+        outgoing.begun_in = generation if outgoing.begun_in < 0 else outgoing.begun_in
+        return outgoing.begun_in != generation or not self._ring.is_settled
+
     def _along(self, outgoing: Outgoing, what: str) -> dict[int, Tensor] | None:
         """Where members may have sent this contribution in a ring before this one: what had gone along with
-        it of what they hold back, by chunk, (extent,), summed up. So all hold again what is sent, to the bit.
-        None where nobody has. A collective of the ring.
+        it of what those who live hold back, by chunk, (extent,), summed up. So all hold again what is sent,
+        to the bit. None where nobody has. A collective of the ring.
         """
         if not self.connection.link.holds_back:
             return None
         channel = self._ring.agreement
-        before = outgoing.sent_in not in (-1, self._ring.generation)
-        said, work = channel.all_gather(torch.tensor([int(before)]))
+        said, work = channel.all_gather(torch.tensor([int(self._is_again(outgoing))]))
         channel.wait(work, what)
         if not any(bool(each) for each in said):
             return None
@@ -292,7 +299,8 @@ class GroupExchange(GroupReducer):
         outgoing.behind = int(self._in_flight is not None)
         self.settle()
         self._in_flight = outgoing
-        self._begin(outgoing, self._role(outgoing), None)
+        if not self._is_again(outgoing):  # else the members have to agree first on what goes along
+            self._begin(outgoing, self._role(outgoing), None)
 
     @torch.no_grad()
     def settle(self) -> None:

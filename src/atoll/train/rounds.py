@@ -120,6 +120,7 @@ class Ring:
         hierarchy: Hierarchy | None = None,
     ) -> None:
         self.place, self.generation = place, 0
+        self._confirmed_in = -1  # the generation of the latest round that all have confirmed
         self.state: State | None = None
         self.told: Callable[[Regrouped], None] = lambda _regrouped: None
         self.outside = member is not None and member.late
@@ -210,10 +211,17 @@ class Ring:
                     continue
             else:
                 self._passed(self._number + 1)
+                self._confirmed_in = self.generation
             finally:
                 self._inside = False
             points.reach("ring.confirmed", iteration)
             return result
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a round of this very ring has been confirmed. Before that, members of the ring before may
+        have gone on from the latest round that this worker holds, and be gone now."""
+        return self._member is None or self._confirmed_in == self.generation
 
     def sum(self, values: Sequence[float], what: str) -> list[float]:
         """The sums of the workers' `values`."""

@@ -35,13 +35,6 @@ class LostBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.how != BORNE
 
 
-class CountedRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of a chunk, as it counts: the member of the contributor who sent it, and what was lost of it."""
-
-    member: Annotated[int, Meta(ge=0, lt=2**53)]
-    lost: LostBlocks | None = None
-
-
 def flaw(lost: LostBlocks, extent: int) -> str:
     """Why this cannot be of a payload of `extent` elements; empty where it can."""
     blocks = -(-extent // lost.block) if lost.block > 0 else 0
@@ -54,10 +47,15 @@ def flaw(lost: LostBlocks, extent: int) -> str:
     return ""
 
 
+def missing_of(lost: LostBlocks, extent: int) -> npt.NDArray[np.bool_]:
+    """By block of a payload of `extent` elements: whether it is lost."""
+    bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
+    return bits[: -(-extent // lost.block)].astype(np.bool_)
+
+
 def spans_of(lost: LostBlocks, extent: int, start: int = 0) -> Spans:
     """Where the lost blocks of a payload of `extent` elements lie, whose first is element `start`."""
-    bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
-    begins = np.flatnonzero(bits) * lost.block
+    begins = np.flatnonzero(missing_of(lost, extent)) * lost.block
     return start + np.stack([begins, np.minimum(begins + lost.block, extent)], axis=1)
 
 

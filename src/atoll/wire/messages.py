@@ -70,7 +70,7 @@ from atoll.wire.linktest import (
     Taken,
     TcpOpened,
 )
-from atoll.wire.lost import CountedRun, LostBlocks
+from atoll.wire.lost import LostBlocks
 from atoll.wire.served import (
     Arrive,
     Commit,
@@ -122,7 +122,6 @@ __all__ = [
     "CopyChunk",
     "CopyPart",
     "Count",
-    "CountedRun",
     "Duty",
     "Enter",
     "Entry",

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import Count, Hyperparameters, Message, Name, Text, Used, Weight
-from atoll.wire.lost import CountedRun, LostBlocks
+from atoll.wire.lost import LostBlocks
 
 
 class Setup(Message, frozen=True):
@@ -143,11 +143,7 @@ class PullMean(Message, frozen=True):
 
 class Mean(Message, frozen=True):
     """Payload: a chunk's mean gradient; `present`: where any worker had one; `weight`, `samples`: sums.
-    `lost`: what was lost of the asker's contribution to it, of this run; None: nothing.
-
-    `counted`: where what counts of this run is not what the asker itself has sent as that run (another member
-    of its group has, or in other runs), all runs of the chunk in order, as they count; else empty.
-    """
+    `lost`: what was lost of the asker's own contribution to it, of this run; None: nothing."""
 
     iteration: Count
     chunk: Count
@@ -157,7 +153,6 @@ class Mean(Message, frozen=True):
     share: Count = 0  # and `shares`: the run that this is of the chunk, as Push's
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
     lost: LostBlocks | None = None
-    counted: Annotated[list[CountedRun], Meta(max_length=4096)] = []
 
 
 class Pull(Message, frozen=True):
@@ -176,8 +171,8 @@ class Parameters(Message, frozen=True):
     """The payload is a chunk's parameters; `version` counts its updates, `staleness` is how many global
     iterations the worker's own contribution was behind when it was applied (asynchronous modes).
 
-    `asked` is the clock that the pull named; `clock` may be past that. In these modes `lost` and `counted`
-    are as Mean's, of the contribution to iteration `asked` - 1.
+    `asked` is the clock that the pull named; `clock` may be past that. In these modes `lost` is what was lost
+    of the asker's own contribution to iteration `asked` - 1, of this run; None: nothing.
     """
 
     clock: Count
@@ -188,7 +183,6 @@ class Parameters(Message, frozen=True):
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
     asked: Count = 0
     lost: LostBlocks | None = None
-    counted: Annotated[list[CountedRun], Meta(max_length=4096)] = []
 
 
 class PullState(Message, frozen=True):

@@ -1,0 +1,116 @@
+"""A member of a group that is killed in an exchange over a lossy link: those who live are owed nothing, and
+nothing of theirs counts twice.
+
+One of three members dies where it speaks for the group, or where it has the answer. What it had given, held
+and sent along it tells before; so the books of all three can be closed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from mortal_groups import settings
+from test_ltp_session import SIZES, SKIPPED, Books, Layout, Recorded, Way, given_to, held_by, train
+from torch import Tensor
+
+from atoll.core import points
+from atoll.server import main as server
+from atoll.testing.served import ServedRun
+from atoll.train.exchange import Exchange
+from atoll.train.place import Place
+
+DEADLINE = 120.0
+DYING, DIES_AT, STEPS = 2, 8, 20  # rank; from that iteration on, when all are in one group
+CLOSE = 1e-3  # what is held of a contribution by three goes with one by two: thirds
+_context = multiprocessing.get_context("forkserver")
+
+
+def live(rank: int, address: str, way: Way, point: str, told: Connection) -> None:
+    """A worker's process; the dying one tells before its iteration, what it holds, and what of that it has
+    sent along."""
+    torch.set_num_threads(1)
+    seen: list[Exchange] = []
+
+    def strike(reached: str, iteration: int) -> None:
+        if rank == DYING and seen and reached == point and iteration >= DIES_AT and iteration != SKIPPED:
+            told.send((iteration, *held_by(seen[0])))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    points.install(strike)
+    told.send(train(Place(rank, way.workers), address, way, seen.append))
+
+
+@pytest.mark.parametrize(
+    ("way", "point"),
+    [
+        (Way(3, "asp", group="leader", steps=STEPS), "group.pushed"),
+        (Way(3, "asp", group="members", steps=STEPS, pipeline=1), "group.pushed"),
+        pytest.param(Way(3, "asp", group="members", steps=STEPS), "group.pushed", marks=pytest.mark.soak),
+        pytest.param(Way(3, "asp", group="leader", steps=STEPS), "group.answered", marks=pytest.mark.soak),
+        pytest.param(Way(3, "asp", group="members", steps=STEPS), "group.answered", marks=pytest.mark.soak),
+        pytest.param(
+            Way(3, "asp", group="leader", steps=STEPS, pipeline=1), "group.pushed", marks=pytest.mark.soak
+        ),
+    ],
+    ids=str,
+)
+def test_those_who_live_are_owed_nothing(monkeypatch: pytest.MonkeyPatch, way: Way, point: str) -> None:
+    recorded = Recorded()
+    monkeypatch.setattr(server, "TunnelServer", recorded.server)
+    grouping = settings([range(way.workers)], way.consistency)
+    with ServedRun(way.workers, way.shards, heartbeat=0.25, grouping=grouping) as served:
+        found = results(served.address, way, point)
+    assert not served.failures
+    died_in, held, on_way = found.pop(DYING)
+    applied = recorded.applied(Layout(way), None)
+    sent_along = 0
+    for place, size in enumerate(SIZES):
+        given: Any = sum(books.given[place] for books in found.values()) + given_by_the_dead(died_in, place)
+        of_living: Any = sum(books.held[place] for books in found.values())
+        rest = given - applied[place] - of_living - held[place]  # 0, or what the dead had sent along
+        assert rest.shape == size
+        open_ = torch.minimum(rest.abs(), (rest - on_way[place]).abs())
+        assert float(open_.max()) < CLOSE, (died_in, place)
+        sent_along += int(on_way[place].count_nonzero())
+    assert point != "group.pushed" or sent_along > 20
+    assert all(torch.isfinite(value).all() for books in found.values() for value in books.values)
+
+
+def results(address: str, way: Way, point: str) -> dict[int, Any]:
+    """What each worker tells, by rank."""
+    ends = [_context.Pipe(duplex=False) for _ in range(way.workers)]
+    made = [
+        _context.Process(target=live, args=(rank, address, way, point, told), daemon=True)
+        for rank, (_, told) in enumerate(ends)
+    ]
+    for process in made:
+        process.start()
+    try:
+        found: dict[int, Any] = {}
+        for rank, (end, _) in enumerate(ends):
+            assert end.poll(DEADLINE), f"worker {rank} said nothing"
+            found[rank] = end.recv()
+        assert isinstance(found[0], Books)
+        made[DYING].join(DEADLINE)
+        assert made[DYING].exitcode == -signal.SIGKILL
+    finally:
+        for process in made:
+            process.kill()
+            process.join(DEADLINE)
+    return found
+
+
+def given_by_the_dead(died_in: int, place: int) -> Tensor:
+    """Up to the iteration in whose exchange it died, which the others had its gradient of."""
+    total = torch.zeros(SIZES[place]).double()
+    for step in range(died_in + 1):
+        given = given_to(DYING, step)[place]
+        if step != SKIPPED and given is not None:
+            total += given.double()
+    return total
