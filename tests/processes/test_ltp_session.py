@@ -102,20 +102,22 @@ class Books:
     dropped: int = 0
     borne: int = 0
     filled: int = 0
+    step: int = 0  # that is made, or was the last
 
 
 def train(
-    place: Place, address: str, way: Way, watch: Callable[[Exchange], None] = lambda _exchange: None
+    place: Place, address: str, way: Way, watch: Callable[[Exchange, Books], None] = lambda *_: None
 ) -> Books:
-    """`watch` is shown the exchange before the first step."""
+    """`watch` is shown the exchange and the books before the first step."""
     books = Books()
     with served_worker(address, place.rank), atoll.join(way.config) as session:
         model = Net()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         exchange = session._state.prepared[0].reducer
         assert isinstance(exchange, Exchange)
-        watch(exchange)
+        watch(exchange, books)
         for step in range(way.steps):
+            books.step = step
             if way.group is not None:
                 await_groups(session, step)
             given = given_to(place.rank, step)
@@ -160,17 +162,29 @@ class Recorded:
     """What has come to the shards, by contribution and run of a chunk, and each contribution's weight."""
 
     def __init__(self) -> None:
-        self.pushes: dict[tuple[int, int, int, int, int], tuple[m.Push, Tensor]] = {}
+        # By incarnation, iteration and chunk: into how many runs it is cut, and those that count, by share.
+        self.pushes: dict[tuple[int, int, int], tuple[int, dict[int, tuple[m.Push, Tensor]]]] = {}
         self.weights: dict[tuple[int, int], float] = {}
         self.layout: Any = None
 
     def server(self, *args: Any, **options: Any) -> Recording:
         return Recording(self, *args, **options)
 
+    def push(self, push: m.Push, values: Tensor) -> None:
+        """Of a chunk that is there, nothing more counts; fewer runs begin it anew."""
+        key = push.incarnation, push.iteration, push.chunk
+        shares, runs = self.pushes.get(key, (push.shares, {}))
+        if len(runs) == shares or push.shares > shares:
+            return
+        if push.shares < shares:
+            shares, runs = push.shares, {}
+        runs.setdefault(push.share, (push, values))
+        self.pushes[key] = shares, runs
+
     def applied(self, model: Any, but: int | None) -> list[Tensor]:
         """Times their weights, by parameter; without the iteration `but`."""
         totals = [torch.zeros(size).double() for size in SIZES]
-        for push, values in self.pushes.values():
+        for push, values in (run for _, runs in self.pushes.values() for run in runs.values()):
             if push.iteration == but:
                 continue
             chunk = model.layout.chunks[push.chunk]
@@ -201,11 +215,10 @@ class Recording(LosingServer):
             self._told.weights[message.incarnation, message.iteration] = message.weight
         elif isinstance(message, m.Push):
             assert received is not None
-            key = (message.incarnation, message.iteration, message.chunk, message.share, message.shares)
             values = (
                 torch.zeros(0) if received.payload is None else tensor_of(received.payload, torch.float32)
             )
-            self._told.pushes.setdefault(key, (message, values.clone()))
+            self._told.push(message, values.clone())
         return received
 
 

@@ -228,6 +228,7 @@ class RateControl:
                 # The path had time to empty: what the last rounds were about is over.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
+                self._looked = now  # and what comes first sees its least round trip
             self._set_within("window", "a window begins at the estimate")
         return self.decision
 
@@ -368,7 +369,7 @@ class RateControl:
             self._looked = now
             self._gain = LOOK
             self._set("look", "the least round trip was seen too long ago")
-        elif stands and not self._foreign:
+        elif stands and not self._foreign and not limited:
             self._drain(round_)
         elif (
             stands and self._losses.beyond_own(lost, round_.acked + lost) and self._round >= self._deaf_until
