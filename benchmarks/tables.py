@@ -389,7 +389,7 @@ def _wan_ratios(case: Record | None) -> str:
         return ""
     if case["transfers"]:
         return f"{case['ratio']:.2f} / {case['p99_ratio']:.2f}"
-    return f"> {case['more_than'] / case['least']:.0f}" if case["more_than"] else "lost"
+    return f"> {case['more_than'] / case['least']:.1f}" if case["more_than"] else "lost"
 
 
 def tables(folder: Path) -> dict[str, str]:
