@@ -33,7 +33,7 @@ SIZES = (1_000_000, 2_000_000, 4_000_000)
 GRANTED = LINK.rate / 8 * 1400 / 1428
 WAYS = {"ltp": "ltp", "ltp, no grants": "ltp", "tcp:cubic": "cubic", "tcp:bbr": "bbr"}
 TARGET = 1.2
-TURNS, ROUNDS, WARM = 3, 10, 3
+TURNS, ROUNDS, WARM = 2, 5, 3
 QUICK_ROUNDS = 2
 COLOURS = {"ltp": "#2a9d8f", "ltp, no grants": "#8ecdc4", "tcp:cubic": "#9db7d1", "tcp:bbr": "#2b6ca3"}
 
