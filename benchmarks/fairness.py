@@ -1,6 +1,6 @@
 """(n) Two of our flows and one of TCP share a link: how equal their rates are, and whose queue stands.
 
-    python benchmarks/fairness.py [--quick] [--rounds N] [--only WORDS]
+    python benchmarks/fairness.py [--quick] [--rounds N] [--only WORDS] [--budget SECONDS]
 
 In the lab: a link of 200 Mbit/s with a round trip of 40 ms, whose queue holds a tenth, one or two bandwidth-
 delay products. Two of our flows send transfers back to back, and one of TCP (Cubic, BBR) without end; they
@@ -13,6 +13,7 @@ its own smoothed round trip above its own least one.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,13 @@ MIXES = {
 ALONE = ("three of ours", "three of Cubic", "three of BBR")
 TARGET = 0.9
 WARM, SECONDS, QUICK_SECONDS = 5.0, 30.0, 3.0
-ROUNDS = 3  # of ours beside TCP, with a queue of one product; of each alone one less, with other queues one
+# What is measured, round after round: what a budget of time cuts off is the last of it.
+SCHEDULE = (
+    *((mix, 1.0) for mix in MIXES if mix not in ALONE),
+    *((mix, 1.0) for mix in reversed(ALONE)),
+    *((mix, queue) for queue in QUEUES[1:] for mix in MIXES if mix not in ALONE),
+)
+ROUNDS = 3
 STARTS = ((0.0, 0.5, 1.0), (0.5, 1.0, 0.0), (1.0, 0.0, 0.5), (0.0, 1.0, 0.5))
 COLOURS = {"ltp": "#2a9d8f", "cubic": "#9db7d1", "bbr": "#2b6ca3"}
 
@@ -141,41 +148,53 @@ def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, help=f"turns of each mix (default: {ROUNDS})")
-    parser.add_argument("--only", default="", help="mixes and queues whose name contains this")
-    args = parser.parse_args()
-    reason = hindrance()
-    if reason:
-        print(f"left out: {reason}")
-        return 0
-    hurry()
-    rounds = 1 if args.quick else args.rounds or ROUNDS
-    seconds = QUICK_SECONDS if args.quick else SECONDS
-    begun = time.monotonic()
-    wanted = [
-        (mix, queue)
-        for queue in QUEUES
-        for mix in MIXES
-        if args.only in f"{mix}, {queue:g} BDP" and (queue == 1.0 or mix not in ALONE)
-    ]
+def measure(wanted: Sequence[tuple[str, float]], rounds: int, seconds: float, until: float) -> list[Any]:
+    """The cases, whose turns are taken round by round, until that time."""
     turns: dict[tuple[str, float], list[Any]] = {each: [] for each in wanted}
     emulators: dict[tuple[str, float], list[Any]] = {each: [] for each in wanted}
-    for number in range(rounds):  # all mixes take turns in the same run
+    for number in range(rounds):
         for mix, queue in wanted:
-            if number >= max(1, rounds - (mix in ALONE) if queue == 1.0 else 1):
-                continue
+            if time.monotonic() > until:
+                break
             starts = STARTS[number % len(STARTS)]
             plan = {"flows": MIXES[mix], "size": SIZE, "seconds": WARM + seconds, "starts": starts}
             seen, _, emulator = run(Link(RATE, DELAY, queue), plan, 120.0 + seconds)
             turns[mix, queue].append(measured(seen, seconds))
             emulators[mix, queue].append(emulator)
             print(f"round {number + 1}: {mix}, {queue:g}: {turns[mix, queue][-1]['jain']:.3f}", flush=True)
-    cases = [case(mix, queue, turns[mix, queue], emulators[mix, queue]) for mix, queue in wanted]
+    return [case(*each, turns[each], emulators[each]) for each in wanted if turns[each]]
+
+
+def main() -> int:
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, help=f"turns of each mix (default: {ROUNDS})")
+    parser.add_argument(
+        "--only", default="", help="mixes and queues whose name contains this, beside the others"
+    )
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no turn begins")
+    args = parser.parse_args()
+    reason = hindrance()
+    if reason:
+        print(f"left out: {reason}")
+        return 0
+    hurry()
+    begun = time.monotonic()
+    wanted = [each for each in SCHEDULE if args.only in f"{each[0]}, {each[1]:g} BDP"]
+    cases = measure(
+        wanted,
+        1 if args.quick else args.rounds or ROUNDS,
+        QUICK_SECONDS if args.quick else SECONDS,
+        begun + args.budget,
+    )
     for each in cases:
         print(line(each), flush=True)
-    path = write_results("fairness", output_folder(args), cases, args.quick)
+    folder = output_folder(args)
+    path = folder / "fairness.json"
+    if args.only and path.exists():
+        names = {each["name"] for each in cases}
+        before = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        cases = [*(each for each in before if each["name"] not in names), *cases]
+    path = write_results("fairness", folder, cases, args.quick)
     draw(cases, path.with_suffix(".png"))
     print(f"in {time.monotonic() - begun:.0f} s; written: {path}")
     return 0

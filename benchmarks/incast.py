@@ -33,7 +33,7 @@ SIZES = (1_000_000, 2_000_000, 4_000_000)
 GRANTED = LINK.rate / 8 * DATAGRAM_BYTES / (DATAGRAM_BYTES + 28)  # IP's and UDP's headers are the link's too
 WAYS = {"ltp": "ltp", "ltp, no grants": "ltp", "tcp:cubic": "cubic", "tcp:bbr": "bbr"}
 TARGET = 1.2
-TURNS, ROUNDS, WARM = 2, 5, 3
+TURNS, ROUNDS, WARM = 2, 4, 3
 QUICK_ROUNDS = 2
 COLOURS = {"ltp": "#2a9d8f", "ltp, no grants": "#8ecdc4", "tcp:cubic": "#9db7d1", "tcp:bbr": "#2b6ca3"}
 
