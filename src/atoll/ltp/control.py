@@ -89,6 +89,7 @@ class RateControl:
         self._paced_then = self._paced  # what was paced of what has come in the round that ended
         self._deaf_until = 0  # round until which loss is of the rate before
         self._drained = 0  # rounds
+        self._undrained = 0.0  # the estimate before it
         self._drained_from = (0, 0.0)  # the round from which the queue should shrink, and how long it was
         self._probing = Probing(rng)
         self._foreign = False  # the standing queue is another's
@@ -447,7 +448,7 @@ class RateControl:
         queue, least = round_.queue, self._trip.least
         self._drained += 1
         if self._drained == 1:
-            self._before = self._bandwidth.estimate
+            self._undrained = self._bandwidth.estimate
         came = round_.rate >= FAIR * self._paced_then
         if self._drained <= SETTLED_ROUNDS or not came:
             self._drained_from = (self._drained, queue)
@@ -460,7 +461,7 @@ class RateControl:
                 self._set("drain", "the queue grows while it is drained: it is another's")
                 return
             self._trip.forget_least()
-            self._bandwidth.restart(max(self._before, self._bandwidth.estimate))
+            self._bandwidth.restart(max(self._undrained, self._bandwidth.estimate))
             said = f"all came at a lower rate, and {queue * 1e3:.1f} ms stayed"
             self._set("longer", f"the path has become longer: {said}")
         elif self._drained > DRAIN_ROUNDS:
