@@ -20,8 +20,11 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# What must be survived is survived over both transports.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+	ATOLL_TEST_TRANSPORT=ltp $(BIN)/python -m pytest -m "soak or not soak" \
+		$(wildcard tests/processes/test_survival_*.py)
 
 bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \

@@ -31,15 +31,34 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from atoll.core.errors import UserError
+from atoll.lab.emulator import available
+from atoll.lab.namespaces import find_way
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 QUICK_RESULTS = ROOT / "build" / "benchmarks"  # not kept: a quick run only shows that the benchmark works
 MIB = 2**20
+_INSIDE = "ATOLL_BENCHMARK_INSIDE"
 
 Array = npt.NDArray[np.float64]
 T = TypeVar("T")
+
+
+# -- where it runs -----------------------------------------------------------------------------------------
+
+
+def hindrance() -> str:
+    """Why sites cannot be made here; empty if they can. Where a user may only make namespaces of its own, the
+    benchmark begins anew in one."""
+    try:
+        way = find_way()
+    except UserError as error:
+        return str(error)
+    if "--user" in way and not os.environ.get(_INSIDE):
+        os.execvpe(way[0], [*way, sys.executable, *sys.argv], {**os.environ, _INSIDE: "1"})
+    return available()
 
 
 # -- measuring ---------------------------------------------------------------------------------------------

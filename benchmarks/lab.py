@@ -29,14 +29,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from atoll.core.errors import UserError
-from atoll.lab.emulator import EmulatorCounters, available, fates_array
-from atoll.lab.namespaces import find_way
+from atoll.lab.emulator import EmulatorCounters, fates_array
 from atoll.lab.topology import Link, Phase, Site, Topology
 from atoll.testing.sites import Sites, pair, phase
-from common import options, output_folder, write_results
+from common import hindrance, options, output_folder, write_results
 
-INSIDE = "ATOLL_BENCHMARK_INSIDE"
 SIZE = 1400  # bytes of data in a datagram; 28 more on the wire
 WIRE = SIZE + 28
 TCP_DATA, TCP_WIRE = 1448, 1500  # of a full segment with timestamps
@@ -504,23 +501,17 @@ def draw(cases: Sequence[Case], jitters: dict[str, Floats], lengths: Numbers, pa
     plt.close(figure)
 
 
-def hindrance() -> str:
+def lacking() -> str:
     """Why this cannot run here; empty if it can."""
     missing = [name for name in ("iperf3", "ping") if shutil.which(name) is None]
     if missing:
         return f"needs {' and '.join(missing)} (Debian: apt-get install iperf3 iputils-ping)"
-    try:
-        way = find_way()
-    except UserError as error:
-        return str(error)
-    if "--user" in way and not os.environ.get(INSIDE):
-        os.execvpe(way[0], [*way, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
-    return available()
+    return hindrance()
 
 
 def main() -> int:
     args = options(__doc__).parse_args()
-    reason = hindrance()
+    reason = lacking()
     if reason:
         print(f"left out: {reason}")
         return 0

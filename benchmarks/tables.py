@@ -350,6 +350,37 @@ def _transport_row(case: Record) -> list[str]:
     return [way, by, *times, str(case["again"]), str(case["transfers"]), VERDICTS[case["met"]]]
 
 
+def wan(record: Record) -> str:
+    """Each link's contestants, a row for each link; below it what ours were to reach and did not."""
+    cases = record["cases"]
+    contestants = list(dict.fromkeys(case["contestant"] for case in cases))
+    links: dict[str, dict[str, Record]] = {}
+    for case in cases:
+        links.setdefault(case["name"].rsplit(": ", 1)[0], {})[case["contestant"]] = case
+    heads = ["link: median / 99th percentile", "least", *contestants, "short", "to the best", "target"]
+    return table(heads, [_wan_row(link, contestants, made) for link, made in links.items()])
+
+
+def _wan_row(link: str, contestants: Sequence[str], made: Mapping[str, Record]) -> list[str]:
+    shown = [_wan_ratios(made.get(contestant)) for contestant in contestants]
+    ours = made.get("ltp", {})
+    best = ours.get("best", {})
+    to_it = " / ".join(f"{best[key]['to_it']:.2f}" for key in ("median", "p99") if key in best)
+    missed = [name for name, met in ours.get("verdicts", {}).items() if not met]
+    verdict = f"missed: {', '.join(missed)}" if missed else VERDICTS[ours.get("met")]
+    least = f"{next(iter(made.values()))['least']:.3f} s"
+    short = f"{ours['short']} of {ours['transfers']}" if ours else ""
+    return [link, least, *shown, short, to_it, verdict]
+
+
+def _wan_ratios(case: Record | None) -> str:
+    if case is None:
+        return ""
+    if case["transfers"]:
+        return f"{case['ratio']:.2f} / {case['p99_ratio']:.2f}"
+    return f"> {case['more_than'] / case['least']:.0f}" if case["more_than"] else "lost"
+
+
 def tables(folder: Path) -> dict[str, str]:
     """Each benchmark's tables, with what ran it; those without results are left out."""
     shown = {}
@@ -370,6 +401,7 @@ def tables(folder: Path) -> dict[str, str]:
         "udp": udp,
         "fec": fec,
         "transport": transport,
+        "wan": wan,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

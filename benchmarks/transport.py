@@ -26,14 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import UserError
-from atoll.lab.emulator import available
-from atoll.lab.namespaces import find_way
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.sites import Sites, pair, phase
-from common import options, output_folder, write_results
+from common import hindrance, options, output_folder, write_results
 
-INSIDE = "ATOLL_BENCHMARK_INSIDE"
 DELAY = 0.02  # seconds each way
 SIZE = 20_000_000  # bytes of a transfer
 ROUNDS, QUICK_ROUNDS = 20, 3
@@ -185,17 +181,6 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     figure.suptitle("20 MB over a link of 40 ms, one flow, warm", fontsize=12)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def hindrance() -> str:
-    """Why this cannot run here; empty if it can."""
-    try:
-        way = find_way()
-    except UserError as error:
-        return str(error)
-    if "--user" in way and not os.environ.get(INSIDE):
-        os.execvpe(way[0], [*way, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
-    return available()
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
 
 from atoll.core.config import LinkOptions
-from atoll.net.keys import Keys
 from atoll.server import main as server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN
@@ -47,12 +47,8 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
         server.serve_site(who, address, link=link, **options)
     else:
         if loses:  # this process is of this shard alone
-            server._door = _losing_door  # type: ignore[assignment]
+            server.TunnelServer = partial(LosingServer, lost_by_content)  # type: ignore[misc, assignment]
         server.serve(int(who.removeprefix("shard ")), address, **options)
-
-
-def _losing_door(listen: str, keys: Keys | None, name: str, _rate: float, _port: int) -> LosingServer:
-    return LosingServer(lost_by_content, listen, keys, limit=server.LARGEST_FRAME, name=name)
 
 
 class MortalSites(Mortal[Kill]):

@@ -291,7 +291,10 @@ def test_the_port_for_transfers_is_taken() -> None:
             holder.close()
         holder.close()
         said = mistake("serve", "--listen", f"127.0.0.1:{port}")
-    assert said == f"cannot take TCP connections at 127.0.0.1:{port + 1}: Address already in use"
+    assert said == (
+        f"link server: another process has TCP port {port + 1} of 127.0.0.1 already, to which transfers come "
+        f"(--listen's port and 1): give another port, or stop that one"
+    )
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ltp"])
@@ -315,6 +318,49 @@ def test_a_server_that_dies_in_the_middle_is_one_line(keys: tuple[Path, Path], t
         out, err = process.communicate(timeout=DEADLINE)
     assert (process.returncode, out, err.count("\n")) == (1, "", 1), err
     assert re.match(r"atoll: .*(is gone: the connection was lost|the connection ended)", err), err
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ltp"])
+def test_a_link_that_is_dead_is_noticed_by_its_silence(transport: str) -> None:
+    """A server that stands still keeps its connections: only its silence tells."""
+    with served() as server:
+        asked = ("test", server.address, "--transport", transport, "--bytes", "1e6", "--timeout", "3s")
+        code = f"""
+import os, signal
+from atoll.net import linktester
+take = linktester._Turns.take
+def stop(turns):
+    take(turns)
+    if len(turns.outcome.turns) == 3:
+        os.kill({server.process.pid}, signal.SIGSTOP)
+linktester._Turns.take = stop
+"""
+        began = time.monotonic()
+        status, out, err = run(*asked, "--count", "10000", code=code)
+        assert time.monotonic() - began < DEADLINE  # and --deadline is two minutes
+    assert status == 1
+    assert err == (
+        f"atoll: link server at tcp://{server.address} is silent: nothing came for 3 s (--timeout), though "
+        "it speaks each second\n"
+    )
+    assert re.search(rf"^{transport} +[\d.]+ m?s", out, re.MULTILINE)
+
+
+def test_ctrl_c_while_the_command_starts_is_one_line() -> None:
+    code = """
+import os, signal, sys
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Early())
+from atoll.cli.entry import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "atoll: stopped by Ctrl-C\n")
 
 
 def test_what_was_measured_before_the_server_died_is_printed() -> None:

@@ -150,6 +150,23 @@ def test_asp_with_losses_is_plain_torch_with_zeros_for_what_was_lost(start: Call
         assert message.lost == expected_loss(worker, 2, chunk)
 
 
+def test_parameters_without_a_gradient_count_as_zeros_whatever_is_lost(start: Callable[..., Run]) -> None:
+    """Nobody has sent their zeros for their values: so the mean is what it is where nothing is lost."""
+
+    def loses(push: m.Push, payload: memoryview) -> LostBlocks | None:
+        return LostBlocks(payload.nbytes // 4, b"\1", "borne") if push.incarnation == 1 else None
+
+    run = start(1, 2, loses=loses)
+    one, two = run.workers
+    one.push(0, gradients(1), missing=(0, 2, 4))
+    two.push(0, gradients(2))
+    one.commit(0, 3.0)
+    two.commit(0, 1.0)
+    expected = [g * (0.25 if i in (0, 2, 4) else 1.0) for i, g in enumerate(gradients(2))]
+    for chunk, (values, _) in two.means(0).items():
+        torch.testing.assert_close(values, run.model.flat(chunk, expected))
+
+
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_of_what_is_sent_twice_the_losses_of_the_copy_that_counts_are_told(
     start: Callable[..., Run], consistency: str

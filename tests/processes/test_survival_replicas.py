@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from losing import lost_by_content
 from mortal import DEADLINE, ITERATIONS, assert_equal, config, counted
 from mortal_shards import POINTS_OF_SHARDS, Kill, MortalRun, run_with
 from torch import nn
@@ -69,6 +70,21 @@ def test_under_bsp_primaries_are_killed_at_each_point(
         folder = tmp_path / str(keeps)
         for result in run_with(pool, folder, kills_of_primaries(point), replicas=2, keeps=keeps):
             assert_equal(result, unharmed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("point", ["shard.staged", "shard.logged", "shard.stepped"])
+def test_of_what_was_lost_the_successor_makes_the_same(
+    pool: WorkerPool, tmp_path: Path, point: str, replicas: int
+) -> None:
+    """Also where it is the same shard, started again: then with its directory."""
+    expected, _ = run_with(pool, tmp_path / "unharmed", [], loses=lost_by_content)
+    without, _ = run_with(pool, tmp_path / "without", [])
+    assert not all(map(torch.equal, expected["parameters"], without["parameters"]))
+    options = {"replicas": replicas, "keeps": replicas == 1, "loses": lost_by_content}
+    for result in run_with(pool, tmp_path / "harmed", kills_of_primaries(point), **options):
+        assert_equal(result, expected)
 
 
 @pytest.mark.soak

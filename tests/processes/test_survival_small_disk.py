@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from hub_parts import HubProcess
+from mortal import link
 from run_command import DEADLINE, wait_for
 from small_disk import NoDiskError, SmallDisk
 from test_survival_disk import Kept, begin, iterate
@@ -115,7 +116,10 @@ def test_a_shard_without_room_for_its_journal_ends_and_goes_on_when_there_is_som
     """A process; the worker waits for it. Each iteration takes 400 KB of the journal."""
     log = tmp_path / "log"
     config = Config(
-        run=Run(strategy="server"), chunks=Chunks(size="64KiB"), sync=Sync(timeout=f"{DEADLINE:g}s")
+        run=Run(strategy="server"),
+        chunks=Chunks(size="64KiB"),
+        sync=Sync(timeout=f"{DEADLINE:g}s"),
+        link=link(),
     )
     model, optimizer = make()
     done: list[int] = []

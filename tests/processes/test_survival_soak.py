@@ -49,7 +49,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import atoll
-from atoll.core.config import Config, Run, Sync
+from atoll.core.config import Config, Link, Run, Sync
 
 folder, mode, number = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
@@ -77,7 +77,8 @@ model = Counting()
 optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
 data = torch.arange({SAMPLES})
 strategy, consistency = {{"ring": ("ring", "bsp"), "groups": ("ps-hra", "asp")}}.get(mode, ("server", mode))
-config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"))
+link = Link(transport="tcp" if mode == "ring" else os.environ.get("ATOLL_TEST_TRANSPORT", "tcp"))
+config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"), link=link)
 notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 def note(what, iteration, epoch, indices):

@@ -3,6 +3,7 @@ dies."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -24,6 +25,7 @@ import pytest
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
+from atoll.ltp.grants import Grant, Grants
 from atoll.ltp.settings import Settings
 from atoll.net import tunnel as tunnels
 from atoll.net import tunnelorder
@@ -176,7 +178,7 @@ def test_messages_of_all_sizes_come_in_order_both_ways_beside_a_plain_client() -
         Client(door.address, None, limit=LIMIT, name="plain") as plain,
     ):
         assert not end.connected
-        assert "not connected" in end.trouble
+        assert end.trouble
         for number, payload in enumerate(payloads):  # the first of them before the tunnel is open
             end.send(b"%d" % number, payload)
             plain.send(b"%d" % number, payload)
@@ -479,7 +481,7 @@ def test_connections_that_come_back_send_again_what_has_no_answer() -> None:
                     got.append(each)
             assert [type(decode_untrusted(each.header)) for each in got] == [Hello, Ready]
             assert got[1].payload.nbytes == 400_000
-            (figures,) = links.links.links()
+            figures = links.links.links()[0]
             assert (figures.site, door.links()[0].peer, door.links()[0].site) == (
                 "paris",
                 "worker 3",
@@ -632,6 +634,47 @@ def test_a_server_with_keys_takes_tunnels_of_those_who_have_them() -> None:
             until(lambda: False, stranger, door)
     with pytest.raises(UserError, match="key file"):
         TunnelClient("tcp://10.1.2.3:4567", None, limit=LIMIT, name="shard 0")
+
+
+def test_a_link_is_shared_out_among_sites_whatever_the_number_of_their_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rate, given = 20e6, []
+    poll_grants = Grants.poll_grants
+
+    def noted(grants: Grants, now: float) -> list[Grant]:
+        made = poll_grants(grants, now)
+        given.extend((now, each.session, each.rate, now + each.seconds) for each in made)
+        return made
+
+    monkeypatch.setattr(Grants, "poll_grants", noted)
+    payload = np.ones(2_000_000, dtype=np.float32)
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(server(link_rate=rate))
+        ends = [
+            stack.enter_context(client(door, Wish(f"worker {number}", site="oslo" if number else "paris")))
+            for number in range(4)
+        ]
+        peers = [connect(door, end) for end in ends]
+        for end in ends:
+            for _ in range(10):
+                end.send(b"push", payload.data, Lossy(0, 0, "float32"))
+        numbers = [door._tunnels[peer].end.session.number for peer in peers]
+        shares = [0.475 * rate] + [0.475 / 3 * rate] * 3
+
+        def all_have_their_share() -> bool:
+            latest = {session: rate for _, session, rate, _ in given}
+            return [latest.get(number) for number in numbers] == pytest.approx(shares)
+
+        until(all_have_their_share, door, *ends)
+        for end in ends:
+            end.abandon()
+    for now, _, _, _ in given:
+        held: dict[int, float] = {}
+        for at, session, each, over in given:
+            if at <= now < over:
+                held[session] = max(each, held.get(session, 0.0))
+        assert sum(held.values()) <= rate
 
 
 def test_stripes_are_ports_of_their_own() -> None:

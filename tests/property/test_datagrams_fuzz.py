@@ -15,6 +15,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mutations import change_bytes
 
 from atoll.ltp.replay import ReplayWindow
 from atoll.net.seals import Opener, Sealer
@@ -48,7 +49,7 @@ Sizes = npt.NDArray[np.int64]
 WIDTH = 320  # of the arena
 SECRET = bytes(range(32))
 MESSAGES: list[linkcontrol.AnyControl] = [
-    linkcontrol.Hello(sequence=0, version=1, padding=bytes(100)),
+    linkcontrol.Hello(sequence=0, padding=bytes(100)),
     linkcontrol.Challenge(sequence=1, token=bytes(8)),
     linkcontrol.Answer(sequence=2, token=bytes(8)),
     linkcontrol.Ping(sequence=3),
@@ -104,16 +105,7 @@ def mutated(rng: np.random.Generator, frames: Bytes, sizes: Sizes) -> tuple[Byte
     def of(which: int) -> npt.NDArray[np.int64]:
         return rows[sort == which]
 
-    some = of(0)  # a bit of the headers
-    frames[some, rng.integers(0, 64, len(some))] ^= (1 << rng.integers(0, 8, len(some))).astype(np.uint8)
-    for _ in range(5):  # a few bytes anywhere
-        some = of(1)
-        frames[some, rng.integers(0, WIDTH, len(some))] = rng.integers(0, 256, len(some))
-    some = of(2)  # a field at an extreme
-    start, length = rng.integers(0, 60, len(some)), rng.choice([1, 2, 4, 8], len(some))
-    inside = (np.arange(WIDTH) >= start[:, None]) & (np.arange(WIDTH) < (start + length)[:, None])
-    values = rng.choice([0, 1, 0x7F, 0x80, 0xFF], len(some)).astype(np.uint8)
-    frames[some] = np.where(inside, values[:, None], frames[some])
+    change_bytes(rng, frames, of(0), of(1), of(2))
     sizes[of(3)] = rng.integers(-1, sizes[of(3)] + 1)  # cut
     sizes[of(4)] = rng.integers(sizes[of(4)], WIDTH + 5)  # drawn out, by noise
     frames[of(5)] = rng.integers(0, 256, (len(of(5)), WIDTH))  # noise

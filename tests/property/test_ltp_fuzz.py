@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ltp_hostile import EXTENTS, STRIPES, Victim, closed, genuine, held, slices_of
+from mutations import change_bytes
 
 from atoll.ltp.events import Lost, Refused
 from atoll.ltp.settings import Settings
@@ -66,16 +67,7 @@ def mutated(rng: np.random.Generator, frames: Bytes, sizes: Sizes) -> tuple[Byte
     def of(which: int) -> npt.NDArray[np.int64]:
         return rows[sort == which]
 
-    some = of(0)  # a bit of the headers
-    frames[some, rng.integers(0, 64, len(some))] ^= (1 << rng.integers(0, 8, len(some))).astype(np.uint8)
-    for _ in range(5):  # a few bytes anywhere
-        some = of(1)
-        frames[some, rng.integers(0, WIDTH, len(some))] = rng.integers(0, 256, len(some))
-    some = of(2)  # a field at an extreme
-    start, length = rng.integers(0, 64, len(some)), rng.choice([1, 2, 4, 8], len(some))
-    inside = (np.arange(WIDTH) >= start[:, None]) & (np.arange(WIDTH) < (start + length)[:, None])
-    values = rng.choice([0, 1, 0x7F, 0x80, 0xFF], len(some)).astype(np.uint8)
-    frames[some] = np.where(inside, values[:, None], frames[some])
+    change_bytes(rng, frames, of(0), of(1), of(2))
     sizes[of(3)] = rng.integers(0, sizes[of(3)] + 1)  # cut
     sizes[of(4)] = rng.integers(sizes[of(4)], WIDTH + 1)  # drawn out
     frames[of(5), 16:] = rng.integers(0, 256, (len(of(5)), WIDTH - 16))  # a header, and noise
@@ -255,7 +247,7 @@ def messages(rng: np.random.Generator, victim: Victim, transfers: list[int]) -> 
         closed(transfer, first=min(edge, 2**32 - 64) // 8 * 8, missing=rng.bytes(int(rng.integers(0, 8)))),
         closed(transfer, how="refused", order=int(rng.integers(2**40))),
         Grant(sequence=0, rate=float(10 ** rng.uniform(-5, 15)), seconds=float(rng.uniform(0, 3600))),
-        Hello(sequence=0, version=1),
+        Hello(sequence=0),
         Answer(sequence=0, token=rng.bytes(8)),
         Challenge(sequence=0, token=rng.bytes(8)),
         Ask(sequence=0, size=int(rng.integers(2**50))),

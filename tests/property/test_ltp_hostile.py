@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ltp_hostile import BLOCK, EXTENTS, SETTINGS, Victim, closed, genuine, held, slices_of
 
-from atoll.ltp import arriving, controls, leaving, sent
+from atoll.ltp import arriving, leaving, outbox, sent
 from atoll.ltp.arriving import MOST_TRANSFERS
 from atoll.ltp.events import Arrived, Delivered, Lost, Refused
 from atoll.wire.datagrams import (
@@ -54,7 +54,7 @@ def _small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept is bounded by some thousands; here by less, so that floods may be short."""
     for module, names in (
         (sent, ("_ROOM", "_KEPT")),
-        (controls, ("MOST_HANDLED", "MOST_WAITING")),
+        (outbox, ("MOST_HANDLED", "MOST_WAITING")),
         (arriving, ("MOST_TOLD", "MOST_RANGES")),
         (leaving, ("MOST_BURNT", "MOST_SAID")),
     ):
@@ -219,14 +219,14 @@ def test_slices_that_contradict_others_have_the_transfer_refused(what: str, firs
 
 
 def test_parity_without_end_is_bounded() -> None:
-    """No more is kept than there are high blocks, and that is counted as the transfer's memory is."""
+    """No more is kept than there are blocks, and that is counted as the transfer's memory is."""
     victim = met()
     _, bursts = genuine(1, 3, rng())
     one = next(frames for frames in bursts if frames[0, 1] == Kind.PARITY)[:1]
-    highs = int(slices_of(one)["highs"][0])
+    blocks = int(slices_of(one)["blocks"][0])
     before = held(victim.session)
     places = np.arange(128, 254)
-    for group in range(highs):  # none of them can be restored: of each two are missing
+    for group in range(blocks):  # none of them can be restored: of each two are missing
         frames = np.repeat(one, len(places), axis=0)
         slices = slices_of(frames)
         slices["group"], slices["data"], slices["parity"] = group, 128, 127
@@ -236,9 +236,8 @@ def test_parity_without_end_is_bounded() -> None:
     assert not victim.got(Refused)
     assert held(victim.session) < before + 4 * EXTENTS[3] * 4 + MARGIN
     (incoming,) = victim.session._receiver._open.values()
-    blocks = int(slices_of(one)["blocks"][0])
     width = one.shape[1] - SEAL_BYTES - HEADER.itemsize - SLICE.itemsize
-    assert blocks * width + highs * width < incoming.bytes < (blocks + 2 * highs) * width
+    assert 2 * blocks * width < incoming.bytes < 3 * blocks * width
     serves(victim, 2)
 
 
@@ -417,7 +416,7 @@ def test_messages_without_end_leave_nothing(kind: type, client: bool) -> None:
         Answer: lambda turn: Answer(sequence=0, token=turn.to_bytes(8, "little")),
         Grant: lambda turn: Grant(sequence=0, rate=1e15 / (1 + turn), seconds=3600.0),
         Ask: lambda turn: Ask(sequence=0, size=turn),
-        Hello: lambda turn: Hello(sequence=0, version=1, padding=bytes(200)),
+        Hello: lambda turn: Hello(sequence=0, padding=bytes(200)),
     }
     sizes = flood(victim, 2100, lambda turn: victim.say(made[kind](turn)))
     assert sizes[2] - sizes[1] < MARGIN
@@ -550,27 +549,17 @@ def test_a_grant_of_nearly_nothing_or_of_everything(rate: float, seconds: float)
 def test_hello_again_and_bye(client: bool) -> None:
     victim = met(client=client)
     for _ in range(3):
-        victim.say(Hello(sequence=0, version=1))
+        victim.say(Hello(sequence=0))
         victim.drain()
     victim.say(Bye(sequence=0, reason="x" * 128))
     for message in (
-        Hello(sequence=0, version=2),
+        Hello(sequence=0),
         Bye(sequence=0, reason=""),
         Ping(sequence=0),
     ):
         victim.say(message)
         victim.drain()
     assert len(victim.got(Lost)) == 1
-
-
-def test_hello_of_another_version_ends_it_with_the_reason() -> None:
-    victim = met()
-    victim.say(Hello(sequence=0, version=2))
-    victim.drain()
-    assert "version 2 of the protocol" in victim.got(Lost)[0].reason
-    assert [each.reason for each in victim.told_of(Bye)][:1] == [
-        victim.got(Lost)[0].reason.removeprefix("closed here: ")
-    ]
 
 
 # -- acknowledgements --------------------------------------------------------------------------------------
@@ -694,6 +683,21 @@ def test_what_is_remembered_of_closed_transfers_is_bounded_and_none_comes_twice(
         assert closes(receiver, one, transfer) is None
     assert len(receiver._told) == arriving.MOST_TOLD
     assert len(receiver._closed) <= (1 if step == 1 else arriving.MOST_RANGES)
+
+
+def test_a_transfer_that_is_open_in_a_gap_that_is_taken_for_full_is_handed_on() -> None:
+    receiver = arriving.Receiver(SETTINGS, None, Counter())
+    one = genuine(1, 1, rng(), elements=BLOCK, loss=0.0)[1][0][:1, :-SEAL_BYTES]
+    first, *rest = genuine(2, 0, rng(), elements=100 * BLOCK, loss=0.0)[1]
+    assert closes(receiver, first[:, :-SEAL_BYTES], 2) == arriving.Done()
+    for transfer in range(1, 4 * arriving.MOST_RANGES, 2):
+        closes(receiver, one, transfer)
+    for burst in rest:
+        done = closes(receiver, burst[:, :-SEAL_BYTES], 2)
+    assert done is not None
+    assert isinstance(done.event, Arrived)
+    assert receiver.deadline == np.inf
+    assert closes(receiver, first[:, :-SEAL_BYTES], 2) is None
 
 
 def test_the_words_of_large_transfers_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class Burst:
     first_sent: float
     limited: bool
     came: int = 0
+    runs: int = 0  # of packets that are lost in a row
     back: float = 0.0  # when its acknowledgement is there
 
 
@@ -68,7 +69,8 @@ class Flow:
         self.delivered += burst.came
         self.log.append((now, burst.came))
         seconds = max(burst.sent - burst.first_sent, now - burst.delivered_at)
-        sample = RateSample((self.delivered - burst.delivered) * SIZE, seconds, burst.limited)
+        sent_seconds = burst.sent - burst.first_sent
+        sample = RateSample((self.delivered - burst.delivered) * SIZE, seconds, burst.limited, sent_seconds)
         self.delivered_at, self.first_sent = now, burst.sent
         ended = burst.delivered >= self.round_ends
         if ended:
@@ -112,6 +114,7 @@ class Ltp(Flow):
             restored=0,
             in_flight=self.in_flight * SIZE,
             round_ended=round_ended,
+            runs=burst.runs,
         )
         if self.started is None and self.control.phase != "start-up":
             self.started, self.started_rounds = now, self.rounds
@@ -209,6 +212,7 @@ class Path:
     queue_bytes: float
     loss: float = 0.0
     seed: int = 7
+    burst: float = 1.0  # packets lost in a row at random, at the mean
     flows: list[Flow] = field(default_factory=list)
     now: float = 0.0
     queued: float = 0.0  # bytes
@@ -217,6 +221,7 @@ class Path:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        self.bad, self.turns = False, 0  # a chain of bursts, and packets until its state turns
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -255,12 +260,32 @@ class Path:
                 self.carry_piece(flow, replace(burst, packets=whole, came=here), waits)
 
     def carry_piece(self, flow: Flow, burst: Burst, waits: float) -> None:
-        lost = int(self.rng.binomial(burst.came, self.loss)) if burst.came and self.loss else 0
+        burst.runs = int(burst.came < burst.packets)
+        lost, runs = self.lose(burst.came) if self.loss else (0, 0)
         burst.came = 0 if self.dark else burst.came - lost
+        burst.runs += runs
         burst.back = burst.sent + self.delay + max(0.0, waits - TICK)
         if self.dark:
             burst.back = math.inf
         flow.unacked.append(burst)
+
+    def lose(self, packets: int) -> tuple[int, int]:
+        """How many of these are lost at random, and in how many runs."""
+        if self.burst == 1.0:
+            lost = int(self.rng.binomial(packets, self.loss))
+            return lost, lost
+        lost = runs = 0
+        while packets:
+            if not self.turns:
+                self.bad = not self.bad
+                runs += self.bad
+                mean = self.burst if self.bad else self.burst * (1.0 - self.loss) / self.loss
+                self.turns = int(self.rng.geometric(min(1.0, 1.0 / mean)))
+            here = min(packets, self.turns)
+            self.turns -= here
+            packets -= here
+            lost += self.bad * here
+        return lost, runs
 
     def queue(self, begin: float, end: float, quantile: float) -> float:
         """Seconds of queue."""

@@ -7,13 +7,9 @@ import math
 import pytest
 
 from atoll.ltp.bandwidth import (
-    BASE_PACKETS,
-    LOSS_ROUNDS,
     MIN_RTT_SECONDS,
-    MOST_BASE,
     RATE_ROUNDS,
     Bandwidth,
-    Losses,
     RateSample,
     Round,
     RoundTrip,
@@ -41,34 +37,24 @@ def test_the_least_round_trip_is_that_of_the_last_ten_seconds():
     assert trip.least == 0.08
 
 
-def test_loss_is_that_of_the_last_rounds_and_of_the_one_that_runs():
-    losses = Losses()
-    losses.take(90, 10)
-    assert losses.share == 0.1
-    losses.end_round()
-    for _ in range(LOSS_ROUNDS - 1):
-        losses.take(100, 0)
-        losses.end_round()
-    assert losses.share == pytest.approx(10 / 400)
-    assert losses.quiet_rounds == LOSS_ROUNDS - 1
-    losses.take(100, 0)
-    losses.end_round()
-    assert losses.share == 0.0
-    losses.take(99, 1)
-    assert losses.quiet_rounds == 0
+def test_what_came_is_corrected_to_no_more_than_was_sent():
+    """A round that loses less than the path does at any rate, by chance, has not found more."""
+    bandwidth = Bandwidth(1.0)
+    bandwidth.take(RateSample(100, 1.0, False, 1.0))
+    assert bandwidth.end_round(0.1, loss=0.0)[0] == 100.0
+    bandwidth.take(RateSample(90, 1.0, False, 1.0))
+    rate, sent, _ = bandwidth.end_round(0.1, loss=0.1)
+    assert (rate, sent) == (pytest.approx(100.0), pytest.approx(100.0))
+    bandwidth.take(RateSample(60, 1.0, False, 1.0))
+    rate, sent, _ = bandwidth.end_round(0.1, loss=0.4)
+    assert (rate, sent) == (pytest.approx(60.0 / 0.9), pytest.approx(100.0)), "what was lost was sent as well"
 
 
-def test_the_path_s_own_loss_is_the_least_of_several_spans():
-    losses = Losses()
-    for lost in (30, 20, 50, 400, 25, 40, 60, 22, 23):
-        losses.take(BASE_PACKETS - lost, lost)
-        losses.end_round()
-    assert losses.base == pytest.approx(20 / BASE_PACKETS)
-    losses = Losses()
-    for _ in range(20):
-        losses.take(BASE_PACKETS // 2, BASE_PACKETS // 2)
-        losses.end_round()
-    assert losses.base == MOST_BASE
+def test_what_the_path_loses_in_bursts_is_missing_by_chance():
+    """A round of 1,000 packets on a path that loses 10 % in bursts of 8: 5 % more is nothing."""
+    short = round_of(95.0, lost=140)
+    assert not short.path_was_limit(100.0, 0.1, 0.04, burst=8.0)
+    assert short.path_was_limit(100.0, 0.1, 0.04, burst=1.0)
 
 
 def round_of(
@@ -116,7 +102,7 @@ def test_a_greater_rate_raises_the_estimate_at_once_whoever_limited_it():
         round_of(60.0, limited=True),
         round_of(99.0),
         round_of(50.0, sent=50.0),
-        round_of(46.0, sent=50.0),  # chance, where less is sent than the estimate says
+        round_of(41.0, sent=50.0),  # the path's own loss, where less is sent than the estimate says
         round_of(50.0, sent=50.0, queue=0.02),  # all came, beside another's queue
         round_of(50.0, sent=math.nan, lost=40),  # sent by two rates, or held up
     ],
@@ -136,13 +122,14 @@ def test_what_the_path_did_not_limit_does_not_lower_it(round_):
 @pytest.mark.parametrize(
     "round_",
     [
-        round_of(80.0),
+        round_of(70.0),
+        round_of(90.0, lost=100),
         round_of(98.5, queue=0.02),
         round_of(98.5, lost=40),
-        round_of(40.0, sent=50.0),
+        round_of(35.0, sent=50.0),
         round_of(60.0, sent=50.0, queue=0.02),
     ],
-    ids=["less came", "a queue", "loss", "half sent, less came", "half sent, a queue drains"],
+    ids=["much less came", "less came", "a queue", "loss", "half sent, much less came", "half sent, queued"],
 )
 def test_what_the_path_limited_lowers_it_after_ten_rounds_or_at_once_when_it_is_taken_anew(round_):
     assert measure(measured(), round_, RATE_ROUNDS - 1) == 100.0
@@ -150,7 +137,7 @@ def test_what_the_path_limited_lowers_it_after_ten_rounds_or_at_once_when_it_is_
     measure(bandwidth, round_, 1)
     assert measure(bandwidth, round_, RATE_ROUNDS) == round_.rate
     at_once = measure(measured(), round_, 1, anew=True)
-    assert at_once == (100.0 if round_.lost else round_.rate), "a little more loss may be chance"
+    assert at_once == (100.0 if round_.lost else round_.rate), "a little more loss may be the path's own"
 
 
 def test_one_good_round_among_bad_ones_keeps_the_estimate():

@@ -148,7 +148,7 @@ def write_file() -> None:
     }  # fmt: skip
     closed = linkcontrol.closed_of(6, 7, np.arange(20) % 7 == 3, "zero", "enough", 1400)[0]
     messages: list[linkcontrol.AnyControl] = [
-        linkcontrol.padded(linkcontrol.Hello(sequence=0, version=1), 256),
+        linkcontrol.padded(linkcontrol.Hello(sequence=0), 256),
         linkcontrol.Challenge(sequence=1, token=bytes(token)),
         linkcontrol.Answer(sequence=2, token=bytes(token)),
         linkcontrol.Ping(sequence=3),

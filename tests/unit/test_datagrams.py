@@ -342,7 +342,7 @@ def test_an_ack_out_of_bounds_is_dropped(field: str, value: int, reason: str) ->
 
 TOKEN = bytes(range(8))
 MESSAGES = [
-    linkcontrol.Hello(sequence=0, version=1),
+    linkcontrol.Hello(sequence=0),
     linkcontrol.Challenge(sequence=1, token=TOKEN),
     linkcontrol.Answer(sequence=2, token=TOKEN),
     linkcontrol.Ping(sequence=2**53 - 1),
@@ -420,7 +420,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("size", [256, 300, 313, 314, 500, 571, 572, 573, 1400, 9000, 65_000])
 def test_a_hello_fills_a_datagram(size: int) -> None:
-    hello = linkcontrol.padded(linkcontrol.Hello(sequence=0, version=1), size)
+    hello = linkcontrol.padded(linkcontrol.Hello(sequence=0), size)
     assert size - 2 <= control_datagram(linkcontrol.encode(hello)).shape[1] <= size
 
 

@@ -261,7 +261,7 @@ def test_impossible_groups_are_refused(data: int, parity: int) -> None:
 # -- planning ----------------------------------------------------------------------------------------------
 
 
-def test_the_parity_is_the_least_that_restores_a_group() -> None:
+def test_the_parity_is_the_least_that_restores_all_groups() -> None:
     """For independent losses: by the binomial tail, computed here by itself."""
     for loss, highs in itertools.product((0.003, 0.01, 0.03, 0.1), (20, 30, 320, 3200)):
         groups = fec.plan_groups(highs, loss, 1.0)
@@ -270,7 +270,24 @@ def test_the_parity_is_the_least_that_restores_a_group() -> None:
             n = data + parity
             return sum(comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(parity + 1))
 
-        assert chance(groups.parity) >= fec.RESTORED > chance(groups.parity - 1), groups
+        wanted = 1.0 - (1.0 - fec.RESTORED) / groups.count
+        assert chance(groups.parity) >= wanted > chance(groups.parity - 1), groups
+
+
+def test_of_low_datagrams_no_more_stay_lost_than_may() -> None:
+    """In draws of whole transfers, with far less parity than would restore all."""
+    rng = np.random.default_rng(1)
+    for loss, lows, share in ((0.03, 60, 0.02), (0.03, 12_000, 0.03), (0.1, 606, 0.03), (0.1, 12_000, 0.03)):
+        groups = fec.plan_borne(lows, loss, 1.0, share * lows)
+        data = groups.data_of(np.arange(groups.count))
+        assert 0 < groups.parity <= fec.plan_groups(lows, loss, 1.0).parity
+        too_many = 0
+        for _ in range(300):
+            lost = rng.binomial(data, loss)
+            restored = lost + rng.binomial(groups.parity, loss, groups.count) <= groups.parity
+            too_many += lost[~restored].sum() > share * lows
+        assert too_many <= 6, groups  # of 300
+    assert fec.plan_borne(12_000, 0.1, 1.0, 360).parity < fec.plan_groups(12_000, 0.1, 1.0).parity - 4
 
 
 def test_no_parity_without_loss_and_some_with_any_that_matters() -> None:
@@ -278,7 +295,7 @@ def test_no_parity_without_loss_and_some_with_any_that_matters() -> None:
         none = fec.plan_groups(highs, 0.0, 1.0)
         assert (none.parity, none.reason) == (0, "no loss was measured lately")
     assert fec.plan_groups(30, 0.0005, 1.0).parity == 1
-    assert fec.plan_groups(3000, 0.0005, 1.0).parity == 1
+    assert fec.plan_groups(3000, 0.0005, 1.0).parity == 2  # of so many groups one would lack a second
     assert fec.plan_groups(30, 1e-6, 1.0).parity == 0  # whole with the wanted chance as it is
 
 

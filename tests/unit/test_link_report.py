@@ -122,7 +122,39 @@ def test_the_advice(ltp: list[float], tcp: list[float], take: str, words: str) -
 
 def test_the_advice_compares_the_best_of_each_kind() -> None:
     chosen, reason = advise([outcome("tcp:cubic", 9.0), outcome("ltp", 0.22), outcome("tcp:bbr", 0.21)])
-    assert (chosen, "about as fast as ltp" in reason) == ("tcp:bbr", True)
+    assert (chosen, reason) == ("tcp:bbr", "about as fast as ltp, and every byte arrives")
+
+
+def test_the_advice_says_who_ties() -> None:
+    equal = [outcome("tcp:bbr", 0.2, 0.3), outcome("tcp:cubic", 0.21, 0.31), outcome("tcp:reno", 0.2, 0.5)]
+    assert advise(equal) == ("tcp:bbr", "the shortest median; tcp:cubic is about as fast")
+    assert advise([*equal, outcome("ltp", 0.4)])[1].endswith("; tcp:cubic is about as fast")
+    equal[2] = outcome("tcp:reno", 0.2, 0.3)
+    assert advise(equal)[1] == "the shortest median; tcp:cubic and tcp:reno are about as fast"
+
+
+@pytest.mark.parametrize(
+    ("ltp", "reliable", "take", "words"),
+    [
+        (0.2, 0.21, "ltp", "; ltp:reliable is about as fast, and by it every byte arrives"),
+        (0.2, 0.3, "ltp", "; ltp:reliable, by which every byte arrives, takes 1.5x as long"),
+        (0.3, 0.2, "ltp:reliable", "; every byte arrives"),
+    ],
+)
+def test_the_advice_has_a_word_on_full_reliability(
+    ltp: float, reliable: float, take: str, words: str
+) -> None:
+    chosen, reason = advise([outcome("ltp", ltp), outcome("ltp:reliable", reliable), outcome("tcp", 9.0)])
+    assert chosen == take
+    assert reason.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(4, "4 B"), (2500, "2.5 kB"), (10**5, "0.1 MB"), (SIZE, "20 MB")]
+)
+def test_small_transfers_are_small_in_words(size: int, shown: str) -> None:
+    report = LinkReport("tcp://h:1", size, 0.2, 0.0402, [outcome("ltp", 0.21)])
+    assert f"; transfers of {shown}; until usable:" in report.lines()[0]
 
 
 def test_the_advice_names_transfers_that_were_handed_on_with_too_little() -> None:

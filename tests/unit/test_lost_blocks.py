@@ -135,6 +135,10 @@ def test_each_lost_element_is_told_once_however_the_chunk_is_asked_for(
         lost |= mask
         borne |= mask & (not each.counts)
     assert np.array_equal(elements(absent(loss, extent), extent), borne)
+    cuts = sorted(int(cut) for cut in rng.choice(extent + 1, 4, replace=False)) if extent > 3 else [0] * 4
+    places = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
+    here = np.isin(np.arange(extent), [at for start, stop in places for at in range(start, stop)])
+    assert np.array_equal(elements(absent(loss, extent, places), extent), borne & here)
     told = np.zeros(extent, np.bool_)
     for share in range(asked):
         start, stop = run_of(extent, share, asked)

@@ -74,6 +74,17 @@ def test_nothing_is_handed_on_without_every_high_block() -> None:
         assert not decide(seen, settings).hands_on
 
 
+def test_nothing_is_asked_for_once_every_high_block_is_there() -> None:
+    assert decide(replace(WHOLE, lows_there=50, early_said=True, need_over=True), SETTINGS).name == "wait"
+
+
+def test_the_reasons_say_which_half_of_a_rule_held() -> None:
+    near = replace(WHOLE, lows_there=97, early_said=True)
+    assert "the rest passed by" in decide(replace(near, passed=True), SETTINGS).reason
+    assert "not come in its time" in decide(replace(near, grace_over=True), SETTINGS).reason
+    assert decide(replace(near, lows_there=100), SETTINGS).reason == "every block there (110)"
+
+
 def test_a_share_of_blocks_is_rounded_up() -> None:
     assert [least(0.97, 100), least(0.97, 96), least(1.0, 7), least(0.0, 7), least(0.5, 0)] == [
         97,

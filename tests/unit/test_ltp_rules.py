@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from atoll.ltp.closing import Seen as Came
-from atoll.ltp.closing import decide as close
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import high_indices
 from atoll.ltp.rates import Seen, decide
@@ -19,17 +16,6 @@ from atoll.ltp.settings import Settings
 from atoll.ltp.target import Target, _fit
 from atoll.wire.datagrams import SEAL_BYTES, Datagrams, Kind
 
-WHOLE = Came(
-    highs=10,
-    highs_there=10,
-    lows=100,
-    lows_there=97,
-    passed=True,
-    grace_over=False,
-    deadline_over=False,
-    early_said=True,
-    need_over=False,
-)
 RTT = 0.04
 
 
@@ -47,16 +33,6 @@ def test_of_nothing_nothing_is_lost() -> None:
 
 
 # -- early close -------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_asked_for_once_every_high_block_is_there() -> None:
-    assert close(replace(WHOLE, lows_there=50, passed=False, need_over=True), Settings()).name == "wait"
-
-
-def test_the_reasons_say_which_half_of_a_rule_held() -> None:
-    assert "the rest passed by" in close(WHOLE, Settings()).reason
-    assert "not come in its time" in close(replace(WHOLE, passed=False, grace_over=True), Settings()).reason
-    assert close(replace(WHOLE, lows_there=100), Settings()).reason == "every block there (110)"
 
 
 class Stream:

@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.ltp import arriving, flights
 from atoll.ltp.arriving import Receiver
-from atoll.ltp.controls import Handled
+from atoll.ltp.outbox import Handled
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.session import Arrived, Asked, Burst, Delivered, Lost, Migrated, Opened, Refused, Session
 from atoll.ltp.settings import Fill, Settings
@@ -460,11 +460,11 @@ def test_another_path_has_the_target_begin_anew() -> None:
     wire = opened(Wire())
     start(wire, client=False)
     wire.run(lambda: both_done(wire, 1, client=False))
-    assert "path has changed" not in wire.server.control.target_reason
+    assert "path has changed" not in wire.server.status().target_reason
     wire.from_path = ("client", 1)
     wire.run(lambda: len(wire.got(False, Migrated)) == 2)
-    assert "the path has changed: the other end has another address" in wire.server.control.target_reason
-    assert "path has changed" not in wire.client.control.target_reason
+    assert "the path has changed: the other end has another address" in wire.server.status().target_reason
+    assert "path has changed" not in wire.client.status().target_reason
 
 
 def test_data_moves_to_the_address_that_answers() -> None:
@@ -504,15 +504,6 @@ def test_an_address_that_does_not_answer_gets_three_times_its_bytes() -> None:
 
 
 # -- control messages ----------------------------------------------------------------------------------------
-
-
-def test_another_version_is_told_and_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.ltp.session.LTP_VERSION", 9)
-    wire = Wire()
-    monkeypatch.undo()
-    wire.run(lambda: bool(wire.got(True, Lost) and wire.got(False, Lost)))
-    assert "version 9 of the protocol, where this end has 1" in wire.got(False, Lost)[0].reason
-    assert "version 9" in wire.got(True, Lost)[0].reason
 
 
 def test_who_was_granted_a_share_once_asks_while_there_is_more_than_a_burst_and_says_when_not() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import UserError
+from atoll.ltp.closing import least
 from atoll.ltp.order import Extent, high_indices, places_of
 from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
 from atoll.ltp.sending import Outgoing
@@ -41,11 +42,16 @@ def some_high(blocks: int, every: int = 5) -> np.ndarray:
 
 
 def outgoing(
-    blocks: int = 40, settings: Settings = SETTINGS, loss: float = 0.0, tail: int = 10**6, **kw: bool
+    blocks: int = 40,
+    settings: Settings = SETTINGS,
+    loss: float = 0.0,
+    tail: int = 10**6,
+    apart: float = 0.0,
+    **kw: bool,
 ) -> Outgoing:
     count = BLOCK * blocks - 7
     made = Outgoing(settings, 1, 3, 9, values_of(count), some_high(blocks), kw.get("reliable", False))
-    made.begin(loss, 1.0, tail)
+    made.begin(loss, 1.0, tail, apart)
     return made
 
 
@@ -266,8 +272,89 @@ def test_parity_covers_only_what_could_not_be_repaired_in_time() -> None:
     for _, batch in sent_by(transfer):
         grouped = batch.slices["group"] != 0xFFFF
         if batch.kind is Kind.DATA:
-            high = batch.slices["flags"] & HIGH != 0
-            assert (grouped == (high & (batch.slices["index"] >= 150))).all()
+            assert (grouped == (batch.slices["index"] >= 150)).all()
+
+
+def test_low_blocks_are_restored_until_the_transfer_is_usable() -> None:
+    transfer = outgoing(blocks=200, loss=0.1)
+    bursts = sent_by(transfer)
+    low = np.setdiff1d(np.arange(200), high_indices(200, transfer.highs))
+    lost = low[:7]  # no two of neighbours are of one group
+    drops: Counter[str] = Counter()
+    taken = incoming(bursts[0][1])
+    for items, batch in bursts:
+        there = ~np.isin(items, lost)
+        if there.any():
+            taken.handle_datagrams(0.0, some_rows(batch, there), drops)
+        transfer.handle_acked(items[there])
+    borne = 200 - transfer.highs - least(0.97, 200 - transfer.highs)
+    assert 0 < borne < len(lost)
+    assert taken.restored == len(lost) - borne  # and not what can be borne
+    arrived = taken.finish(0.0, None)
+    assert np.count_nonzero(~arrived.present) == borne
+    whole = np.repeat(arrived.present, arrived.block)[: len(transfer.values)]
+    assert (arrived.values == transfer.values)[whole].all()
+    assert not drops
+    transfer.handle_lost(lost)
+    assert not sent_by(transfer)
+
+
+def test_a_repair_within_the_last_round_trip_goes_in_copies() -> None:
+    transfer = outgoing(blocks=200, loss=0.03, tail=50, apart=0.01)
+    high = high_indices(200, transfer.highs)
+    for _ in range(15):
+        transfer.take(0.0, 10)
+    early, late = high[:2], high[2:4]
+    transfer.handle_lost(early)
+    taken = transfer.take(0.0, 2)  # 50 blocks and their parity are to follow: more than the tail
+    assert taken is not None
+    assert (taken[1] == early).all()
+    sent_by(transfer)
+    transfer.handle_lost(late)
+    copies: Counter[int] = Counter()
+    for turn in range(100):
+        now = 0.001 * turn
+        transfer.poll(now)
+        taken = transfer.take(now, 7)
+        copies.update(taken[1].tolist() if taken else [])
+        if turn == 5:
+            transfer.handle_acked(late[:1])
+    assert copies == {int(late[0]): 1, int(late[1]): 3}  # one has come before the second copy went
+
+
+def test_what_the_last_round_trip_may_lose_is_not_borne_before_it() -> None:
+    """Else a transfer that has lost all it may is not usable once its end has lost some too."""
+    blocks, tail = 2000, 200
+    transfer = outgoing(blocks=blocks, loss=0.02, tail=tail)
+    sent_by(transfer)
+    low = np.setdiff1d(np.arange(blocks), high_indices(blocks, transfer.highs))
+    before = low[low < blocks - tail]
+    borne = len(low) - least(0.97, len(low))
+    transfer.handle_lost(before[:borne])
+    again = sum(len(items) for items, _ in sent_by(transfer))
+    likely = 0.02 * np.count_nonzero(low >= blocks - tail)
+    assert likely < again < 6 * likely
+    transfer.handle_lost(low[low >= blocks - tail][:again])  # as many as were reckoned with
+    assert not sent_by(transfer)
+
+
+def test_lost_low_blocks_go_again_where_their_group_cannot_be_restored_any_more() -> None:
+    transfer = outgoing(blocks=200, loss=0.1)
+    bursts = sent_by(transfer)
+    high = high_indices(200, transfer.highs)
+    groups: dict[int, list[int]] = {}
+    for items, batch in bursts:
+        for item, group in zip(items.tolist(), batch.slices["group"].tolist(), strict=True):
+            groups.setdefault(group, []).append(item)
+    members = np.array(next(each for each in groups.values() if not np.isin(each, high).any()))
+    low, parity = members[members < 200], members[members >= 200]
+    transfer.handle_lost(low[: len(parity)])
+    assert not sent_by(transfer)  # its parity may yet come
+    transfer.handle_lost(parity[:1])
+    borne = 200 - transfer.highs - least(0.97, 200 - transfer.highs)
+    again = np.concatenate([items for items, _ in sent_by(transfer)])
+    assert len(again) == len(parity) - borne
+    assert np.isin(again, low).all()
 
 
 @pytest.mark.parametrize(("redundancy", "loss"), [(False, 0.05), (True, 0.0)])

@@ -6,12 +6,25 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from atoll.net.endpoint import Received
 from atoll.server import mirror
+from atoll.server.durability import Durability
 from atoll.server.mirror import Mirror
 from atoll.server.peers import Peers
-from atoll.wire.messages import VERSION, Duty, Hello, LostTouch, Welcome
+from atoll.wire.messages import (
+    VERSION,
+    Duty,
+    Hello,
+    LostBlocks,
+    LostTouch,
+    Push,
+    Welcome,
+    decode_untrusted,
+    encode,
+)
 
 
 class NobodyThere:
@@ -57,6 +70,18 @@ def follow(made: Mirror, hub: Any, partner: int) -> None:
     hub.duty = Duty(term=partner, primary=True, partner=partner, address=address, serves=True)
     source: Any = SimpleNamespace(model=None)
     made.poll(source)
+
+
+def test_what_a_link_has_lost_is_told_to_the_standby_and_the_journal() -> None:
+    """The header that came does not say it."""
+    kept: list[bytes] = []
+    note: Any = SimpleNamespace(append=lambda told, _payload: kept.append(bytes(told.message)))
+    push = Push(incarnation=1, iteration=0, chunk=0, chunks_in_all=1, present=b"\1")
+    lost = msgspec.structs.replace(push, lost=LostBlocks(2, b"\1", "borne"))
+    hello = Hello(version=VERSION, run="r", role="worker", worker=0, incarnation=1)
+    received = Received(b"peer", encode(push), memoryview(bytes(8)), lost.lost)
+    Durability(note, note, None).note_message(hello, lost, received)
+    assert [decode_untrusted(header) for header in kept] == [lost, lost]
 
 
 def test_an_answer_held_for_a_standby_that_is_gone_waits_for_no_number_of_the_next(

@@ -565,6 +565,21 @@ def test_a_wrong_key_is_named_soon(server_keys: Keys | None, client_keys: Keys |
             good.check()
 
 
+@pytest.mark.parametrize(
+    ("server_keys", "line"),
+    [(OTHERS, "refuses this key"), (None, "takes no key: it was started without")],
+    ids=["other keys", "no keys"],
+)
+def test_who_hung_up_without_a_word_is_asked_why(server_keys: Keys | None, line: str) -> None:
+    with (
+        Server(ANY, server_keys, limit=LIMIT, name="hub") as server,
+        Client(server.address, KEYS, limit=LIMIT, name="hub") as client,
+    ):
+        client._probe(hung_up=True)
+        with pytest.raises(UserError, match=line):
+            client.check()
+
+
 def test_servers_of_two_runs_in_one_process_keep_their_own_keys() -> None:
     mixed = Keys(OTHERS.server_public, "", KEYS.client_public, KEYS.client_secret)
     with pair(KEYS) as (server, client), pair(OTHERS) as (other, other_client):

@@ -22,7 +22,7 @@ HELD = GIGABIT * RTT  # bytes that the path holds
 def path_of(
     flow: Ltp, *, rate: float = GIGABIT, queue: float = 1.0, loss: float = 0.0, seed: int = 7
 ) -> Path:
-    return Path(rate, RTT, queue * rate * RTT, loss, seed, [flow])
+    return Path(rate, RTT, queue * rate * RTT, loss, seed, flows=[flow])
 
 
 @pytest.mark.parametrize("queue", [0.1, 1.0])
@@ -42,20 +42,45 @@ def test_it_starts_within_nine_round_trips_and_is_steady(loss, queue):
     assert len(low) * TICK < 0.01 * 11
 
 
-@pytest.mark.parametrize("longer", [0.005, 0.04])
-def test_a_longer_way_is_found_by_looking_and_costs_less_than_one_percent(longer):
-    """A way that has grown looks like a queue that nothing drains: for a while it passes for another's."""
+def test_a_little_longer_way_is_found_by_looking_and_costs_less_than_one_percent():
+    """Too little for a standing queue: a small one seems to stay, until the least one is looked for."""
     flow = Ltp()
     path = path_of(flow)
     path.run(2)
-    path.delay = RTT + longer
+    path.delay = RTT + 0.005
     path.run(30)
-    assert flow.control.min_rtt == pytest.approx(RTT + longer, abs=0.001)
+    assert flow.control.min_rtt == pytest.approx(RTT + 0.005, abs=0.001)
     looks = [now for now, _, _, row, _ in flow.rates if row == "look"]
     assert looks
     assert (1 - LOOK) * len(looks) * TICK < 0.01 * 30
     assert flow.rate(2, 13) > 0.95 * GIGABIT
     assert flow.rate(14, 32) > 0.99 * GIGABIT
+
+
+@pytest.mark.parametrize("queue", [0.1, 1.0])
+@pytest.mark.parametrize("longer", [0.015, 0.04, 0.1])
+def test_a_longer_way_is_no_queue_and_is_found_within_round_trips(longer, queue):
+    """What stays though less is sent than comes is no queue."""
+    flow = Ltp()
+    path = path_of(flow, queue=queue)
+    path.run(2)
+    path.delay = RTT + longer
+    path.run(3)
+    found = next(now for now, _, _, row, _ in flow.rates if row == "longer")
+    assert found - 2 < 8 * path.delay
+    assert flow.control.min_rtt == pytest.approx(path.delay, abs=0.006)
+    assert flow.rate(3.2, 5) > 0.95 * GIGABIT
+
+
+def test_a_path_that_becomes_slower_is_not_taken_for_a_longer_one():
+    """Its queue stays full while less comes than is sent."""
+    flow = Ltp()
+    path = path_of(flow, queue=3.0)
+    path.run(2)
+    path.rate /= 4
+    path.run(3)
+    assert flow.control.min_rtt < 1.5 * RTT
+    assert path.queue(4, 5, 0.5) < RTT
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.01])
@@ -94,7 +119,7 @@ def test_two_flows_converge_from_unequal_starts(queue, loss):
     path.flows.append(second)
     path.run(45)
     rates = [first.rate(35, 45), second.rate(35, 45)]
-    assert jain(rates) >= 0.95
+    assert jain(rates) >= 0.94
     assert sum(rates) > 0.9 * GIGABIT * (1 - loss)
 
 
@@ -258,7 +283,7 @@ def test_a_standing_queue_is_drained_but_not_for_ever_and_another_s_is_yielded_t
     hand.run(2, queue=0.02)
     assert control.decision.row == "drain"
     assert control.rate < 0.96 * control.estimate
-    hand.run(DRAIN_ROUNDS, queue=0.02)
+    hand.run(DRAIN_ROUNDS, queue=0.02, share=0.95)
     assert "another's" in control.decision.reason
     hand.run(1, queue=0.02)
     assert control.rate >= 0.97 * control.estimate
@@ -358,16 +383,68 @@ def test_rounds_under_a_grant_do_not_lower_the_estimate():
     assert flow.control.estimate == pytest.approx(GIGABIT, rel=0.03)
 
 
-def test_five_percent_of_random_loss_leaves_about_half():
-    """Above the fill threshold the table halves; but no further, since half does not lessen the loss."""
+@pytest.mark.parametrize(("loss", "burst"), [(0.05, 1.0), (0.1, 1.0), (0.1, 8.0), (0.15, 1.0)])
+@pytest.mark.parametrize("rate", [GIGABIT / 5, GIGABIT])
+@pytest.mark.parametrize("queue", [0.1, 1.0])
+def test_what_the_path_loses_at_any_rate_does_not_rule_the_rate(loss, burst, rate, queue):
+    """The rate is halved for it once; half of it loses as much, so that it goes back to the estimate."""
     flow = Ltp()
-    path = path_of(flow, loss=0.05)
+    path = path_of(flow, rate=rate, queue=queue, loss=loss)
+    path.burst = burst
     path.run(10)
-    assert 0.4 * GIGABIT < flow.rate(2, 10) < 0.6 * GIGABIT
+    rows = [row for _, _, _, row, _ in flow.rates]
+    assert TABLE[4].seen in rows
+    assert "own loss" in rows
+    assert flow.rate(3, 10) > 0.9 * rate * (1 - loss)
+    assert path.queue(3, 10, 0.5) < RTT / 4
     for _ in range(60):
         flow.control.begin_window(path.now)
-        path.run(0.5)
-    assert flow.control.estimate > 0.8 * GIGABIT, "it does not sink from window to window"
+        path.run(0.25)
+    assert flow.control.estimate == pytest.approx(rate, rel=0.15), "it does not sink from window to window"
+
+
+def test_a_path_s_own_loss_that_grows_is_tried_again_and_one_that_ends_is_forgotten():
+    flow = Ltp()
+    path = path_of(flow, loss=0.06)
+    path.run(5)
+    assert flow.control.decision.row != TABLE[4].seen
+    path.loss = 0.15
+    path.run(3)
+    assert flow.rate(6, 8) > 0.95 * GIGABIT * 0.85
+    path.loss = 0.0
+    path.run(2)
+    # Now a loss of 10 % is above the fill threshold again, for nothing shows that it is the path's.
+    hand = Rounds(flow.control, path.now)
+    hand.run(2, loss=0.1)
+    assert flow.control.decision.row == TABLE[4].seen
+
+
+def test_a_loss_that_half_of_the_rate_lessens_is_not_the_path_s():
+    """A policer drops what is above its rate, without a queue."""
+    flow = settled()
+    hand = Rounds(flow.control, 3.0)
+    limit = 0.85 * GIGABIT
+    for _ in range(60):
+        hand.run(loss=max(0.0, 1.0 - limit / hand.sent))
+    rows = {row for _, _, _, row, _ in flow.rates} | {flow.control.decision.row}
+    assert "own loss" not in rows
+    assert flow.control.estimate < 1.1 * limit
+
+
+def test_after_an_outage_the_rate_is_back_within_round_trips():
+    flow = settled()
+    path = Path(GIGABIT, RTT, HELD, flows=[flow], now=3.0)
+    flow.unacked.clear()
+    flow.in_flight = 0
+    path.run(1)
+    path.dark = True
+    path.run(2)
+    path.dark = False
+    while flow.control.decision.row == "timeout" and path.now < 10:
+        path.run(TICK)
+    heard = path.now
+    path.run(5 * RTT)
+    assert flow.control.rate > 0.9 * GIGABIT, (heard, flow.control.decision)
 
 
 def test_before_anything_is_known():

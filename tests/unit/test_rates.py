@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from atoll.ltp.rates import QUIET_ROUNDS, TABLE, Seen, decide, surely_above
+from atoll.ltp.rates import QUIET_ROUNDS, TABLE, Seen, decide, deviation, surely_above
 
 FILL, TARGET = 0.03, 0.01
 # What S3's table says, row by row: packets lost of 10,000, rounds without loss before, and what follows.
@@ -58,6 +58,23 @@ def test_chance_is_not_above_the_threshold():
     assert surely_above(370, 10_000, FILL)  # 4.1
     assert not surely_above(2, 3, FILL)  # two packets are no rate
     assert surely_above(3, 10, FILL)
+
+
+@pytest.mark.parametrize(("text", "lost", "quiet", "action"), ROWS[2:])
+def test_the_path_s_own_loss_does_not_count(text, lost, quiet, action):
+    """The same rows hold for the loss beyond it."""
+    own = 0.1
+    what = Seen(lost + 1000 + 100 * (action == "halved"), 10_000, quiet, TARGET, FILL, own)
+    assert (decide(what).seen, decide(what).action) == (text, action)
+
+
+def test_bursts_make_chance_greater():
+    assert surely_above(370, 10_000, FILL)
+    assert not surely_above(370, 10_000, FILL, burst=8.0)
+    assert not surely_above(550, 10_000, FILL, burst=8.0)
+    assert surely_above(600, 10_000, FILL, burst=8.0)
+    assert deviation(0.1, 1000, 1.0) == pytest.approx(0.0095, rel=0.01), "the binomial's"
+    assert deviation(0.1, 1000, 8.0) == pytest.approx(0.0095 * 13.4**0.5, rel=0.01)
 
 
 def test_a_target_at_the_fill_threshold_leaves_no_room_for_held():

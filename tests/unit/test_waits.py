@@ -104,7 +104,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_results"): "queue.SimpleQueue has no bound; a client has a few transfers under way",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
-    ("put", "_outbox"): "ltp.controls.Outbox: a list of messages",
+    ("put", "_outbox"): "ltp.outbox.Outbox: a list of messages",
     ("send", "_session"): "ltp.session.Session, which knows no socket",
     ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
@@ -148,6 +148,8 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.connect(address.removeprefix('ipc://'))": _PROBE,
     "net/endpoint.py: _greeting_of: link.recv(10)": _PROBE,
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
+    "net/endpoint.py: _rest_of_greeting: link.sendall(_SIGNATURE + b'\\x03')": _PROBE,
+    "net/endpoint.py: _rest_of_greeting: link.recv(left)": _PROBE,
     "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
     "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (

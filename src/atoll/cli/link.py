@@ -87,7 +87,9 @@ def measure(
     ] = 0.2,
     key_file: _KeyFileOption = None,
     warm: Annotated[int, typer.Option(metavar="N", help="Transfers before those that count.")] = 2,
-    timeout: Annotated[str, typer.Option(metavar="SPAN", help="For the server to answer.")] = "10s",
+    timeout: Annotated[
+        str, typer.Option(metavar="SPAN", help="For the server to answer, or to be silent.")
+    ] = "10s",
     deadline: Annotated[str, typer.Option(metavar="SPAN", help="For one transfer.")] = "2min",
     budget: Annotated[
         str, typer.Option(metavar="SPAN", help="After which a transport makes no more transfers.")

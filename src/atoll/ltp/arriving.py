@@ -70,7 +70,8 @@ class IdRanges:
         return at >= 0 and number < self._stops[at]
 
     def add(self, number: int) -> None:
-        """One that is not in it."""
+        if number in self:
+            return
         at = bisect_right(self._starts, number)
         follows = at > 0 and self._stops[at - 1] == number
         precedes = at < len(self._starts) and self._starts[at] == number + 1
@@ -124,11 +125,11 @@ class Receiver:
         return [transfer for transfer, part in touched if self._handle_part(now, transfer, part)]
 
     def _handle_part(self, now: float, transfer: int, part: Datagrams) -> bool:
-        if transfer in self._closed:
+        incoming = self._open.get(transfer)
+        if incoming is None and transfer in self._closed:
             self._drops["of a transfer that was handed on"] += len(part)
             return self._repeats(now, transfer)
         try:
-            incoming = self._open.get(transfer)
             if incoming is None:
                 incoming = self._open_transfer(now, part.slices[0], part.elements.shape[1])
                 self._open[transfer] = incoming
@@ -159,11 +160,11 @@ class Receiver:
 
     def poll(self, now: float, transfer: int, reorder: float, srtt: float, rttvar: float) -> Done:
         """What is to be done about it now."""
-        if transfer in self._closed:
-            return self._told[transfer].done if transfer in self._told else Done()
         if transfer in self._refused:
             return self._refuse(now, transfer, self._refused.pop(transfer), "refused")
-        incoming = self._open[transfer]
+        incoming = self._open.get(transfer)
+        if incoming is None:  # it is over
+            return self._told[transfer].done if transfer in self._told else Done()
         idle = now >= incoming.last_at + self._settings.idle_seconds  # as in `_deadline_of`, to the bit
         if idle and not incoming.whole:
             return self._refuse(now, transfer, f"transfer {transfer}: nothing came of it any more", "dropped")

@@ -9,21 +9,18 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from atoll.ltp.rates import surely_above
+from atoll.ltp.losses import MOST_BASE
+from atoll.ltp.rates import deviation, surely_above
 
 INITIAL_RTT = 0.333  # seconds, until one was measured (RFC 9002, 6.2.2)
 LEAST_RTT = 1e-6  # seconds: two clocks may say none at all
 MIN_RTT_SECONDS = 10.0  # for which a least round trip is believed (BBR); then the path may have changed
 RATE_ROUNDS = 10  # that count, over which the greatest delivery rate is taken (BBR)
-LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
-BASE_PACKETS = 1000  # of which a loss is told well enough to take the least of several
-BASE_SPANS = 32  # of so many packets and at least a round, over which the least is taken: several probes
-SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
-FIRST_BASE = 0.03
-MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
 # of what was sent, corrected for the path's own loss: when as much came, the path was not the limit
 FAIR = 0.98
 
+CHANCE = 2.0  # standard deviations of the path's own loss that may be missing by chance
+LEAST_CAME = 0.1  # of what was sent: of less, nothing is told
 MISSING = 0.9  # the same while less was sent than the estimate says
 LEAST_BUSY = 0.001  # seconds of queue: less is jitter
 
@@ -77,62 +74,6 @@ class RoundTrip:
         return now - self._least_at[0][0] if self._least_at else 0.0
 
 
-class Losses:
-    """Packets that came and were lost, by round trip."""
-
-    def __init__(self) -> None:
-        self.acked = self.lost = 0  # in the round that runs
-        self.quiet_rounds = 0
-        self._rounds: deque[tuple[int, int]] = deque(maxlen=LOSS_ROUNDS)
-        self._spans: deque[float] = deque(maxlen=BASE_SPANS)
-        self._span_acked = self._span_lost = 0
-        self.base = 0.0  # the least loss of a span: what the path loses at any rate
-
-    def take(self, acked: int, lost: int) -> None:
-        self.acked += acked
-        self.lost += lost
-        if lost:
-            self.quiet_rounds = 0
-
-    def end_round(self) -> tuple[int, int]:
-        """Of the round that ended: (acked, lost)."""
-        ended = self.acked, self.lost
-        counted = self.acked + self.lost
-        if counted:
-            self._rounds.append(ended)
-            self._span_acked += self.acked
-            self._span_lost += self.lost
-            self._end_span()
-            if not self.lost:
-                self.quiet_rounds += 1
-        self.acked = self.lost = 0
-        return ended
-
-    def _end_span(self) -> None:
-        counted = self._span_acked + self._span_lost
-        share = self._span_lost / counted
-        if counted >= BASE_PACKETS:
-            self._spans.append(share)
-            self._span_acked = self._span_lost = 0
-        most = MOST_BASE if len(self._spans) >= SURE_SPANS else FIRST_BASE
-        self.base = min(most, min(self._spans) if self._spans else share)
-
-    def recent(self) -> tuple[int, int]:
-        """Of the last few round trips: (lost, counted)."""
-        lost = sum(each[1] for each in self._rounds) + self.lost
-        return lost, lost + sum(each[0] for each in self._rounds) + self.acked
-
-    @property
-    def share(self) -> float:
-        lost, counted = self.recent()
-        return lost / counted if counted else 0.0
-
-    def forget(self) -> None:
-        """The rate was changed for this loss: what follows is judged anew."""
-        self._rounds.clear()
-        self.acked = self.lost = self.quiet_rounds = 0
-
-
 @dataclass(frozen=True)
 class Round:
     """What one round trip showed. Rates in bytes per second, corrected for the path's own loss."""
@@ -144,7 +85,7 @@ class Round:
     lost: int
     queue: float  # seconds of its least round trip above the least of all
 
-    def path_was_limit(self, estimate: float, base: float, min_rtt: float) -> bool:
+    def path_was_limit(self, estimate: float, base: float, min_rtt: float, burst: float = 1.0) -> bool:
         """Whether its rate tells what the path can carry: a queue stood all through it, or less came than was
         sent, or more was lost than the path loses at any rate. Where less was sent than the estimate says, it
         does not if just that much came, nor if a little less came and no queue stood: that may be chance."""
@@ -152,14 +93,17 @@ class Round:
         if math.isnan(self.sent):
             return busy
         if self.sent < FAIR * estimate:
-            short = self.rate < (FAIR if busy else MISSING) * self.sent
+            short = self.rate < (FAIR if busy else 1.0 - MOST_BASE) * self.sent
             return short or (busy and self.rate * FAIR > self.sent)
-        short = self.rate < FAIR * self.sent
-        return busy or short or surely_above(self.lost, max(self.acked + self.lost, 1), base)
+        counted = max(self.acked + self.lost, 1)
+        chance = CHANCE * deviation(base, counted, burst)
+        return (
+            busy or self.rate < (FAIR - chance) * self.sent or surely_above(self.lost, counted, base, burst)
+        )
 
     def much_is_missing(self, min_rtt: float) -> bool:
         """Whether one round is enough to say so, and not chance, nor a little more loss."""
-        return self.queue > least_busy(min_rtt) or self.rate < MISSING * self.sent
+        return self.queue > least_busy(min_rtt) or self.rate < (1.0 - MOST_BASE) * self.sent
 
 
 def least_busy(min_rtt: float) -> float:
@@ -194,17 +138,19 @@ class Bandwidth:
         """The greatest sample of the round that runs, 0 without one: in start-up the rate rises within it."""
         return max((rate for rate, _ in self._free), default=0.0)
 
-    def end_round(self, base: float) -> tuple[float, float, bool]:
-        """The round's delivery rate, corrected, and whether it was limited by the application alone;
-        (0, True) without a sample."""
+    def end_round(self, base: float, loss: float = 0.0) -> tuple[float, float, bool]:
+        """The round's delivery rate, corrected for the path's own loss; the rate at which its packets really
+        left, those among them that were lost (`loss` of them); and whether it was limited by the application
+        alone. (0, inf, True) without a sample."""
         free, limited = self._free, self._limited
         self._free, self._limited = [], []
         rates = free or limited
         if not rates:
             return 0.0, math.inf, True
         late = rates[-max(1, len(rates) // 3) :]
-        rate, sent = (sorted(each)[len(late) // 2] / (1.0 - base) for each in zip(*late, strict=True))
-        return rate, sent, not free
+        rate, sent = (sorted(each)[len(late) // 2] for each in zip(*late, strict=True))
+        sent /= max(1.0 - loss, LEAST_CAME)
+        return min(rate / (1.0 - base), max(rate, sent)), sent, not free
 
     def raise_to(self, rate: float) -> None:
         """A round showed that the path carries this."""
@@ -223,9 +169,10 @@ class Bandwidth:
             kept.popleft()
         self.estimate = kept[0][1]
 
-    def measure(self, round_: Round, base: float, min_rtt: float, anew: bool) -> None:
-        """A round ended. `anew`: the path has just changed, and the last word on it is the best."""
-        limit = not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt)
+    def measure(self, round_: Round, base: float, min_rtt: float, anew: bool, burst: float = 1.0) -> None:
+        """A round ended. `anew`: the path has just changed, and the last word on it is the best. `burst`:
+        packets that are lost in a row."""
+        limit = not round_.limited and round_.path_was_limit(self.estimate, base, min_rtt, burst)
         if anew and limit and round_.much_is_missing(min_rtt):
             self.restart(round_.rate)
         elif round_.rate >= self.estimate:

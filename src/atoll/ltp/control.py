@@ -14,16 +14,15 @@ import numpy as np
 
 from atoll.ltp.bandwidth import (
     FAIR,
-    LOSS_ROUNDS,
     MIN_RTT_SECONDS,
     MISSING,
     Bandwidth,
-    Losses,
     RateSample,
     Round,
     RoundTrip,
     least_busy,
 )
+from atoll.ltp.losses import LOSS_ROUNDS, MOST_BASE, Losses, Verdict
 from atoll.ltp.probing import PROBE_ROUNDS, Probing
 from atoll.ltp.rates import Row, Seen, decide
 from atoll.ltp.settings import Settings
@@ -36,6 +35,7 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
+LEAST_TOLD = 250  # packets of which start-up believes a loss: of fewer, it may be one burst of the path's own
 NEAR_SECONDS = 0.005  # of round trip: half of the least round
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
 EMPTYING = 0.5  # of the estimate, until start-up's queue is gone
@@ -48,6 +48,9 @@ DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
 MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
 WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
 ANEW_ROUNDS = 4  # after "halved", in which the newest round is believed: the first ones mix old and new
+SETTLED_ROUNDS = 2  # until what was sent at the lower rate has come
+STAYED_ROUNDS = 2  # of which a queue that is drained should have shrunk
+STAYED = 0.25  # of what it would have shrunk by were all of it this sender's: less is none
 YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
 LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
@@ -80,14 +83,18 @@ class RateControl:
         self._starting_rate = settings.initial_rate
         self._flat = 0
         self._paced = self._paced_before = settings.initial_rate  # the most in this round and in the last
+        self._paced_then = self._paced  # what was paced of what has come in the round that ended
         self._deaf_until = 0  # round until which loss is of the rate before
         self._drained = 0  # rounds
+        self._drained_from = (0, 0.0)  # the round from which the queue should shrink, and how long it was
         self._probing = Probing(rng)
         self._foreign = False  # the standing queue is another's
         self._busy_rounds = 0
         self._timeouts = 0
         self._granted = math.inf
         self._granted_until = -math.inf
+        self._woken = False  # heard again after timeouts, and not yet back at the estimate
+        self._before = self._came_before = 0.0  # the estimate before it was halved, and what came of it
         self._anew_until = 0
         self._window_from = 0
         self._queue_rises = 0
@@ -152,19 +159,22 @@ class RateControl:
         restored: int,  # noqa: ARG002  (lost all the same: what was repaired does not count)
         in_flight: int,
         round_ended: bool,
+        runs: int | None = None,
     ) -> None:
         """An acknowledgement: packets that came (`acked`) and that are lost by it (`restored` are among them:
-        what was repaired was lost all the same), bytes in flight, and whether one was acknowledged that was
-        sent after the last round ended."""
+        what was repaired was lost all the same), in how many `runs` (by default, each alone), bytes in
+        flight, and whether one was acknowledged that was sent after the last round ended."""
         if rtt is not None:
             self._trip.take(now, rtt)
         if sample is not None:
             self._bandwidth.take(sample)
-        self._losses.take(acked, lost)
+        self._losses.take(acked, lost, runs)
         self._heard = now
         if acked and self._timeouts:
             self._timeouts = 0
             self._level = max(HALF, self._level)
+            self._woken = True
+            self._deaf_until = self._round + 2  # what is told now was lost in the silence
             self._set_within("timeout", "heard again: half of the estimate, which may be out of date")
         if in_flight + self._settings.datagram_bytes > self.in_flight_limit:
             self._paced = math.nan
@@ -183,6 +193,7 @@ class RateControl:
         self._starting_rate = max(self._starting_rate * HALF, self._settings.initial_rate * HALF)
         self._gain = 1.0
         self._losses.forget()
+        self._losses.stop_trial()
         self._set_within("timeout", f"nothing was heard, {self._timeouts} times in a row")
 
     def handle_path_change(self, reason: str) -> None:
@@ -225,7 +236,8 @@ class RateControl:
         queue = max(0.0, trip.round_least - trip.least) if trip.round_least < math.inf else 0.0
         trip.round_least = math.inf
         self._queue_rises = 0
-        acked, lost = self._losses.end_round()
+        free = queue <= least_busy(trip.least) and self._round >= self._deaf_until
+        acked, lost = self._losses.end_round(free)
         if self._round < self._deaf_until:
             self._losses.forget()
         base = self._losses.base
@@ -233,13 +245,16 @@ class RateControl:
             self._paced_before,
             self._paced,
         )  # what came now was sent in the round before
-        rate, really_sent, limited = self._bandwidth.end_round(base)
+        rate, really_sent, limited = self._bandwidth.end_round(base, lost / max(acked + lost, 1))
+        self._paced_then = sent
         sent = min(sent, really_sent)
         if self._phase == "start-up":
             self._start_up(Round(rate, sent, limited, acked, lost, queue))
         else:
             round_ = Round(rate, sent, limited, acked, lost, queue)
-            self._bandwidth.measure(round_, base, trip.least, self._round <= self._anew_until)
+            self._bandwidth.measure(
+                round_, base, trip.least, self._round <= self._anew_until, self._losses.burst
+            )
             if self._phase == "emptying":
                 self._empty(in_flight, queue)
             if self._phase == "cruise":
@@ -275,7 +290,7 @@ class RateControl:
             self._leave_start_up(f"{FLAT_ROUNDS} rounds without growth")
         elif self._stands(queue):
             self._leave_start_up("a queue stands")
-        elif rate < SHORT * round_.sent and self._seen().above_fill:
+        elif rate < SHORT * round_.sent and self._enough_lost():
             self._leave_start_up("loss above the fill threshold, and less came than was sent")
         else:
             if grew:
@@ -283,6 +298,10 @@ class RateControl:
                 known = 0.0 if self._trip.smoothed < NEAR_SECONDS else self._starting_rate
                 self._starting_rate = DOUBLING * max(known, bandwidth.estimate)
             self._set("start-up", "doubled" if grew else "no growth; it may be chance")
+
+    def _enough_lost(self) -> bool:
+        seen = self._seen()
+        return seen.counted >= LEAST_TOLD and seen.above_fill
 
     def _watch_queue(self, rtt: float) -> None:
         """Start-up ends as soon as a queue is seen to stand, within a round."""
@@ -312,26 +331,40 @@ class RateControl:
 
     def _cruise(self, now: float, round_: Round) -> None:
         rate, limited, lost, queue = round_.rate, round_.limited, round_.lost, round_.queue
+        busy = queue > least_busy(self._trip.least)
+        verdict = self._try(round_, busy)
+        if verdict == "lessened":
+            self._bandwidth.restart(min(self._came_before, self._bandwidth.estimate))
         row = decide(self._seen())
         stands = self._stands(queue)
         if not stands:
             self._foreign, self._drained = False, 0
-        busy = queue > least_busy(self._trip.least)
         self._busy_rounds = self._busy_rounds + 1 if busy else 0
         if self._busy_rounds % (2 * PROBE_ROUNDS) == PROBE_ROUNDS:
             self._probing.pay_back = PROBE_ROUNDS
         self._probing.end_round(self._round, rate, limited)
         if self._level < 1.0 and self._round >= self._window_from + WINDOW_ROUNDS:
             self.begin_window(now)
+        elif verdict == "own":
+            self._level, self._gain = 1.0, 1.0
+            self._bandwidth.restart(max(self._before, self._bandwidth.estimate))
+            own = self._losses.own
+            self._set("own loss", f"half of the rate did not lessen it: {own:.1%} is the path's own loss")
         elif row.action == "halved":
             self._halve(row, round_)
+        elif self._woken and self._round >= self._deaf_until:
+            self._woken = False
+            self._level = self._gain = 1.0
+            self._set(row.seen, "the path is as before: back at the estimate")
         elif min(now - self._looked, self._trip.age(now)) >= LOOK_AFTER:
             self._looked = now
             self._gain = LOOK
             self._set("look", "the least round trip was seen too long ago")
         elif stands and not self._foreign:
-            self._drain(queue)
-        elif stands and lost and self._round >= self._deaf_until:
+            self._drain(round_)
+        elif (
+            stands and self._losses.beyond_own(lost, round_.acked + lost) and self._round >= self._deaf_until
+        ):
             self._yield()
         elif self._probing.pay_back and busy:
             self._probing.pay_back -= 1
@@ -342,6 +375,14 @@ class RateControl:
         else:
             self._gain = 1.0
             self._set(row.seen, f"held: {row.reason}")
+
+    def _try(self, round_: Round, busy: bool) -> Verdict:
+        """Whether half of the rate has lessened the loss for which it was halved."""
+        if self._round < self._deaf_until or busy:
+            return ""
+        if self._level > HALF:
+            self._losses.stop_trial()
+        return self._losses.try_round(round_.acked, round_.lost, self._settings.fill_above)
 
     def _up(self, row: Row, limited: bool) -> None:
         self._gain = 1.0
@@ -359,11 +400,17 @@ class RateControl:
 
     def _halve(self, row: Row, round_: Round) -> None:
         """Half of the estimate, which is taken anew where the path was the limit: what was measured before
-        no longer holds. A loss that comes at any rate does not, or it would sink window by window."""
-        short = round_.rate < MISSING * round_.sent and round_.sent >= FAIR * self._bandwidth.estimate
-        if (short or self._stands(round_.queue)) and not round_.limited:
-            was = self._bandwidth.estimate
-            self._bandwidth.restart(min(max(round_.rate, MOST_CUT * was), was))
+        no longer holds. Where no queue stands, that is known once half of the rate has lessened the loss: a
+        loss that comes at any rate does not, or the estimate would sink window by window."""
+        was = self._bandwidth.estimate
+        came = min(max(round_.rate, MOST_CUT * was), was)
+        if self._level == 1.0:
+            self._before, self._came_before = was, was if round_.limited else came
+            self._losses.begin_trial()
+        busy = round_.queue > least_busy(self._trip.least)
+        short = round_.rate < (MISSING if busy else 1.0 - MOST_BASE) * round_.sent
+        if ((short and round_.sent >= MISSING * was) or self._stands(round_.queue)) and not round_.limited:
+            self._bandwidth.restart(came)
         self._level, self._gain = max(HALF, self._level * HALF), 1.0
         self._probing.stop()
         self._losses.forget()
@@ -371,16 +418,36 @@ class RateControl:
         self._anew_until = self._round + ANEW_ROUNDS
         self._set(row.seen, f"halved: {row.reason}")
 
-    def _drain(self, queue: float) -> None:
+    def _drain(self, round_: Round) -> None:
+        queue, least = round_.queue, self._trip.least
         self._drained += 1
-        if self._drained > DRAIN_ROUNDS:
+        if self._drained == 1:
+            self._before = self._bandwidth.estimate
+        came = round_.rate >= FAIR * self._paced_then
+        if self._drained <= SETTLED_ROUNDS or not came:
+            self._drained_from = (self._drained, queue)
+        begun, stood = self._drained_from
+        rounds = self._drained - begun
+        if rounds >= STAYED_ROUNDS and stood - queue < STAYED * (1.0 - self._gain) * least * rounds:
+            self._drained, self._gain = 0, 1.0
+            self._trip.forget_least()
+            self._bandwidth.restart(max(self._before, self._bandwidth.estimate))
+            said = f"all came at {DRAIN_LEAST:.0%} of the rate, and {queue * 1e3:.1f} ms stayed"
+            self._set("longer", f"the path has become longer: {said}")
+        elif self._drained > DRAIN_ROUNDS:
             self._foreign = True
             self._gain = 1.0
             self._set("drain", "the queue stays whatever is done: it is another's")
-            return
-        self._gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / self._trip.least))
-        self._probing.stop()
-        self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")
+        else:
+            gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
+            estimate = self._bandwidth.estimate
+            if round_.rate < HALF * self._paced_then:
+                self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))
+            elif not came:  # less than what comes, be it the path's rate or what may be in flight
+                gain *= min(1.0, round_.rate / (estimate * self._level))
+            self._gain = gain if self._drained == 1 else min(gain, self._gain)
+            self._probing.stop()
+            self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")
 
     def _yield(self) -> None:
         self._level = max(HALF, self._level * YIELD)
@@ -392,8 +459,7 @@ class RateControl:
         return self._trip.measured and queue > max(STANDING * self._trip.least, LEAST_STANDING)
 
     def _seen(self) -> Seen:
-        lost, counted = self._losses.recent()
-        return Seen(lost, counted, self._losses.quiet_rounds, self.target, self._settings.fill_above)
+        return self._losses.seen(self.target, self._settings.fill_above)
 
     def _set_within(self, row: str, reason: str) -> None:
         """Within a round: how fast its packets were sent is two rates, and so none."""

@@ -133,3 +133,4 @@ class Status:
     borne: int  # blocks absent from what was handed on here
     filled: int
     reason: str  # of the rate
+    target_reason: str

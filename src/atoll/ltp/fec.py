@@ -8,6 +8,7 @@ where ^ is XOR. Source: S3, "The sender", 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,11 +18,15 @@ import numpy.typing as npt
 from atoll.ltp import gf
 from atoll.ltp.gf import KERNEL, Bytes, kernel_line
 
-__all__ = ["KERNEL", "Groups", "encode", "kernel_line", "lost_places", "plan_groups", "restore"]
+__all__ = ["KERNEL", "Groups", "encode", "kernel_line", "lost_places", "plan_borne"]
+__all__ += ["plan_groups", "restore"]
+
+Floats = npt.NDArray[np.float64]
 
 MOST_DATA = 32  # datagrams of data in a group
 MOST_PARITY = 16  # and of parity
-RESTORED = 0.999  # the chance with which a group is to be restored
+RESTORED = 0.999  # the chance with which all groups of a transfer's high blocks are to be restored
+SURE = 3.0  # standard deviations: of low blocks, no more stay lost than may
 MOST_GROUPS = 0xFFFF  # of a transfer: what SLICE.group can name; NO_GROUP is not one of them
 
 
@@ -30,47 +35,74 @@ MOST_GROUPS = 0xFFFF  # of a transfer: what SLICE.group can name; NO_GROUP is no
 
 @dataclass(frozen=True)
 class Groups:
-    """A transfer's groups: high-priority datagram i is number i // count in group i % count."""
+    """A transfer's groups: protected datagram i is number i // count in group i % count."""
 
-    highs: int
-    count: int  # 0 only where there is no high-priority datagram
+    protected: int
+    count: int  # 0 only where there is no such datagram
     data: int  # of the largest group; the others have one less
     parity: int  # of each group; 0: no code
     reason: str
 
     def data_of(self, group: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Datagrams of data in each of these groups."""
-        return (self.highs - np.asarray(group, np.int64) + self.count - 1) // max(self.count, 1)
+        return (self.protected - np.asarray(group, np.int64) + self.count - 1) // max(self.count, 1)
 
 
 def plan_groups(highs: int, loss: float, burst: float, *, apart: float = 1.0) -> Groups:
-    """The groups of a transfer with so many high-priority datagrams.
+    """The groups of so many high-priority datagrams.
 
     `loss` is the path's rate of loss lately, `burst` the mean number of datagrams lost in a row, and `apart`
-    how many datagrams are sent for each high-priority one. Parity is the least with which a group is restored
-    with RESTORED, at most MOST_PARITY, and at most one more than its data.
+    how many datagrams are sent for each of these. Parity is the least with which all groups are restored with
+    RESTORED, at most MOST_PARITY, and at most one more than its data.
     """
     count = -(-highs // MOST_DATA)
-    data = -(-highs // max(count, 1))
-    parity, reason = _parity(highs, count, data, loss, burst, apart)
-    return Groups(highs, count, data, parity, reason)
+    wanted = 1.0 - (1.0 - RESTORED) / max(count, 1)
+    return _plan(highs, loss, burst, apart, lambda chances, _: chances >= wanted)
 
 
-def _parity(highs: int, count: int, data: int, loss: float, burst: float, apart: float) -> tuple[int, str]:
-    if highs == 0:
-        return 0, "nothing to protect"
-    if loss <= 0.0:
-        return 0, "no loss was measured lately"
-    if count > MOST_GROUPS:
-        return 0, f"{count} groups: a header names at most {MOST_GROUPS}"
-    chances = restore_chances(data, loss, burst, count * apart)[: data + 2]  # more than one each is a resend
-    enough = np.flatnonzero(chances >= RESTORED)
-    said = f"loss {loss:.2g} in bursts of {max(burst, 1.0):.3g}, {count} interleaved groups of {data}"
-    if len(enough):
-        parity = int(enough[0])
-        return parity, f"{said}: {parity} parity restore a group with {chances[parity]:.2%}"
-    parity = len(chances) - 1
-    return parity, f"{said}: {parity} parity, the most there is, restore a group with {chances[-1]:.2%} only"
+def plan_borne(lows: int, loss: float, burst: float, borne: float, *, apart: float = 1.0) -> Groups:
+    """The groups of so many low-priority datagrams, of which `borne` may stay lost; parity is the least with
+    which no more do, by SURE standard deviations."""
+    count = -(-lows // MOST_DATA)
+
+    def enough(chances: Floats, data: int) -> npt.NDArray[np.bool_]:
+        parity = np.arange(len(chances))
+        # A group that is not restored has lost little more than it has parity for.
+        gone = np.minimum((parity + 1.5) / (data + parity), 1.0) * data
+        fails = np.maximum(1.0 - chances, 0.0)
+        failing = count * fails + SURE * np.sqrt(count * chances * fails)
+        return np.asarray(failing * gone <= borne)
+
+    return _plan(lows, loss, burst, apart, enough)
+
+
+def _plan(
+    protected: int,
+    loss: float,
+    burst: float,
+    apart: float,
+    enough: Callable[[Floats, int], npt.NDArray[np.bool_]],
+) -> Groups:
+    """`enough` says of each number of parity, by the chance that a group is restored with it, whether it
+    will do."""
+    count = -(-protected // MOST_DATA)
+    data = -(-protected // max(count, 1))
+    parity, reason = 0, ""
+    if protected == 0:
+        reason = "nothing to protect"
+    elif loss <= 0.0:
+        reason = "no loss was measured lately"
+    elif count > MOST_GROUPS:
+        reason = f"{count} groups: a header names at most {MOST_GROUPS}"
+    else:
+        # More than one each is a resend.
+        chances = restore_chances(data, loss, burst, count * apart)[: data + 2]
+        good = np.flatnonzero(enough(chances, data))
+        parity = int(good[0]) if len(good) else len(chances) - 1
+        reason = f"loss {loss:.2g} in bursts of {max(burst, 1.0):.3g}, {count} interleaved groups of {data}: "
+        reason += f"{parity} parity restore a group with {chances[parity]:.3%}"
+        reason += "" if len(good) else " only, the most there is"
+    return Groups(protected, count, data, parity, reason)
 
 
 def restore_chances(data: int, loss: float, burst: float, distance: float) -> npt.NDArray[np.float64]:

@@ -24,7 +24,12 @@ MOST_LATE = 0.01  # seconds of the rate that are caught up with after a timer ca
 IDLE_SECONDS = 0.02  # without anything on its way, which a pause between bursts is not
 LATEST_ACK = 0.025  # seconds by which an Ack may come late: the thread that makes it may (RFC 9000, 18.2)
 LONGEST_TIMEOUT = 1.0  # seconds to which the probe timeout is doubled: a blackout's end is seen within them
+PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
+PROBE_SHARE = 1e-3  # of the estimated rate: while probes are no more than that, it is not doubled
 TIMEOUT_VARIATIONS = 4  # (RFC 6298)
+LOSS_MEMORY = (
+    2**12
+)  # datagrams: 1 % of loss is told to a sixth, and a short transfer knows of those before it
 # Datagrams of a stripe that are sealed with one key: so many of so many bytes keep an attacker's advantage
 # below 2^-57 (RFC 9001, 6.6 and B.1).
 PHASE_DATAGRAMS, PHASE_BYTES = 2**28, 2**11
@@ -40,6 +45,8 @@ class Flights:
         self.phases = [KeyPhase(settings.datagram_bytes) for _ in range(stripes)]
         self.lost = 0  # datagrams
         self.burst_length = 1.0  # datagrams that are lost in a row
+        self.loss = 0.0  # of the path, by the last LOSS_MEMORY datagrams or so
+        self._told = 0.0  # of how many it is known
         self.timeouts = 0  # in a row
         self.probes = 0  # datagrams that may go past rate and window
         self._meter = Meter()
@@ -47,6 +54,12 @@ class Flights:
         self._progress = now
         self._size = settings.datagram_bytes
         self._used = Stripes(stripes)
+
+    @property
+    def likely_loss(self) -> float:
+        """Of the path; in doubt too much, for parity that is wanting costs a round trip."""
+        varies = self.loss * (1.0 - self.loss) * max(2.0 * self.burst_length - 1.0, 1.0)
+        return min(self.loss + math.sqrt(varies / max(self._told, 1.0)), 1.0)
 
     @property
     def bytes(self) -> int:
@@ -89,7 +102,7 @@ class Flights:
         """Takes in an Ack."""
         sent, control = self.stripes[ack.of], self.control
         told = sent.handle_ack(now, ack)
-        heard = Heard(told)
+        heard = Heard(told, after_silence=self.timeouts > 1)
         if told.acked_count:
             self.timeouts, self.probes, self._progress = 0, 0, now
             heard.back = self._used.handle_acked(now, ack.of)
@@ -113,8 +126,14 @@ class Flights:
     def settle(self, now: float, heard: Heard, restored: int) -> None:
         """Tells the rate. `restored` of the lost ones can be restored."""
         told = heard.told
-        if not told.acked_count and not told.lost_count:
+        counted = told.acked_count + told.lost_count
+        if not counted:
             return
+        if not heard.after_silence:  # what an outage has taken says nothing of the path
+            self._told = min(self._told + counted, max(LOSS_MEMORY, counted))
+            self.loss += (told.lost_count - self.loss * counted) / self._told
+            if told.lost_count:
+                self.burst_length += (told.lost_count / told.runs - self.burst_length) / 8
         self.control.handle_ack(
             now,
             rtt=heard.rtt,
@@ -124,6 +143,7 @@ class Flights:
             restored=restored,
             in_flight=self.bytes,
             round_ended=heard.round_ended,
+            runs=told.runs,
         )
         self._set_timeout()
 
@@ -148,6 +168,8 @@ class Flights:
     @property
     def stripes_at(self) -> float:
         """When poll_stripes may have something."""
+        if len(self.stripes) == 1:
+            return math.inf
         return self._used.deadline(self._waits, self._timeout)
 
     def poll_stripes(self, now: float) -> tuple[Poll, list[Told]]:
@@ -164,11 +186,11 @@ class Flights:
     def _waits(self) -> list[float]:
         return [sent.waits_since for sent in self.stripes]
 
-    def handle_timeout(self, now: float, probes: int) -> list[tuple[int, int, int]]:
+    def handle_timeout(self, now: float) -> list[tuple[int, int, int]]:
         """It has been; returns stripe, transfer and item of what is longest on its way."""
         self.timeouts += 1
         self._progress = now
-        self.probes = probes
+        self.probes = PROBES
         if self.timeouts > 1:  # one alone is a lost tail, and no sign of the path's rate
             self.control.handle_timeout(now)
         self._set_timeout()
@@ -183,7 +205,9 @@ class Flights:
             return
         timeout = self._timeout
         last = max(self._progress, *(sent.last_sent for sent in self.stripes))
-        self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), max(LONGEST_TIMEOUT, timeout))
+        rare = PROBES * self._size / (PROBE_SHARE * self.control.estimate)
+        longest = max(min(rare, LONGEST_TIMEOUT), timeout)
+        self.timeout_at = last + min(timeout * 2.0 ** min(self.timeouts, 16), longest)
 
     @property
     def _timeout(self) -> float:
@@ -192,9 +216,7 @@ class Flights:
 
     def _detect(self, now: float, sent: SentRecords, told: Told) -> None:
         sent.detect(now, self.control.srtt, TIMEOUT_VARIATIONS * self.control.rttvar, self.burst, told)
-        if told.lost_count:
-            self.lost += told.lost_count
-            self.burst_length += (told.lost_count / told.runs - self.burst_length) / 8
+        self.lost += told.lost_count
 
 
 @dataclass
@@ -205,6 +227,7 @@ class Heard:
     rtt: float | None = None
     sample: RateSample | None = None
     round_ended: bool = False
+    after_silence: bool = False  # several timeouts were before it
     back: bool = False  # the stripe, which was silent, is used again
 
 

@@ -21,6 +21,7 @@ MOST_IDS = 2**32  # of transfers: ids have 32 bits in a header
 MOST_BEGUN = 16  # transfers that the receiver has not closed; it takes twice as many
 MOST_BURNT = 4096  # ids that were refused unseen; only a receiver that errs refuses so many
 MOST_SAID = 4096  # transfers closed out of order: a Closed that is lost goes again within a round trip
+COPIES_APART = 1 / 16  # of the round trip: no burst of loss that is borne takes two copies of a repair
 TAIL_SECONDS = 0.01  # beyond a round trip, in which what is lost at the end cannot come again in time
 
 
@@ -73,8 +74,9 @@ class Sender:
         """Datagrams that were sent again."""
         return self._closed_retransmitted + sum(each.repaired for each in self._begun.values())
 
-    def next(self, now: float, control: RateControl, burst: float) -> Outgoing | None:
-        """The transfer whose turn it is; its window may begin here."""
+    def next(self, now: float, control: RateControl, loss: float, burst: float) -> Outgoing | None:
+        """The transfer whose turn it is; its window may begin here. `loss` is the path's, in bursts of so
+        many datagrams."""
         for outgoing in self._begun.values():
             if outgoing.repairs:
                 return outgoing
@@ -88,7 +90,8 @@ class Sender:
         self._begun[transfer] = outgoing
         decision = control.begin_window(now)
         span = RTT_SHARE * control.srtt + 4 * control.rttvar + TAIL_SECONDS
-        outgoing.begin(control.loss, burst, math.ceil(span * decision.rate / outgoing.size))
+        tail = math.ceil(span * decision.rate / outgoing.size)
+        outgoing.begin(loss, burst, tail, COPIES_APART * control.srtt)
         return outgoing
 
     def handle_acked(self, transfer: int, items: Items) -> None:
@@ -150,15 +153,15 @@ class Sender:
         return [each for each in ready if each is not None]
 
     @property
-    def remind_at(self) -> float:
-        """When a receiver is to be reminded of a transfer that it has not closed."""
-        return min((each.remind_at for each in self._begun.values()), default=math.inf)
+    def due(self) -> float:
+        """When `poll` has something to do."""
+        return min((each.due for each in self._begun.values()), default=math.inf)
 
-    def remind(self, now: float) -> None:
-        """Reminds it."""
+    def poll(self, now: float) -> None:
+        """Has go again what is due, and reminds a receiver of transfers that it has not closed."""
         for outgoing in self._begun.values():
-            if now >= outgoing.remind_at:
-                outgoing.remind()
+            if now >= outgoing.due:
+                outgoing.poll(now)
 
     def probe(self, transfer: int, item: int) -> bool:
         """Sends an item again, if it is worth it."""

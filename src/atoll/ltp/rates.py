@@ -30,14 +30,17 @@ class Seen:
     quiet_rounds: int  # without a loss, in a row
     target: float
     fill_above: float
+    own: float = 0.0  # what the path is known to lose at any rate: it says nothing of the rate
+    burst: float = 1.0  # packets lost in a row, at the mean
 
     @property
     def loss(self) -> float:
-        return self.lost / self.counted if self.counted else 0.0
+        """Beyond the path's own."""
+        return max(0.0, self.lost / self.counted - self.own) if self.counted else 0.0
 
     @property
     def above_fill(self) -> bool:
-        return surely_above(self.lost, self.counted, self.fill_above)
+        return surely_above(self.lost, self.counted, self.own + self.fill_above, self.burst)
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,17 @@ def decide(seen: Seen, table: Sequence[Row] = TABLE) -> Row:
     raise LookupError(f"no row of the rate table holds for {seen}")
 
 
-def surely_above(lost: int, counted: int, share: float) -> bool:
+def surely_above(lost: int, counted: int, share: float, burst: float = 1.0) -> bool:
     """Whether so many lost mean a rate of loss above `share`, and not chance (a score test of `SURE`).
 
     Without it a path that loses exactly the fill threshold at random would be halved every other time, and a
     few packets on their way would be halved for one of them.
     """
-    if lost < LEAST_LOST:
-        return False
-    chance = SURE * math.sqrt(share * (1.0 - share) / counted)
-    return lost / counted > share + chance
+    return lost >= LEAST_LOST and lost / counted > share + SURE * deviation(share, counted, burst)
+
+
+def deviation(share: float, counted: int, burst: float) -> float:
+    """The standard deviation of the share that is lost of so many packets, where `share` is lost at the mean,
+    in bursts of so many (a Gilbert chain: of so many packets a burst is one event)."""
+    correlated = max(2.0 * burst * (1.0 - share) - 1.0, 1.0)
+    return math.sqrt(share * (1.0 - share) * correlated / counted)

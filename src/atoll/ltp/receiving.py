@@ -122,9 +122,10 @@ class Incoming:
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
         self._count, self._highs_there = 0, 0
+        self._least_lows = least(settings.usable, self.blocks - self.highs)
         self._furthest = -1  # the highest index that came
         self._watched: Mask | None = None  # high blocks that were passed by, by index
-        self._groups = _Coded(self.blocks, self.highs, payload + SLICE.itemsize - CODED_FROM)
+        self._groups = _Coded(self.blocks, payload + SLICE.itemsize - CODED_FROM)
         self._grace_at = self._deadline_at = self._need_at = math.inf
 
     def _check_size(self, payload: int, extent: Extent | None, most_bytes: int) -> None:
@@ -154,6 +155,15 @@ class Incoming:
         return self._highs_there == self.highs
 
     @property
+    def _usable(self) -> bool:
+        """Whether low blocks are there as are to be."""
+        return self._count - self._highs_there >= self._least_lows
+
+    @property
+    def _has_enough(self) -> bool:
+        return self.whole and self._usable
+
+    @property
     def bytes(self) -> int:
         """That it takes: blocks and parity."""
         return self._memory.nbytes + self._groups.bytes
@@ -179,7 +189,7 @@ class Incoming:
             )  # it follows all data
         else:
             self._place_blocks(slices, batch.elements)
-        if self._groups.parities and self._highs_there < self.highs:
+        if self._groups.parities and not self._has_enough:
             self._restore(drops)
 
     def _check_alike(self, slices: Records) -> None:
@@ -251,8 +261,10 @@ class Incoming:
         self._scale[place] = scale
 
     def _restore(self, drops: Counter[str]) -> None:
-        """Has the code give back what it can."""
+        """Has the code give back what it can, as long as something is wanting."""
         for group in self._groups.restorable(self._there):
+            if self._has_enough:
+                return
             members = self._groups.members(group, self._there)
             places = self._place[members]
             heads = self._groups.heads[members]
@@ -271,7 +283,8 @@ class Incoming:
             batch = Datagrams(Kind.DATA, frames)
             slices = batch.slices
             slices["group"], slices["place"], slices["data"], slices["parity"] = NO_GROUP, 0, 0, 0
-            slices["flags"] = HIGH | (RELIABLE if self.reliable else 0)
+            index = np.minimum(slices["index"], self.blocks - 1)
+            slices["flags"] = np.where(self._high_at[index], HIGH, 0) | (RELIABLE if self.reliable else 0)
             good = restored_untrusted(batch, drops)
             if not good.all():
                 raise RefusedError(f"transfer {self.transfer}: what its parity restores is no block")
@@ -297,7 +310,7 @@ class Incoming:
         patience = NEED_RTTS * srtt + DEVIATIONS * rttvar + spread
         whole = self.whole
         lows, lows_there = self.blocks - self.highs, self._count - self._highs_there
-        usable = lows_there >= least(self.settings.usable, lows)
+        usable = self._usable
         if whole:
             self._set_deadlines(now, usable, rates, srtt, spread)
         else:
@@ -419,10 +432,10 @@ class Incoming:
 class _Coded:
     """What came of a transfer's groups of forward error correction."""
 
-    def __init__(self, blocks: int, highs: int, width: int) -> None:
+    def __init__(self, blocks: int, width: int) -> None:
         self.parities = 0
         self.heads = np.zeros((0, 0), dtype=np.uint8)  # the coded half of SLICE, by index, once one came
-        self._blocks, self._highs, self._most = blocks, highs, min(highs, NO_GROUP)
+        self._blocks, self._most = blocks, min(blocks, NO_GROUP)
         self._width = width
         self._group = np.zeros(0, dtype=np.int64)  # by index
         self._place = np.zeros(0, dtype=np.int64)
@@ -446,13 +459,13 @@ class _Coded:
         self.heads[index] = raw[:, CODED_FROM:]
 
     def add_parity(self, slices: Records, coded: Bytes) -> bool:
-        """Parity that came; a copy is kept, of no more than there are high blocks: with more, nothing else
+        """Parity that came; a copy is kept, of no more than there are blocks: with more, nothing else
         could be restored. Returns whether any was."""
         self._open()
         self._learn(slices)
         before = self.parities
         for row, group, place in zip(coded, slices["group"].tolist(), slices["place"].tolist(), strict=True):
-            if self.parities >= self._highs:
+            if self.parities >= self._blocks:
                 break
             rows = self._parity.setdefault(group, {})
             if place not in rows:

@@ -6,6 +6,7 @@ Items are the transfer's datagrams: data by index (atoll.ltp.order), then parity
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from atoll.ltp import fec
 from atoll.ltp.closing import least
 from atoll.ltp.events import Delivered, Mask, Values
 from atoll.ltp.order import ELEMENTS, high_indices, places_of
+from atoll.ltp.protecting import Part, Protection
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
     CODED_FROM,
@@ -36,6 +38,8 @@ Items = npt.NDArray[np.int64]
 
 UNSENT, FLYING, THERE, GONE, WANTED = 0, 1, 2, 3, 4  # GONE: lost, or left out, and not to be sent (again)
 REMIND_SECONDS, MOST_REMIND_SECONDS = 1.0, 8.0  # without the receiver's word, once all was sent; doubled
+LATE_LOST = 1e-4  # the chance that all copies of a repair are lost that goes within the last round trip
+MOST_COPIES = 4
 _BODY = HEADER.itemsize
 _ELEMENTS = HEADER.itemsize + SLICE.itemsize
 
@@ -85,8 +89,8 @@ class Outgoing:
         self._high_indices = high_indices(self.blocks, self.highs)
         self._high_at[self._high_indices] = True
         self._slices = self._describe(int(element))
-        self._groups: fec.Groups | None = None
-        self._protected: Items = np.zeros(0, dtype=np.int64)
+        self._counted = np.zeros(self.blocks, dtype=np.bool_)  # by index: its elements that are not 0
+        self._protection: Protection | None = None
         self._group: Items = np.full(self.blocks, -1, dtype=np.int64)  # by item
         self._parity = np.zeros((0, 0), dtype=np.uint8)
         self._state: Bytes = np.zeros(self.blocks, dtype=np.uint8)
@@ -99,24 +103,33 @@ class Outgoing:
         self._wanted = 0
         self._lows_gone = 0
         self._lows_borne = (self.blocks - self.highs) - least(settings.usable, self.blocks - self.highs)
+        self._low_reserve = 0  # of those: what the last round trip, from this block on, may lose
+        self._tail = 0  # datagrams that a round trip carries
+        self._tail_from = self.blocks
+        self._late_copies, self._apart = 1, 0.0  # of a repair within the last round trip, and seconds between
+        self._later: deque[tuple[float, Items]] = deque()  # when these go once more
+        self._repeated: Items = np.zeros(self.blocks, dtype=np.int64)  # copies beyond the first
         self._missing = np.zeros(self.blocks, dtype=np.bool_)  # by index
         self._parts: set[int] = set()
 
     # -- what goes ------------------------------------------------------------------------------------------
 
-    def begin(self, loss: float, burst: float, tail: int) -> str:
+    def begin(self, loss: float, burst: float, tail: int, apart: float = 0.0) -> str:
         """Its window begins. `loss` and `burst` are the path's; `tail` is datagrams that a round trip
-        carries: the high ones among the last so many get parity, for a repair of those would come after the
-        end."""
+        carries: the last so many get parity, for a repair of those would come after the end, and what is
+        repaired by then goes in several copies, `apart` seconds from each other."""
         self.begun = True
-        protected = self._high_indices[self._high_indices >= self.blocks - tail]
-        if not self.settings.redundancy or not len(protected):
+        if not self.settings.redundancy:
             return "no forward error correction"
-        count = len(protected)
-        groups = fec.plan_groups(count, loss, burst, apart=self.blocks / self.highs)
-        if groups.parity:
-            self._protect(protected, groups)
-        return groups.reason
+        if 0.0 < loss < 1.0:
+            self._late_copies = min(math.ceil(math.log(LATE_LOST) / math.log(loss)), MOST_COPIES)
+        self._tail, self._apart = tail, apart
+        protection = Protection(self._high_at, tail, self._lows_borne, loss, burst)
+        self._low_reserve = min(math.ceil(protection.lost), self._lows_borne)
+        self._tail_from = protection.begin
+        if protection.parts:
+            self._protect(protection)
+        return protection.reason
 
     @property
     def items(self) -> int:
@@ -149,6 +162,7 @@ class Outgoing:
             items = self._take_repairs(most)
             if len(items):
                 more = min(most - len(items), self.blocks - self._next)
+                self._repeat(now, items)
                 if more > 0 and not self.stopped:  # a burst costs the same with few as with many
                     items = np.concatenate((items, np.arange(self._next, self._next + more)))
                     self._next += more
@@ -172,13 +186,39 @@ class Outgoing:
 
     def _take_repairs(self, most: int) -> Items:
         wanted = np.flatnonzero(self._state[: self.blocks] == WANTED)
-        if self._groups is not None:
+        if self._protection is not None:
             useless = self._restorable(wanted) & ~self._asked[wanted]
             self._state[wanted[useless]] = GONE
+            self._lows_gone += int(np.count_nonzero(~self._high_at[wanted[useless]]))
             wanted = wanted[~useless]
         self._wanted = max(len(wanted) - most, 0)
         self.repaired += min(len(wanted), most)
         return wanted[:most]
+
+    def _repeat(self, now: float, repairs: Items) -> None:
+        """What is lost of repairs within the last round trip could not be repaired in time."""
+        if self._late_copies < 2 or self.items - self._next > self._tail:
+            return
+        again = repairs[self._high_at[repairs] & (self._repeated[repairs] + 1 < self._late_copies)]
+        if len(again):
+            self._repeated[again] += 1
+            self._later.append((now + self._apart, again))
+
+    @property
+    def due(self) -> float:
+        """When `poll` has something to do."""
+        if self.closed is not None:
+            return math.inf
+        return min(self.remind_at, self._later[0][0] if self._later else math.inf)
+
+    def poll(self, now: float) -> None:
+        """Has go again what is due."""
+        while self._later and now >= self._later[0][0]:
+            items = self._later.popleft()[1]
+            if not self.stopped or self.settings.close_high < 1.0:
+                self._want(items[self._state[items] == FLYING])
+        if now >= self.remind_at:
+            self.remind()
 
     def _gone_out(self, now: float, kind: Kind, items: Items) -> tuple[Kind, Items]:
         self._state[items] = FLYING
@@ -193,6 +233,7 @@ class Outgoing:
         if kind is Kind.PARITY:
             self._write_parity(items, frames)
             return
+        self._count_nonzero(items)
         frames[:, _BODY:_ELEMENTS] = self._slices[items]
         target = frames[:, _ELEMENTS : _ELEMENTS + self._payload]
         places = self._places[items]
@@ -228,22 +269,19 @@ class Outgoing:
         self._state[items] = THERE
 
     def handle_lost(self, items: Items) -> int:
-        """These were lost: high ones go again unless the receiver can restore them, low ones only where the
-        transfer would not be usable. Returns how many can be restored."""
+        """These were lost: high ones go again unless the receiver may restore them, low ones only where the
+        transfer would not be usable. Returns how many it can restore for sure."""
         np.subtract.at(self._copies, items, 1)
         items = np.unique(items)
         lost = items[(self._state[items] == FLYING) & (self._copies[items] <= 0)]
         self._state[lost] = GONE
         data = lost[lost < self.blocks]
-        high = data[self._high_at[data]]
-        self._lows_gone += len(data) - len(high)
-        restorable = self._restorable(high)
-        again = high[~restorable]
-        if self.stopped and self.settings.close_high >= 1.0:
-            again = again[:0]  # the receiver has said that it can restore them
-        self._want(again)
+        self._repeated[data] = 0
+        self._lows_gone += int(np.count_nonzero(~self._high_at[data]))
+        # Of a group that has lost one more, others that were lost may not be restorable any more.
+        self._repair_high(np.flatnonzero(self._gone) if (self._group[lost] >= 0).any() else data)
         self._repair_low()
-        return int(np.count_nonzero(restorable))
+        return int(np.count_nonzero(self._restorable(data)))
 
     def handle_early(self, reason: str) -> None:
         """The receiver has enough: no low block goes any more, and high ones only where it has not all."""
@@ -307,23 +345,41 @@ class Outgoing:
         self._state[items] = WANTED
         self._wanted += len(items)
 
+    @property
+    def _gone(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self._state[: self.blocks] == GONE)
+
+    def _repair_high(self, lost: Items) -> None:
+        """High ones of these go again that the receiver cannot restore any more, whatever comes."""
+        if self.stopped and self.settings.close_high >= 1.0:
+            return  # the receiver has said that it can restore them
+        high = lost[self._high_at[lost]]
+        self._want(high[~self._in_groups(high, self._state != GONE)])
+
     def _repair_low(self) -> None:
-        excess = self._lows_gone - self._lows_borne
-        if excess <= 0 or self.stopped or not self.settings.repair_low:
+        """As many low blocks go again as are too many to be borne, with those that the last round trip may
+        lose, which cannot be repaired in time. Those that the receiver may yet restore are not lost."""
+        if (
+            self._lows_gone + self._low_reserve <= self._lows_borne
+            or self.stopped
+            or not self.settings.repair_low
+        ):
             return
-        gone = (self._state[: self.blocks] == GONE) & ~self._high_at
-        self._want(np.flatnonzero(gone)[:excess])
+        gone = np.flatnonzero(self._gone & ~self._high_at)
+        gone = gone[~self._in_groups(gone, self._state != GONE)]
+        before = int(np.searchsorted(gone, self._tail_from))
+        excess = max(len(gone), before + self._low_reserve) - self._lows_borne
+        self._want(gone[: max(excess, 0)])
 
     def _restorable(self, items: Items) -> npt.NDArray[np.bool_]:
         """Which of these blocks the receiver can restore from what was acknowledged of their group."""
-        if self._groups is None or not len(items):
+        return self._in_groups(items, self._state == THERE)
+
+    def _in_groups(self, items: Items, there: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which of these blocks could be restored if just the items `there` came."""
+        if self._protection is None or not len(items):
             return np.zeros(len(items), dtype=np.bool_)
-        there = self._group[(self._state == THERE) & (self._group >= 0)]
-        enough = np.bincount(there, minlength=self._groups.count) >= self._groups.data_of(
-            np.arange(self._groups.count)
-        )
-        group = self._group[items]
-        return np.asarray((group >= 0) & enough[group])
+        return self._protection.could_restore(self._group[items], self._group[there & (self._group >= 0)])
 
     def _set_values(self, values: Values) -> None:
         self.values = values
@@ -350,50 +406,54 @@ class Outgoing:
         slices["count"] = np.where(
             self._places < self.blocks - 1, self.block, len(self.values) - (self.blocks - 1) * self.block
         )
-        slices["nonzero"] = np.where(self._high_at, self._nonzero()[self._places], NOT_SAID)
+        slices["nonzero"] = NOT_SAID  # of high ones it is counted when they are sent
         return slices.view(np.uint8).reshape(self.blocks, SLICE.itemsize)
 
-    def _nonzero(self) -> npt.NDArray[np.int64]:
-        """How many elements of each block are not 0, by place; of low ones nothing is said."""
-        counts = np.zeros(self.blocks, dtype=np.int64)
-        whole = np.flatnonzero(self.high[: len(self._body)])
-        rows = self._body.view(self.values.dtype)
-        counts[whole] = np.count_nonzero(rows if len(whole) == len(rows) else rows[whole], axis=1)
+    def _count_nonzero(self, items: Items) -> None:
+        """How many elements of these blocks are not 0; of low ones nothing is said."""
+        fresh = items[self._high_at[items] & ~self._counted[items]]
+        if not len(fresh):
+            return
+        self._counted[fresh] = True
+        slices, places = self._slices.view(SLICE)[:, 0], self._places[fresh]
+        whole = places < len(self._body)
+        rows = self._body[places[whole]].view(self.values.dtype)
+        slices["nonzero"][fresh[whole]] = np.count_nonzero(rows, axis=1)
         if self._last is not None:
-            counts[-1] = np.count_nonzero(self._last.view(self.values.dtype))
-        return counts
+            slices["nonzero"][fresh[~whole]] = np.count_nonzero(self._last.view(self.values.dtype))
 
-    def _protect(self, protected: Items, groups: fec.Groups) -> None:
-        self._groups, self._protected = groups, protected
-        turn: Items = np.arange(len(protected))
+    def _protect(self, protection: Protection) -> None:
+        self._protection = protection
         slices = self._slices.view(SLICE)[:, 0]
-        slices["group"][protected] = turn % groups.count
-        slices["place"][protected] = turn // groups.count
-        slices["data"][protected] = groups.data_of(turn % groups.count)
-        slices["parity"][protected] = groups.parity
-        parities = groups.count * groups.parity
-        self._group[protected] = turn % groups.count
-        self._group = np.concatenate((self._group, np.arange(parities) % groups.count))
+        for part in protection.parts:
+            group = part.turns % part.groups.count
+            slices["group"][part.blocks] = part.first_group + group
+            slices["place"][part.blocks] = part.turns // part.groups.count
+            slices["data"][part.blocks] = part.groups.data_of(group)
+            slices["parity"][part.blocks] = part.groups.parity
+        self._group = protection.group_of_items()
+        parities = protection.parities
         self._state = np.concatenate((self._state, np.zeros(parities, dtype=np.uint8)))
         self._copies = np.concatenate((self._copies, np.zeros(parities, dtype=np.int64)))
         self._sent_at = np.concatenate((self._sent_at, np.zeros(parities)))
         self._parity = np.zeros((parities, self.size - SEAL_BYTES - _BODY), dtype=np.uint8)
 
     def _write_parity(self, items: Items, frames: Bytes) -> None:
-        assert self._groups is not None
-        turns = items - self.blocks
-        for group in turns[turns < self._groups.count].tolist():
-            self._encode(group)
-        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[turns]
+        assert self._protection is not None
+        for item in items.tolist():
+            part = self._protection.part_of(item)
+            if item < part.first_item + part.groups.count:
+                self._encode(part, item - part.first_item)
+        frames[:, _BODY : self.size - SEAL_BYTES] = self._parity[items - self.blocks]
 
-    def _encode(self, group: int) -> None:
+    def _encode(self, part: Part, group: int) -> None:
         """The parity of one group, all of it, when its first is sent."""
-        assert self._groups is not None
-        count, parity = self._groups.count, self._groups.parity
-        members = self._protected[group::count]
+        count, parity = part.groups.count, part.groups.parity
+        members = part.blocks[group::count]
         frames = np.empty((len(members), self.size), dtype=np.uint8)
         self.write(Kind.DATA, members, frames)
-        rows = self._parity[group::count]
+        first = part.first_item - self.blocks
+        rows = self._parity[first + group : first + part.parities : count]
         rows[:, :CODED_FROM] = frames[0, _BODY : _BODY + CODED_FROM]
         rows[:, CODED_FROM:] = fec.encode(frames[:, _BODY + CODED_FROM : self.size - SEAL_BYTES], parity)
         slices = rows[:, : SLICE.itemsize].view(SLICE)[:, 0]

@@ -51,7 +51,6 @@ class Told:
     acked_bytes: int = 0
     acked_count: int = 0
     lost_count: int = 0
-    spurious: int = 0
     runs: int = 0  # of lost numbers that follow one another
     rtt: float | None = None
     exact: bool = False  # the largest that the Ack names is the newest of `acked`
@@ -120,7 +119,7 @@ class SentRecords:
         fresh = np.flatnonzero(came & (state == IN_FLIGHT)) + rows.start
         wrongly = np.flatnonzero(came & (state == LOST)) + rows.start
         if len(wrongly):
-            self._learn_reordering(now, wrongly, told)
+            self._learn_reordering(now, wrongly)
         newly = np.concatenate((fresh, wrongly)) if len(wrongly) else fresh
         if len(newly):
             sizes = int(self._size[fresh].sum())
@@ -193,8 +192,7 @@ class SentRecords:
         told.runs += 1 + int(np.count_nonzero(np.diff(lost) > 1))
         told.lost = self._by_transfer(lost)
 
-    def _learn_reordering(self, now: float, wrongly: Items, told: Told) -> None:
-        told.spurious = len(wrongly)
+    def _learn_reordering(self, now: float, wrongly: Items) -> None:
         window = self.next - self._oldest + 1.0
         extent = float(self.largest_acked - self._first - int(wrongly[0]) + 1)
         self.reorder = max(self.reorder, min(extent, max(window, 1.0)))

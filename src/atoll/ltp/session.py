@@ -16,7 +16,6 @@ import numpy as np
 from atoll.core.errors import UserError
 from atoll.ltp.acks import Arrivals, ack_delay
 from atoll.ltp.arriving import MOST_BYTES, Receiver
-from atoll.ltp.controls import Handled, Message, Outbox
 from atoll.ltp.events import (
     Arrived,
     Asked,
@@ -36,13 +35,13 @@ from atoll.ltp.flights import BURST_SECONDS, MOST_LATE, Flights, Heard
 from atoll.ltp.grants import ASK_SECONDS
 from atoll.ltp.leaving import Sender
 from atoll.ltp.order import Extent
+from atoll.ltp.outbox import Handled, Message, Outbox
 from atoll.ltp.paths import Paths
 from atoll.ltp.sending import Items
 from atoll.ltp.sent import ACK, CONTROL, Told
 from atoll.ltp.settings import Settings
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import (
-    LTP_VERSION,
     MOST_STRIPES,
     SEAL_BYTES,
     Bytes,
@@ -75,7 +74,6 @@ from atoll.wire.linkcontrol import (
 __all__ = ["Arrived", "Asked", "Burst", "Delivered", "Event", "Lost", "Migrated", "Opened", "Refused"]
 __all__ += ["Session", "Status", "StripeChanged"]
 
-PROBES = 2  # datagrams that a probe timeout sends past rate and window (RFC 9002, 6.2.4)
 KEEP_ALIVE_SHARE = 1 / 3  # of the idle time: a Ping or two may be lost
 ASK_AGAIN = ASK_SECONDS / 2  # while there is something to send: one of them may be lost
 BYE_COPIES = 3  # sent at once: it is not asked for again
@@ -129,7 +127,7 @@ class Session:
         self._turn = 0  # stripe whose turn it is
         if client:
             for stripe in range(stripes):
-                hello = Hello(sequence=self._outbox.sequence, version=LTP_VERSION)
+                hello = Hello(sequence=self._outbox.sequence)
                 self._outbox.put(padded(hello, settings.datagram_bytes), stripe=stripe)
 
     # -- what the application does --------------------------------------------------------------------------
@@ -212,6 +210,7 @@ class Session:
             borne=receiver.borne,
             filled=receiver.filled,
             reason=control.decision.reason,
+            target_reason=control.target_reason,
         )
 
     @property
@@ -303,8 +302,6 @@ class Session:
                 self._ask_at = now
         elif isinstance(message, Ask):
             self._events.append(Asked(message.size, f"the other end has {message.size} B to send"))
-        elif isinstance(message, Hello) and message.version != LTP_VERSION:
-            self.close(now, f"version {message.version} of the protocol, where this end has {LTP_VERSION}")
         elif isinstance(message, Bye):
             self._end(f"the other end has closed it: {message.reason}")
 
@@ -377,7 +374,7 @@ class Session:
         ]
         if any(self._flights.key_asks(stripe) for stripe in range(len(self._paths))):
             return -math.inf
-        waits += [self._receiver.deadline, self._sender.remind_at, self._ask_due]
+        waits += [self._receiver.deadline, self._sender.due, self._ask_due]
         if (
             self._sender.ready
             and self._flights.room > 0
@@ -403,8 +400,8 @@ class Session:
             self._probe(now)
         if now >= self._flights.stripes_at:
             self._poll_stripes(now)
-        if now >= self._sender.remind_at:
-            self._sender.remind(now)
+        if now >= self._sender.due:
+            self._sender.poll(now)
         if now >= self._ask_due:
             self._ask_on(now)
         for stripe in range(len(self._paths)):
@@ -439,7 +436,7 @@ class Session:
 
     def _probe(self, now: float) -> None:
         """Has the oldest of what is on its way sent again, past rate and window."""
-        for stripe, transfer, item in self._flights.handle_timeout(now, PROBES):
+        for stripe, transfer, item in self._flights.handle_timeout(now):
             if transfer == CONTROL and self._outbox.resend(item):
                 continue
             if transfer < 0 or not self._sender.probe(transfer, item):
@@ -529,7 +526,7 @@ class Session:
         way = self._stripe_for(self.settings.datagram_bytes)
         if way is None and self._sender.ready:  # no address takes it: a window does not begin before one does
             return None
-        outgoing = self._sender.next(now, self.control, self._flights.burst_length)
+        outgoing = self._sender.next(now, self.control, self._flights.likely_loss, self._flights.burst_length)
         if outgoing is None or way is None:
             self._flights.handle_limited()
             self._flights.probes = 0

@@ -6,6 +6,7 @@ arrival: the memoryview keeps the message alive.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import itertools
@@ -43,6 +44,10 @@ _PROBE_SECONDS = 0.5
 _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
 _NOT_YET = "not connected yet"
+_NO_KEYS = "takes no key: it was started without"
+# A ZeroMQ's greeting (RFC 23): a signature, which it sends unasked; then, to one who has sent his, its
+# version and how it lets others in.
+_SIGNATURE, _MECHANISM = b"\xff" + bytes(8) + b"\x7f", slice(12, 32)
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 # What a client takes note of.
@@ -378,9 +383,7 @@ class Client(Endpoint):
             self._refuse("refuses this key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
             no_key = self._keys is None
-            self._refuse(
-                "wants a key: give the run's key file" if no_key else "takes no key: it was started without"
-            )
+            self._refuse("wants a key: give the run's key file" if no_key else _NO_KEYS)
         elif event == zmq.EVENT_DISCONNECTED:
             self._losses += self._linked
             # Before the end of a handshake there are several causes: see _probe.
@@ -401,8 +404,8 @@ class Client(Endpoint):
         self._refusal = f"{self.name} at {self.address} {how}"
 
     def _probe(self, hung_up: bool) -> None:
-        """Ask the port what it is. A server with another key hangs up without a word, and so does a tunnel
-        to a server that is not up yet: the first ten bytes tell, which every ZeroMQ sends at once (RFC 23).
+        """Ask the port what it is. A server with another key, or without, hangs up without a word, and so
+        does a tunnel to a server that is not up yet: its greeting tells, which every ZeroMQ sends (RFC 23).
 
         A ZeroMQ that has not hung up may only be far away: a handshake takes four round trips.
         """
@@ -411,7 +414,7 @@ class Client(Endpoint):
             return  # silence: perhaps it comes yet
         if re.match(rb"\xff.{8}[\x7f\x01]", greeting, re.DOTALL):
             if self._keys is not None and hung_up:
-                self._refuse("refuses this key")
+                self._refuse(_NO_KEYS if greeting[_MECHANISM].startswith(b"NULL") else "refuses this key")
         elif greeting:
             self._refuse("speaks no Atoll")
         else:
@@ -548,9 +551,21 @@ def _why_not_bound(address: str, number: int | None) -> str:
     return f"cannot listen at {address}: {zmq.strerror(number or 0)}"
 
 
+def _rest_of_greeting(link: sockets.socket) -> bytes:
+    """What a ZeroMQ says after its signature, up to how it lets others in; less, if it is slow."""
+    said, until = b"", time.monotonic() + _PROBE_SECONDS
+    with contextlib.suppress(OSError):
+        link.sendall(_SIGNATURE + b"\x03")
+        while (left := _MECHANISM.stop - len(_SIGNATURE) - len(said)) > 0 and time.monotonic() < until:
+            if not (more := link.recv(left)):
+                break
+            said += more
+    return said
+
+
 def _greeting_of(address: str) -> bytes | None:
-    """The first bytes that whoever listens at `address` says unasked; empty where it hangs up, None where it
-    is silent."""
+    """The first bytes that whoever listens at `address` says, unasked but for a ZeroMQ; empty where it hangs
+    up, None where it is silent."""
     place = host_and_port(address)
     try:
         if place is not None:
@@ -561,10 +576,13 @@ def _greeting_of(address: str) -> bytes | None:
             link.connect(address.removeprefix("ipc://"))
         with link:
             try:
-                return link.recv(10)
+                said = link.recv(10)
             except TimeoutError:
                 link.sendall(b"\r\n\r\n")  # a web server waits to be asked
                 return link.recv(10)
+            if said[:1] == _SIGNATURE[:1]:
+                said += _rest_of_greeting(link)
+            return said
     except TimeoutError:
         return None
     except OSError:

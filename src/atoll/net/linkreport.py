@@ -15,6 +15,7 @@ from atoll.ltp.settings import Settings
 SOONER = 0.9  # of TCP's median: below this the loss-tolerant transport is worth what it leaves out
 SHORTER_TAIL = 0.8  # of TCP's 99th percentile, where the medians are alike
 USABLE = Settings().usable
+_RELIABLE = "ltp:reliable"
 _CLOCK_READINGS = 32
 _CLOCK_SECONDS = 60.0  # by then two clocks may have drifted a few milliseconds apart
 
@@ -153,7 +154,7 @@ class LinkReport:
     def lines(self) -> list[str]:
         """A table, what is to be said of it, and which transport to take."""
         head = f"{self.address}: round trip {format_seconds(self.round_trip)}"
-        head += f"; transfers of {self.size / 1e6:g} MB; until usable:"
+        head += f"; transfers of {_shown(self.size)}; until usable:"
         titles = [
             "transport",
             "median",
@@ -188,6 +189,13 @@ class LinkReport:
         return [head, *(line.rstrip() for line in table), *shorts, *stops, *self.notes, verdict]
 
 
+def _shown(size: int) -> str:
+    """Bytes in powers of ten, as rates are."""
+    if size < 1000:
+        return f"{size} B"
+    return f"{size / 1e6:g} MB" if size >= 10**5 else f"{size / 1e3:g} kB"
+
+
 def _row(outcome: Outcome) -> list[str]:
     made = outcome.to_json()
     if not outcome.turns:
@@ -217,33 +225,60 @@ def advise(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """Which transport to take, and why; no name where there is nothing to choose from.
 
     TCP delivers every byte and needs no choice of what matters, so what is only about as fast is not taken
-    in its place.
+    in its place. Those of its kind that are as fast as the one that is taken are named.
     """
     measured = [outcome for outcome in outcomes if outcome.turns]
     if not measured:
         return "", "nothing was measured"
     if len(measured) == 1:
         return "", f"only {measured[0].transport} was measured: nothing to compare it with"
+    taken, reason = _chosen(measured)
+    return taken.transport, reason + _caveat(taken) + _beside(taken, measured)
+
+
+def _chosen(measured: Sequence[Outcome]) -> tuple[Outcome, str]:
+    """The one to take, and why."""
     tcp = _best([each for each in measured if _is_tcp(each)])
     ltp = _best([each for each in measured if not _is_tcp(each)])
     if tcp is None or ltp is None:
         best = _best(measured)
         assert best is not None
-        return best.transport, "the shortest median" + _caveat(best)
+        return best, "the shortest median"
     ours, theirs = median(ltp.seconds), median(tcp.seconds)
     our_tail, their_tail = (nearest_rank(each.seconds, 0.99) for each in (ltp, tcp))
     if ours <= SOONER * theirs:
-        words = f"a transfer is usable {theirs / ours:.1f}x sooner than with {tcp.transport}"
-        return ltp.transport, words + _caveat(ltp)
+        return ltp, f"a transfer is usable {theirs / ours:.1f}x sooner than with {tcp.transport}"
     if ours <= theirs / SOONER and our_tail <= SHORTER_TAIL * their_tail:
-        return (
-            ltp.transport,
+        return ltp, (
             f"as fast as {tcp.transport} at the median, and {their_tail / our_tail:.1f}x sooner at the 99th "
-            f"percentile{_caveat(ltp)}",
+            "percentile"
         )
     if theirs <= SOONER * ours:
-        return tcp.transport, f"{ours / theirs:.1f}x sooner than {ltp.transport}, and every byte arrives"
-    return tcp.transport, f"about as fast as {ltp.transport}, and every byte arrives"
+        return tcp, f"{ours / theirs:.1f}x sooner than {ltp.transport}, and every byte arrives"
+    return tcp, f"about as fast as {ltp.transport}, and every byte arrives"
+
+
+def _beside(taken: Outcome, measured: Sequence[Outcome]) -> str:
+    """What is to be known of others of its kind: who ties with it, and what full reliability costs."""
+    others = [each for each in measured if each is not taken and _is_tcp(each) == _is_tcp(taken)]
+    if _is_tcp(taken):
+        ties = [each.transport for each in others if _ties(each, taken)]
+        names = " and ".join([", ".join(ties[:-1]), ties[-1]] if len(ties) > 1 else ties)
+        return f"; {names} {'are' if len(ties) > 1 else 'is'} about as fast" if ties else ""
+    if taken.transport == _RELIABLE:
+        return "; every byte arrives"
+    for each in others:
+        if _ties(each, taken):
+            return f"; {each.transport} is about as fast, and by it every byte arrives"
+        longer = median(each.seconds) / median(taken.seconds)
+        return f"; {each.transport}, by which every byte arrives, takes {longer:.1f}x as long"
+    return ""
+
+
+def _ties(one: Outcome, best: Outcome) -> bool:
+    """Whether it is about as fast as the one with the shortest median, and at the 99th percentile."""
+    tails = [nearest_rank(each.seconds, 0.99) for each in (best, one)]
+    return median(best.seconds) >= SOONER * median(one.seconds) and tails[0] >= SHORTER_TAIL * tails[1]
 
 
 def _caveat(outcome: Outcome) -> str:

@@ -8,6 +8,7 @@ part of it, which may be late on a link that loses packets.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import time
@@ -55,6 +56,7 @@ TRANSPORTS = "ltp, ltp:reliable, tcp, tcp:ALGORITHM (such as tcp:cubic)"
 _READINGS = 3  # of the clock, before each turn
 _LOOK_SECONDS = 0.05
 _SLOW_SECONDS = 5.0
+_LEAST_SILENCE = 3.0  # seconds: the server speaks each second, and one word may be late
 
 Values = npt.NDArray[np.float32]
 Answer = TypeVar("Answer", bound=Message)
@@ -69,7 +71,7 @@ class Wish:
     count: int = 20
     warm: int = 2  # transfers of each before those that count
     high: float = 0.2  # share of the blocks of high priority
-    timeout: float = 10.0  # seconds, for the server to answer
+    timeout: float = 10.0  # seconds, for the server to answer, and of its silence
     deadline: float = 120.0  # seconds, for one transfer
     budget: float = 300.0  # seconds, after which a transport makes no more transfers
     seed: int = 0
@@ -156,6 +158,7 @@ class LinkTester:
         self._numbers = itertools.count(1)
         self._taken: dict[tuple[int, int], Taken] = {}
         self._lost: dict[int, str] = {}  # flow: why
+        self._heard = math.inf  # when the server last said something; inf: not yet
         self._client = Client(address, keys, limit=FRAME, name=NAME)
         try:
             self._greet()
@@ -218,7 +221,9 @@ class LinkTester:
             self._client.check()
             if self._client.losses != self._losses:
                 raise PeerLostError(f"{NAME} at {self._client.address} is gone: the connection was lost")
+            self._check_silence()
             return None
+        self._heard = time.monotonic()
         try:
             message = decode_untrusted(received[0])
         except WireError as error:
@@ -230,6 +235,15 @@ class LinkTester:
         elif isinstance(message, FlowLost):
             self._lost[message.flow] = message.reason
         return message
+
+    def _check_silence(self) -> None:
+        """A link that is dead ends no connection: raises PeerLostError where the server says nothing."""
+        bound = max(self.test.timeout, _LEAST_SILENCE)
+        if time.monotonic() > self._heard + bound:
+            raise PeerLostError(
+                f"{NAME} at {self._client.address} is silent: nothing came for {bound:g} s (--timeout), "
+                "though it speaks each second"
+            )
 
     def read_clock(self) -> None:
         """Compare the clocks, by a few readings."""

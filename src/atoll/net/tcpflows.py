@@ -7,6 +7,7 @@ A connection says its token, and then its transfers, each its length (8 bytes, l
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import secrets
@@ -73,6 +74,11 @@ class TcpFlows:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"link server: another process has TCP port {port} of {host} already, to which transfers "
+                    "come (--listen's port and 1): give another port, or stop that one"
+                ) from None
             why = os.strerror(error.errno or 0)
             raise UserError(f"cannot take TCP connections at {host}:{port}: {why}") from None
         self._listener.setblocking(False)
@@ -304,6 +310,9 @@ class TcpSender:
         return int(sent), int(again)
 
     def close(self) -> None:
+        """End the connection. What has not left is thrown away, or it would be in the way of what is measured
+        next."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
 

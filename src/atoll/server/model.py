@@ -105,7 +105,7 @@ class Model:
 
     def __init__(self, setup: Setup, shard: int, *, configured: str = "", fused: bool = False) -> None:
         self.setup, self._configured, self._fused = setup, configured, fused
-        layout = _layout_untrusted(setup)
+        layout = self._layout = _layout_untrusted(setup)
         placed = _check(setup, layout, shard)
         self.holders = sorted(set(placed))
         self.optimizer = self._hold(layout)
@@ -424,7 +424,18 @@ class Model:
         ]
         if not action.losses:
             return weighted_mean(parts)
-        return weighted_mean(parts, [absent(each.get(chunk), self.extent(chunk)) for each in action.losses])
+        gaps = [
+            absent(each.get(chunk), self.extent(chunk), self._places(chunk, present))
+            for each, (_, _, present) in zip(action.losses, parts, strict=True)
+        ]
+        return weighted_mean(parts, gaps)
+
+    def _places(self, chunk: int, present: bytes) -> list[tuple[int, int]] | None:
+        """Where a contribution has gradients, begin and end, in order; None: everywhere."""
+        if all(present):
+            return None
+        slots = zip(self._layout.chunks[chunk].slots, present, strict=True)
+        return sorted((slot.offset, slot.offset + slot.numel) for slot, here in slots if here)
 
     def _step(self, action: StepChunks, before: Done, done: Done) -> None:
         assert self.mean is not None

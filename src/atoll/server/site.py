@@ -278,6 +278,8 @@ class SiteShard(Shard):
         upstream.on(messages.GiveState, self._handle_given_from_above)
         for number in self._meets:
             self._send_meet(upstream, number)
+        held = ", and what is lost is held back" if self._link.holds_back else ""
+        self._decide("link", self._link.transport, f"link.transport: to {len(addresses)} global shards{held}")
         return upstream
 
     def _where(self) -> list[str] | None:

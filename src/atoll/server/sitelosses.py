@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from atoll.chunks import Chunk
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
-from atoll.ltp.blocks import FLOATS, Importance, block_count, mean_abs
+from atoll.net.lossychunks import Priorities, why_not
 from atoll.net.tunnel import Lossy
 from atoll.tensors.heldback import HeldBack
-from atoll.wire.lost import flaw
+from atoll.wire.lost import flaw, missing_of
 from atoll.wire.messages import LostBlocks
-
-_MAY_BE_LOST = (*(str(dtype) for dtype in FLOATS), "bfloat16")
 
 
 class SiteLosses:
@@ -32,19 +29,15 @@ class SiteLosses:
 
     def __init__(self, chunks: Sequence[Chunk], link: LinkOptions) -> None:
         self._link = link
-        wrong = next((chunk.dtype for chunk in chunks if chunk.dtype not in _MAY_BE_LOST), "")
-        if link.lossy and wrong:
-            raise UserError(
-                f"the model has {wrong} parameters, and between sites link.transport 'ltp' may lose parts of "
-                f"{', '.join(_MAY_BE_LOST)} alone: set link.reliable to true, or link.transport to tcp"
-            )
+        for chunk in chunks:
+            if wrong := why_not(chunk.dtype, link):
+                raise UserError(f"a parameter in chunk {chunk.id} {wrong}")
         self._dtypes = {chunk.id: chunk.dtype for chunk in chunks}
         self._held = {chunk.id: HeldBack(chunk) for chunk in chunks} if link.holds_back else {}
-        self._importance: dict[int, Importance] = {}
+        self._priorities = Priorities(link.high)
         self._exchange = -1  # the iteration of the contribution that is under way
         self._sent: dict[int, Tensor] = {}  # of it, by chunk: as it was sent
         self._lost: dict[int, LostBlocks] = {}  # of it, by chunk
-        self._sizes: dict[int, float] = {}  # by chunk: of the latest sent, the sum of absolute values
         self._blocks: dict[tuple[int, bool], int] = {}  # lost since the beginning, by chunk; whether borne
 
     def outgoing(self, exchange: int, chunk: int, values: Tensor, present: bytes, weight: float) -> Tensor:
@@ -55,6 +48,8 @@ class SiteLosses:
         """
         if not self.may_lose(present, weight):
             return values
+        if exchange == self._exchange and chunk in self._sent:
+            return self._sent[chunk]
         self._exchange = exchange
         if chunk in self._held:
             values = self._held[chunk].outgoing(exchange, values, present, weight)
@@ -71,22 +66,14 @@ class SiteLosses:
         return self._link.lossy and weight > 0 and any(present)
 
     def how(self, chunk: int, block: int) -> Lossy | None:
-        """How the chunk may be sent that `outgoing` has given, in blocks of `block` elements: those with the
-        largest mean |g|, smoothed over iterations, must arrive. None: all of it must."""
+        """How the chunk may be sent that `outgoing` has given, in blocks of `block` elements. None: all of it
+        must arrive."""
         sent = self._sent.get(chunk)
         if sent is None:
             return None
         numbers = (sent.float() if sent.dtype == torch.bfloat16 else sent).numpy()
-        importance = self._importance.get(chunk)
-        if importance is None:
-            importance = self._importance[chunk] = Importance(block_count(len(numbers), block))
-        means = mean_abs(numbers, block)
-        importance.update(means)
-        self._sizes[chunk] = float(means[np.isfinite(means)].sum()) * block
-        share = self._link.high if self._link.high is not None else importance.derived_share()[0]
-        return Lossy(
-            chunk=chunk, iteration=self._exchange, dtype=self._dtypes[chunk], high=importance.high(share)
-        )
+        high = self._priorities.high(chunk, numbers, block)
+        return Lossy(chunk=chunk, iteration=self._exchange, dtype=self._dtypes[chunk], high=high)
 
     def told(self, exchange: int, chunk: int, lost: LostBlocks | None) -> None:
         """A global shard's answer says what was lost of the contribution that is under way. Raises RunError
@@ -102,8 +89,7 @@ class SiteLosses:
         step. It is over."""
         for chunk, lost in self._lost.items():
             sent = self._sent[chunk]
-            bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
-            missing = bits[: block_count(sent.numel(), lost.block)].astype(bool)
+            missing = missing_of(lost, sent.numel())
             key = chunk, not lost.counts
             self._blocks[key] = self._blocks.get(key, 0) + int(missing.sum())
             if chunk in self._held:
@@ -120,7 +106,7 @@ class SiteLosses:
             sum(self._blocks.get((chunk, kind), 0) for chunk in chunks) for kind in (True, False)
         )
         held = sum(self._held[chunk].size for chunk in chunks if chunk in self._held)
-        sent = sum(self._sizes.get(chunk, 0.0) for chunk in chunks)
+        sent = sum(self._priorities.size(chunk) for chunk in chunks)
         return borne, filled, held / sent if sent > 0 else 0.0
 
     # -- a journal's --------------------------------------------------------------------------------------

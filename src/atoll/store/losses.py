@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from atoll.wire.lost import Spans, lost_within, spans_of
 from atoll.wire.messages import Count, LostBlocks, run_of
+
+_NONE = np.zeros((0, 2), np.int64)
 
 
 class ChunkLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,12 +20,26 @@ class ChunkLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: dict[int, LostBlocks]
 
 
-def absent(loss: ChunkLoss | None, extent: int) -> Spans:
-    """The elements of a chunk of `extent` for which nothing stands that would count in a mean."""
-    spans: list[Spans] = [np.zeros((0, 2), np.int64)]
+def absent(loss: ChunkLoss | None, extent: int, places: Sequence[tuple[int, int]] | None = None) -> Spans:
+    """The elements of a chunk of `extent` for which nothing stands that would count in a mean.
+
+    `places`: where the contribution has gradients, begin and end, in order; None: everywhere. Zeros elsewhere
+    are not sent for their values, and count whether they come or not.
+    """
+    spans: list[Spans] = [_NONE]
     if loss is not None:
         spans += [_spans(loss, share, extent) for share in sorted(loss.runs) if not loss.runs[share].counts]
-    return np.concatenate(spans)
+    whole = np.concatenate(spans)
+    return whole if places is None or not len(whole) else _within(whole, places)
+
+
+def _within(spans: Spans, places: Sequence[tuple[int, int]]) -> Spans:
+    """What of the spans lies in the places."""
+    found: list[Spans] = [_NONE]
+    for start, stop in places:
+        first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], stop)
+        found.append(spans[first:last].clip(start, stop))
+    return np.concatenate(found)
 
 
 def told_of(loss: ChunkLoss, extent: int, share: int, shares: int) -> LostBlocks | None:

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import PrepareError, RunError
-from atoll.ltp.blocks import FLOATS, Importance, Mask, block_count, mean_abs
+from atoll.net.lossychunks import Priorities, why_not
 from atoll.net.tunnel import Lossy
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.heldback import HeldBack
-from atoll.wire.lost import BORNE, flaw
+from atoll.wire.lost import BORNE, flaw, missing_of
 from atoll.wire.messages import LostBlocks
-
-_CAN_BE_LOSSY = {*(str(dtype) for dtype in FLOATS), "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ class LossyPushes:
                 _check(bound, options)
         if options.holds_back:
             self._held = {bound.chunk.id: HeldBack(bound.chunk) for bound in chunks}
-        self._importance: dict[int, tuple[int, Importance]] = {}  # by chunk: of the run from that element on
-        self._sizes: dict[int, float] = {}  # by chunk: of its latest gradient, the sum of absolute values
+        self._priorities = Priorities(options.high)
         self._sent: dict[tuple[int, int], _Sent] = {}  # by exchange and chunk, until it is answered
         self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
 
@@ -98,7 +94,8 @@ class LossyPushes:
             else:
                 sent = held.outgoing_again(exchange, gradient, along.get(chunk), weight, start=start)
         self._sent[exchange, chunk] = _Sent(sent, start)
-        high = self._high(chunk, start, sent, self._block_elements(bound.chunk.dtype))
+        numbers = (sent.float() if sent.dtype == torch.bfloat16 else sent).numpy()
+        high = self._priorities.high(chunk, numbers, self._block_elements(bound.chunk.dtype), start)
         return sent, Lossy(chunk=chunk, iteration=exchange, dtype=bound.chunk.dtype, high=high)
 
     def taken(self, exchange: int) -> dict[int, Tensor]:
@@ -120,8 +117,7 @@ class LossyPushes:
             raise RunError(
                 f"shard {self._shard_of[chunk]}, of chunk {chunk} of iteration {exchange}: {wrong}"
             )
-        bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
-        missing = bits[: block_count(elements, lost.block)].astype(bool)
+        missing = missing_of(lost, elements)
         size = max(1, self._block_elements(str(sent.values.dtype).removeprefix("torch.")) // lost.block)
         key = self._shard_of[chunk], lost.how == BORNE
         self._lost[key] = self._lost.get(key, 0) + -(-int(missing.sum()) // size)
@@ -149,36 +145,14 @@ class LossyPushes:
         """Of the gradients to one shard, up to now."""
         chunks = [chunk for chunk, place in self._shard_of.items() if place == shard]
         held = sum(self._held[chunk].size for chunk in chunks if chunk in self._held)
-        whole = sum(self._sizes.get(chunk, 0.0) for chunk in chunks)
+        whole = sum(self._priorities.size(chunk) for chunk in chunks)
         return Losses(
             borne=self._lost.get((shard, True), 0),
             filled=self._lost.get((shard, False), 0),
             held=held / whole if whole > 0 else 0.0,
         )
 
-    def _high(self, chunk: int, start: int, sent: Tensor, block: int) -> Mask:
-        """The blocks that must arrive: those with the largest mean |g|, smoothed over iterations. What is
-        held back counts, so that what was lost again and again arrives."""
-        means = mean_abs((sent.float() if sent.dtype == torch.bfloat16 else sent).numpy(), block)
-        found = self._importance.get(chunk)
-        if found is None or found[0] != start or found[1].blocks != len(means):
-            found = self._importance[chunk] = start, Importance(len(means))
-        importance = found[1]
-        importance.update(means)
-        self._sizes[chunk] = float(np.nansum(means, where=np.isfinite(means)) * block)
-        share = self._options.high if self._options.high is not None else importance.derived_share()[0]
-        return importance.high(share)
-
 
 def _check(bound: BoundChunk, options: LinkOptions) -> None:
-    dtype = bound.chunk.dtype
-    if dtype not in _CAN_BE_LOSSY:
-        raise PrepareError(
-            f"parameter {bound.names[0]!r} is {dtype}, and link.transport 'ltp' may lose parts of "
-            f"{', '.join(sorted(_CAN_BE_LOSSY))} alone: set link.reliable to true, or link.transport to tcp"
-        )
-    if options.fill == "rescale" and dtype == "bfloat16":
-        raise PrepareError(
-            f"parameter {bound.names[0]!r} is bfloat16, which link.fill 'rescale' cannot multiply on its "
-            "way: set link.fill to zero"
-        )
+    if wrong := why_not(bound.chunk.dtype, options):
+        raise PrepareError(f"parameter {bound.names[0]!r} {wrong}")

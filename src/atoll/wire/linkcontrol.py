@@ -40,7 +40,6 @@ class Hello(Control, frozen=True):
     """The client's first, to the server: its address is validated by the server's Challenge. `padding` makes
     the datagram whole, so that the server may answer three times as much, and the path's size is known."""
 
-    version: Annotated[int, Meta(ge=0, lt=256)]
     padding: Annotated[bytes, Meta(max_length=MOST_DATAGRAM_BYTES)] = b""
 
 

@@ -47,10 +47,15 @@ def flaw(lost: LostBlocks, extent: int) -> str:
     return ""
 
 
+def missing_of(lost: LostBlocks, extent: int) -> npt.NDArray[np.bool_]:
+    """By block of a payload of `extent` elements: whether it is lost."""
+    bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
+    return bits[: -(-extent // lost.block)].astype(np.bool_)
+
+
 def spans_of(lost: LostBlocks, extent: int, start: int = 0) -> Spans:
     """Where the lost blocks of a payload of `extent` elements lie, whose first is element `start`."""
-    bits = np.unpackbits(np.frombuffer(lost.missing, np.uint8), bitorder="little")
-    begins = np.flatnonzero(bits) * lost.block
+    begins = np.flatnonzero(missing_of(lost, extent)) * lost.block
     return start + np.stack([begins, np.minimum(begins + lost.block, extent)], axis=1)
 
 

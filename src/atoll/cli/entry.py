@@ -1,0 +1,16 @@
+"""The command's beginning: it may be stopped while the rest is imported, for some tenths of a second."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """The entry point; as `atoll.cli.app`: `main`, which it calls."""
+    try:
+        from atoll.cli import app
+    except KeyboardInterrupt:
+        print("atoll: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    app.main()

@@ -1,0 +1,156 @@
+"""What a path loses: of late, at any rate, and in which bursts; told by packets that came and that were lost.
+
+Source: S3, "The sender", 5. The table asks for loss over the last few round trips. What a path loses at any
+rate (the path's own: radio, a bad line) says nothing of the rate; it is known when half of the rate did not
+lessen it, while no queue stood.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, TypeAlias
+
+from atoll.ltp.rates import Seen, deviation, surely_above
+
+Verdict: TypeAlias = Literal["", "own", "lessened"]
+
+LOSS_ROUNDS = 4  # over which the path's loss is taken: "the last few"
+BASE_PACKETS = 1000  # of which a loss is told well enough to take the least of several
+BASE_SPANS = 32  # of so many packets and at least a round, over which the least is taken: several probes
+BASE_SURE = 2.0  # standard deviations by which the least of so many spans lies below their mean, by chance
+SURE_SPANS = 8  # after which the base may be more than FIRST_BASE: some spans were below the path's rate
+FIRST_BASE = 0.03
+MOST_BASE = 0.2  # of loss that is taken for the path's own, and not for the rate's
+SAME = 0.7  # of the loss at the full rate: when half of the rate leaves so much, it was not lessened
+MOST_BURST = 16.0  # packets lost in a row that are taken for one event: more is an overflow, or an outage
+TRIAL_PACKETS = 4000  # after which half of the rate has had its time to lessen a loss
+BURST_KEPT = 0.9  # of what is known of bursts, from one round with loss to the next
+
+
+class Losses:
+    """Packets that came and were lost, by round trip."""
+
+    def __init__(self) -> None:
+        self.acked = self.lost = 0  # in the round that runs
+        self.quiet_rounds = 0
+        self.base = 0.0  # the least loss of a span: what the path loses at any rate
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=LOSS_ROUNDS)
+        self._spans: deque[tuple[int, int]] = deque(maxlen=BASE_SPANS)  # (lost, counted)
+        self._span_acked = self._span_lost = 0
+        self._runs = 0
+        self._bursts = [0.0, 0.0]  # packets lost, and runs of them
+        self._trial: _Trial | None = None
+        self.own = 0.0  # what of it is proven to be the path's: half of the rate did not lessen it
+
+    def take(self, acked: int, lost: int, runs: int | None = None) -> None:
+        """`runs`: of lost packets that follow one another; by default each is lost alone."""
+        self.acked += acked
+        self.lost += lost
+        self._runs += lost if runs is None else runs
+        if lost:
+            self.quiet_rounds = 0
+
+    def end_round(self, free: bool = True) -> tuple[int, int]:
+        """Of the round that ended: (acked, lost). `free`: no queue stood in it, so that its bursts of losses
+        are the path's own and not an overflow's."""
+        ended = self.acked, self.lost
+        counted = self.acked + self.lost
+        if self.lost and free:
+            self._bursts = [
+                BURST_KEPT * known + new
+                for known, new in zip(self._bursts, (self.lost, self._runs), strict=True)
+            ]
+        if counted:
+            self._rounds.append(ended)
+            self._span_acked += self.acked
+            self._span_lost += self.lost
+            self._end_span()
+            if not self.lost:
+                self.quiet_rounds += 1
+        self.acked = self.lost = self._runs = 0
+        return ended
+
+    def _end_span(self) -> None:
+        counted = self._span_acked + self._span_lost
+        if counted >= BASE_PACKETS:
+            self._spans.append((self._span_lost, counted))
+            share = self._span_lost / counted
+            self._span_acked = self._span_lost = 0
+        elif not self._spans:
+            share = self._span_lost / counted
+        else:
+            return
+        if self._spans:
+            share = min(
+                lost / of + BASE_SURE * deviation(lost / of, of, self.burst) for lost, of in self._spans
+            )
+        most = MOST_BASE if len(self._spans) >= SURE_SPANS else max(FIRST_BASE, self.own)
+        self.base = min(most, share)
+        self.own = min(self.own, self.base)
+
+    @property
+    def burst(self) -> float:
+        """Packets that are lost in a row, at the mean."""
+        lost, runs = self._bursts
+        return min(max(lost / runs, 1.0), MOST_BURST) if runs else 1.0
+
+    def recent(self) -> tuple[int, int]:
+        """Of the last few round trips: (lost, counted)."""
+        lost = sum(each[1] for each in self._rounds) + self.lost
+        return lost, lost + sum(each[0] for each in self._rounds) + self.acked
+
+    @property
+    def share(self) -> float:
+        lost, counted = self.recent()
+        return lost / counted if counted else 0.0
+
+    def seen(self, target: float, fill_above: float) -> Seen:
+        """For the rate table."""
+        lost, counted = self.recent()
+        return Seen(lost, counted, self.quiet_rounds, target, fill_above, self.own, self.burst)
+
+    def forget(self) -> None:
+        """The rate was changed for this loss: what follows is judged anew."""
+        self._rounds.clear()
+        self.acked = self.lost = self.quiet_rounds = self._runs = 0
+
+    def beyond_own(self, lost: int, counted: int) -> bool:
+        """Whether a round lost more than the path does at any rate."""
+        return lost > 0 and (not self.own or surely_above(lost, counted, self.own, self.burst))
+
+    # Whether it is the path's own.
+
+    def begin_trial(self) -> None:
+        """The rate was halved for the loss of the last few rounds."""
+        lost, counted = self.recent()
+        self._trial = _Trial(lost / counted) if counted else None
+
+    def stop_trial(self) -> None:
+        self._trial = None
+
+    def try_round(self, acked: int, lost: int, fill_above: float) -> Verdict:
+        """A round at half of the rate, without a queue: whether that has lessened the loss, once it is told
+        from chance."""
+        trial = self._trial
+        if trial is None:
+            return ""
+        trial.lost += lost
+        trial.counted += acked + lost
+        share = trial.lost / max(trial.counted, 1)
+        sure = trial.counted and surely_above(trial.lost, trial.counted, fill_above, self.burst)
+        if not sure and trial.counted < TRIAL_PACKETS:
+            return ""
+        self._trial = None
+        if share < SAME * trial.before or share > MOST_BASE:
+            return "lessened"
+        self._spans.clear()
+        self._spans.append((trial.lost, trial.counted))
+        self._span_acked = self._span_lost = 0
+        self.base = self.own = share
+        return "own"
+
+
+class _Trial:
+    def __init__(self, before: float) -> None:
+        self.before = before
+        self.lost = self.counted = 0

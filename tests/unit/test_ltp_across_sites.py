@@ -1,0 +1,95 @@
+"""Transfers over long links in the virtual network: how soon they are usable, against what the link could do.
+
+The virtual link counts the headers of IP and UDP as a real one does. benchmarks/wan.py measures the same over
+real sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from atoll.ltp.events import Arrived, Delivered
+from atoll.ltp.settings import Settings
+from atoll.sim import LinkModel
+from atoll.testing.ltp import Pair
+from atoll.wire.datagrams import payload_bytes
+
+ROUND_TRIP = 0.04
+WARM = 10
+
+
+@dataclass
+class Path:
+    """A pair of ends that send transfers one after the other."""
+
+    pair: Pair
+    rate: float  # bytes per second
+    sent: int = 0
+
+    def transfer(self, size: int) -> tuple[float, Arrived]:
+        """Seconds until one of so many bytes was handed on; waits until nothing of it is under way."""
+        pair, elements = self.pair, size // 4
+        blocks = -(-elements // (payload_bytes(Settings().datagram_bytes) // 4))
+        rng = np.random.default_rng(self.sent)
+        assert pair.client.session is not None
+        pair.client.session.send(
+            pair.now,
+            0,
+            self.sent,
+            rng.standard_normal(elements, dtype=np.float32),
+            high=rng.permutation(blocks) < blocks // 5,
+        )
+        self.sent += 1
+        pair.server.events.clear()
+        took = pair.run_until(lambda: any(isinstance(event, Arrived) for event in pair.server.events))
+        pair.run_until(lambda: sum(isinstance(event, Delivered) for event in pair.client.events) == self.sent)
+        pair.run(2 * ROUND_TRIP)
+        return took, next(event for event in pair.server.events if isinstance(event, Arrived))
+
+    def least(self, size: int) -> float:
+        return size / self.rate + ROUND_TRIP
+
+
+def path(rate: float, outages: tuple[tuple[float, float], ...] = (), **qualities: float) -> Path:
+    link = LinkModel(rate=rate, delay=ROUND_TRIP / 2, queue=round(rate * ROUND_TRIP), **qualities)
+    return Path(Pair(link=link, outages=outages, seal=False), rate)
+
+
+@pytest.mark.parametrize(("size", "burst"), [(100_000, 1.0), (1_000_000, 8.0)])
+def test_a_short_transfer_over_a_path_that_loses_waits_for_no_repair(size: int, burst: float) -> None:
+    over = path(125e6, loss=0.03, burst=burst)
+    for _ in range(WARM):
+        over.transfer(size)
+    made = [over.transfer(size) for _ in range(30)]
+    ratios = sorted(took / over.least(size) for took, _ in made)
+    assert ratios[14] < 0.75  # half of the round trip, and little more than the bytes' time
+    assert ratios[26] < 1.0  # a repair would take a round trip more
+    # And that is not by handing on less than makes a transfer usable.
+    lows = [arrived.present[~arrived.high] for _, arrived in made]
+    assert sum(np.count_nonzero(there) >= 0.97 * len(there) for there in lows) >= 27
+
+
+def test_an_outage_is_over_within_a_few_round_trips() -> None:
+    over = path(25e6, outages=((20.0, 2.0),))
+    for _ in range(3):
+        over.transfer(20_000_000)
+    over.pair.run(20.0 - 0.4 - over.pair.now)
+    took, arrived = over.transfer(20_000_000)
+    assert took < 2.0 + over.least(20_000_000) + 7 * ROUND_TRIP
+    assert arrived.present[arrived.high].all()
+
+
+def test_what_an_outage_takes_makes_no_parity() -> None:
+    over = path(25e6, outages=((20.0, 2.0),))
+    over.transfer(5_000_000)
+    over.pair.run(20.0 - 0.1 - over.pair.now)
+    over.transfer(5_000_000)
+    assert over.pair.client.session is not None
+    assert over.pair.client.session.status().lost > 100
+    before = over.pair.client.sent
+    over.transfer(5_000_000)
+    blocks = 5_000_000 / payload_bytes(Settings().datagram_bytes)
+    assert over.pair.client.sent - before < 1.01 * blocks
