@@ -30,7 +30,8 @@ bench: $(READY)
 	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
 			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
-			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py; do \
+			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
+			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	@echo "== benchmarks/staleness.py --strategy ps-hra"; $(BIN)/python benchmarks/staleness.py --strategy ps-hra

@@ -350,6 +350,17 @@ def _transport_row(case: Record) -> list[str]:
     return [way, by, *times, str(case["again"]), str(case["transfers"]), VERDICTS[case["met"]]]
 
 
+def tunnel(record: Record) -> str:
+    """Messages and steps, by link and contestant."""
+    heads = ["link", "by", "100 B there and back", "99 %", "such messages, many at once", "step", "90 %"]
+    return table(heads, map(_tunnel_row, record["cases"]))
+
+
+def _tunnel_row(case: Record) -> list[str]:
+    times = [f"{case[name]:.1f} ms" for name in ("ping", "ping_p99", "step", "step_p90")]
+    return [case["link"], case["kind"], *times[:2], f"{case['messages']:,}/s", *times[2:]]
+
+
 def wan(record: Record) -> str:
     """Each link's contestants, a row for each link; below it what ours were to reach and did not."""
     cases = record["cases"]
@@ -401,6 +412,7 @@ def tables(folder: Path) -> dict[str, str]:
         "udp": udp,
         "fec": fec,
         "transport": transport,
+        "tunnel": tunnel,
         "wan": wan,
     }
     for name, show in shows.items():

@@ -43,8 +43,8 @@ RIVALS = (RELIABLE, BBR, STREAMS, GLOO, CUBIC)
 LARGE, SHORT = 20_000_000, (100_000, 1_000_000)  # bytes
 BURST = 8.0
 OUTAGE, FIRST_OUTAGE, NEXT_OUTAGE = 2.0, 14.0, 7.0  # seconds: how long, when from the lab's start, how often
-STOP, CUBIC_STOP = 60.0, 10.0  # seconds, after which a transfer is given up
-WARM, QUICK_WARM = 3, 1
+STOP, CUBIC_STOP = 60.0, 8.0  # seconds, after which a transfer is given up
+WARM = 2
 SLOWER = 1.05  # of the best rival's time, at the most
 FASTER_THAN_CUBIC = 30.0
 DEADLINE = 900.0  # seconds for one case
@@ -73,6 +73,10 @@ class Case:
             return f"{said}, outage of {self.outage:g} s"
         return f"{said}, {100 * self.loss:g} % lost" + (f" in bursts of {self.burst:g}" * (self.burst > 1))
 
+    def is_meant(self, text: str) -> bool:
+        """Whether this is the case of that name, or, where there is none, has it in its name."""
+        return text == self.name or (text in self.name and text not in {case.name for case in cases()})
+
     @property
     def least(self) -> float:
         """Seconds: the bytes at the link's rate, one round trip, and the outage."""
@@ -88,14 +92,16 @@ class Case:
     @property
     def counts(self) -> dict[str, int]:
         """How many transfers each contestant makes."""
-        cubic = 1 if self.loss else 8
+        cubic = 1 if self.loss else 3
         if self.outage:
-            return dict(zip(CONTESTANTS, (6, 3, 4, 3, 3, 3), strict=True))
-        if self.size in SHORT:
-            return dict(zip(CONTESTANTS, (200, 100, 200, 100, 100, 3), strict=True))
-        if self.rate > 5e8:
-            return dict(zip(CONTESTANTS, (40, 12, 30, 12, 10, cubic), strict=True))
-        return dict(zip(CONTESTANTS, (20, 6, 15, 6, 6, cubic), strict=True))
+            made = (4, 1, 2, 1, 1, 1)
+        elif self.size in SHORT:
+            made = (200, 50, 100, 50, 50, 2)
+        elif self.rate < 5e8:
+            made = (12, 3, 8, 3, 3, cubic)
+        else:
+            made = (30, 6, 15, 5, 5, cubic) if self.round_trip < 0.1 else (20, 4, 10, 4, 3, cubic)
+        return dict(zip(CONTESTANTS, made, strict=True))
 
 
 def cases() -> Iterator[Case]:
@@ -325,11 +331,11 @@ def merged(before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> l
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has one of these in it")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases of these names, or parts of names")
     parser.add_argument("--contestant", nargs="+", metavar="NAME", choices=CONTESTANTS, help="these alone")
     parser.add_argument("--list", action="store_true", help="print the cases, and measure nothing")
     args = parser.parse_args()
-    chosen = [case for case in cases() if not args.only or any(text in case.name for text in args.only)]
+    chosen = [case for case in cases() if not args.only or any(case.is_meant(text) for text in args.only)]
     if args.list or not chosen:
         print("\n".join(case.name for case in (chosen or cases())))
         return 0 if chosen else 2
@@ -350,7 +356,7 @@ def main() -> int:
                 for name, count in case.counts.items()
                 if not args.contestant or name in args.contestant
             }
-            made, emulator = run(case, counts, QUICK_WARM if args.quick else WARM, folder)
+            made, emulator = run(case, counts, WARM, folder)
             new = records(case, made, emulator)
             print("\n".join(map(line, new)), flush=True)
             found = merged(found, new)

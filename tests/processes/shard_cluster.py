@@ -250,11 +250,12 @@ class Worker(Peer):
         pull: bool = False,
         share: int = 0,
         shares: int = 1,
+        late: bool = False,
     ) -> None:
         """All chunks, or a share of each; with `pull`, each shard's last one asks for what comes of them."""
         for chunk, shard in self.model.shard_of.items():
             last = chunk == self.model.held(shard)[-1]
-            self.push_chunk(shard, chunk, iteration, tensors, missing, pull and last, share, shares)
+            self.push_chunk(shard, chunk, iteration, tensors, missing, pull and last, share, shares, late)
 
     def push_chunk(
         self,
@@ -266,6 +267,7 @@ class Worker(Peer):
         pull: bool = False,
         share: int = 0,
         shares: int = 1,
+        late: bool = False,
     ) -> None:
         zeroed = [torch.zeros_like(t) if i in missing else t for i, t in enumerate(tensors)]
         present = bytes(slot.parameter not in missing for slot in self.model.layout.chunks[chunk].slots)
@@ -278,6 +280,7 @@ class Worker(Peer):
             pull=pull,
             share=share,
             shares=shares,
+            late=late,
         )
         flat = self.model.flat(chunk, zeroed)
         start, stop = m.run_of(flat.numel(), share, shares)

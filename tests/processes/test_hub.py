@@ -517,6 +517,9 @@ def test_keys_and_a_hub_that_wants_them(folder: Path, tmp_path: Path) -> None:
         (["server", "--shard", "0", "--hub", "x"], "no address"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--listen", "tcp://0.0.0.0:1"], "own"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--optimizer", "Lion"], "module:Class"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--link-rate", "fast"], "a rate"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--link-rate", "0bit/s"], "more than 0"),
+        (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--udp-port", "65536"], "from 1 to 65535"),
         (["server", "--shard", "0", "--hub", "tcp://127.0.0.1:9", "--timeout", "3s"], "nothing listens"),
     ],
 )

@@ -83,6 +83,19 @@ class Served:
         assert found, (self.line, self.process.communicate(timeout=DEADLINE))
         self.address = found[1]
 
+    def struck_by(self, what: str) -> str:
+        """Code by which a test sends this signal to the server when it has three transfers."""
+        return f"""
+import os, signal
+from atoll.net import linktester
+take = linktester._Turns.take
+def strike(turns):
+    take(turns)
+    if len(turns.outcome.turns) == 3:
+        os.kill({self.process.pid}, signal.{what})
+linktester._Turns.take = strike
+"""
+
     def end(self, signum: int = signal.SIGINT) -> tuple[int, str, str]:
         self.process.send_signal(signum)
         out, err = self.process.communicate(timeout=DEADLINE)
@@ -325,18 +338,8 @@ def test_a_link_that_is_dead_is_noticed_by_its_silence(transport: str) -> None:
     """A server that stands still keeps its connections: only its silence tells."""
     with served() as server:
         asked = ("test", server.address, "--transport", transport, "--bytes", "1e6", "--timeout", "3s")
-        code = f"""
-import os, signal
-from atoll.net import linktester
-take = linktester._Turns.take
-def stop(turns):
-    take(turns)
-    if len(turns.outcome.turns) == 3:
-        os.kill({server.process.pid}, signal.SIGSTOP)
-linktester._Turns.take = stop
-"""
         began = time.monotonic()
-        status, out, err = run(*asked, "--count", "10000", code=code)
+        status, out, err = run(*asked, "--count", "10000", code=server.struck_by("SIGSTOP"))
         assert time.monotonic() - began < DEADLINE  # and --deadline is two minutes
     assert status == 1
     assert err == (
@@ -346,37 +349,27 @@ linktester._Turns.take = stop
     assert re.search(rf"^{transport} +[\d.]+ m?s", out, re.MULTILINE)
 
 
-def test_ctrl_c_while_the_command_starts_is_one_line() -> None:
-    code = """
+@pytest.mark.parametrize("module", ["typer", "atoll.net.linktester"])
+def test_ctrl_c_while_the_command_starts_is_one_line(module: str) -> None:
+    code = f"""
 import os, signal, sys
 class Early:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Early())
 from atoll.cli.entry import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
+    asked = [sys.executable, "-c", code, "link", "test", "127.0.0.1:9"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "atoll: stopped by Ctrl-C\n")
 
 
 def test_what_was_measured_before_the_server_died_is_printed() -> None:
     with served() as server:
         asked = ("test", server.address, "--transport", "tcp", "--bytes", "1e4", "--count", "10000")
-        code = f"""
-import os, signal
-from atoll.net import linktester
-take = linktester._Turns.take
-def die(turns):
-    take(turns)
-    if len(turns.outcome.turns) == 3:
-        os.kill({server.process.pid}, signal.SIGKILL)
-linktester._Turns.take = die
-"""
-        status, out, err = run(*asked, "--json", code=code)
+        status, out, err = run(*asked, "--json", code=server.struck_by("SIGKILL"))
     assert (status, err.count("\n")) == (1, 1), err
     assert re.match(r"atoll: link server at .* is gone: the connection was lost", err), err
     assert 3 <= json.loads(out)["transports"][0]["transfers"] < 10000

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from losing import by_chance
@@ -102,16 +103,22 @@ def answers(worker: Worker, kind: type[m.Mean] | type[m.Parameters]) -> dict[int
     return found
 
 
-def test_bsp_with_losses_is_plain_torch_with_the_mean_of_what_came(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_bsp_with_losses_is_plain_torch_with_the_mean_of_what_came(
+    start: Callable[..., Run], late: bool
+) -> None:
+    """What comes later counts as a zero until then."""
     run = start(2, 3, loses=lost_of)
     told = 0
     for iteration in range(4):
         for worker, weight in zip(run.workers, WEIGHTS, strict=True):
-            worker.push(iteration, gradients(10 * iteration + worker.rank), pull=True)
+            worker.push(iteration, gradients(10 * iteration + worker.rank), pull=True, late=late)
             worker.commit(iteration, weight)
         expected = {}
         for chunk in run.model.chunks:
             came = [delivered(worker, iteration, chunk) for worker in run.workers]
+            if late:
+                came = [(flat, torch.ones_like(there)) for flat, there in came]
             weighed = sum(weight * flat for weight, (flat, _) in zip(WEIGHTS, came, strict=True))
             total = sum(weight * there for weight, (_, there) in zip(WEIGHTS, came, strict=True))
             assert isinstance(weighed, Tensor)
@@ -119,7 +126,10 @@ def test_bsp_with_losses_is_plain_torch_with_the_mean_of_what_came(start: Callab
             expected[chunk] = (weighed / total.clamp(min=1e-9)).float()
         for worker in run.workers:
             for chunk, (mean, values) in answers(worker, m.Mean).items():
-                assert mean.lost == expected_loss(worker, iteration, chunk)
+                lost = expected_loss(worker, iteration, chunk)
+                if lost is not None and late:
+                    lost = msgspec.structs.replace(lost, how="zero")
+                assert mean.lost == lost
                 told += mean.lost is not None
                 torch.testing.assert_close(values, expected[chunk], rtol=1e-6, atol=1e-7)
             worker.say_step(iteration)

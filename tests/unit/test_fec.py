@@ -277,7 +277,8 @@ def test_the_parity_is_the_least_that_restores_all_groups() -> None:
 def test_of_low_datagrams_no_more_stay_lost_than_may() -> None:
     """In draws of whole transfers, with far less parity than would restore all."""
     rng = np.random.default_rng(1)
-    for loss, lows, share in ((0.03, 60, 0.02), (0.03, 12_000, 0.03), (0.1, 606, 0.03), (0.1, 12_000, 0.03)):
+    cases = ((0.03, 60, 0.02), (0.03, 12_000, 0.03), (0.1, 606, 0.03), (0.1, 12_000, 0.03), (0.1, 2545, 0.07))
+    for loss, lows, share in cases:
         groups = fec.plan_borne(lows, loss, 1.0, share * lows)
         data = groups.data_of(np.arange(groups.count))
         assert 0 < groups.parity <= fec.plan_groups(lows, loss, 1.0).parity

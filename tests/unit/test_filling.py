@@ -116,6 +116,17 @@ def test_last_values_are_those_that_came() -> None:
     assert kept.of(7) is None
 
 
+def test_last_values_take_no_more_than_their_bytes() -> None:
+    kept = LastValues(2.5 * VALUES.nbytes)
+    for chunk in range(4):
+        kept.keep(chunk, VALUES, PRESENT, BLOCK)
+    assert [kept.of(chunk) is not None for chunk in range(4)] == [True, True, False, False]
+    kept.keep(0, np.ones(3 * len(VALUES), dtype=VALUES.dtype), np.ones(12, bool), BLOCK)
+    assert kept.of(0) is None
+    kept.keep(3, VALUES, PRESENT, BLOCK)
+    assert kept.of(3) is not None
+
+
 def test_last_values_are_a_copy() -> None:
     kept, values = LastValues(), VALUES.copy()
     kept.keep(7, values, np.ones(4, bool), BLOCK)

@@ -93,3 +93,38 @@ def test_what_an_outage_takes_makes_no_parity() -> None:
     over.transfer(5_000_000)
     blocks = 5_000_000 / payload_bytes(Settings().datagram_bytes)
     assert over.pair.client.sent - before < 1.01 * blocks
+
+
+def test_transfers_with_pauses_between_them_are_never_slowed_to_look_at_the_round_trip() -> None:
+    """While nothing is sent the path is empty: the first that comes after it tells the least round trip."""
+    over = path(25e6)
+    over.transfer(20_000_000)
+    until = over.pair.now + 12.0
+    took = []
+    while over.pair.now < until:
+        over.pair.run(0.3)
+        took.append(over.transfer(1_000_000)[0])
+    assert max(took) < 1.1 * np.median(took)  # half of the rate for a round trip would be 1.3
+
+
+def test_a_late_first_round_trip_is_no_queue() -> None:
+    over = path(125e6)
+    for _ in range(3):
+        over.transfer(10_000_000)
+    assert over.pair.client.session is not None
+    control = over.pair.client.session.control
+    before = control.estimate
+    control.begin_window(over.pair.now)
+    for rtt in (ROUND_TRIP, ROUND_TRIP + 0.012):  # an end's thread was late
+        control.handle_ack(
+            over.pair.now,
+            rtt=rtt,
+            sample=None,
+            acked=21,
+            lost=0,
+            restored=0,
+            in_flight=5_000_000,
+            round_ended=True,
+        )
+    assert control.estimate == before
+    assert control.rate > 0.9 * before

@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 
 from atoll.net import tunnelorder
 from atoll.net.tunnelorder import (
-    BATCH_BYTES,
     INLINE_BYTES,
     WINDOW_BYTES,
-    WINDOW_MESSAGES,
     Inbox,
     Message,
     Outbox,
 )
-from atoll.wire.messages import LostBlocks, WireError
-from atoll.wire.tunnel import MOST_MESSAGES, Batch, Entry, decode_batch_untrusted, encode_batch
+from atoll.wire.messages import HEADER_BYTES, LostBlocks, WireError
+from atoll.wire.tunnel import (
+    BATCH_BYTES,
+    MOST_MESSAGES,
+    WINDOW_MESSAGES,
+    Batch,
+    Entry,
+    decode_batch_untrusted,
+    encode_batch,
+)
 
 LIMIT = 2**20
 
@@ -192,6 +198,8 @@ def test_what_cannot_be_is_refused():
         (msgspec.msgpack.encode([-1, 0, []]), "no batch"),
         (msgspec.msgpack.encode([MOST_MESSAGES, 0, [[b"h"]]]), "the most"),
         (msgspec.msgpack.encode([0, 0, [], 1]), "no batch"),
+        (msgspec.msgpack.encode([0, 0, [[b""]] * (WINDOW_MESSAGES + 1)]), "length <= 1024"),
+        (bytes(HEADER_BYTES + 2 * BATCH_BYTES + 1), "is the most"),
     ],
 )
 def test_bytes_that_are_no_batch(raw, why):

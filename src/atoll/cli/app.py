@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 import atoll
 from atoll.cli import lab, link, plan, services
@@ -15,7 +17,29 @@ from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
 
+
+@contextlib.contextmanager
+def _aborts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Abort from None
+
+
+class _Commands(typer.core.TyperGroup):
+    """All of them. By itself typer ends without a word at Ctrl-C."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        with _aborts():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _aborts():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Trains one PyTorch model on the machines that people really have.",
     add_completion=False,
     no_args_is_help=True,

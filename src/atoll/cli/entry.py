@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
 
 
-def main() -> NoReturn:
+def main() -> None:
     """The entry point; as `atoll.cli.app`: `main`, which it calls."""
     try:
         from atoll.cli import app

@@ -115,11 +115,8 @@ def measure(
         budget=_option("--budget", budget, parse_seconds),
     )
     keys = read_keys(key_file) if key_file is not None else None
-    try:
-        with LinkTester(_address(address), keys, wish) as tester, _progress() as show:
-            report = tester.measure(show)
-    except KeyboardInterrupt:
-        raise typer.Abort from None  # else typer ends without a word
+    with LinkTester(_address(address), keys, wish) as tester, _progress() as show:
+        report = tester.measure(show)
     print(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
     if report.lost:
         raise PeerLostError(report.lost)

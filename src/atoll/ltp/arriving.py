@@ -108,7 +108,7 @@ class Receiver:
         self._told: dict[int, _Word] = {}  # the newest of them
         self._told_bytes = 0
         self._order = 0
-        self._last = LastValues()
+        self._last = LastValues(most_bytes)
         self._rates = ArrivalRate()
 
     def handle_slices(self, now: float, batch: Datagrams, srtt: float) -> list[int]:
@@ -175,7 +175,7 @@ class Receiver:
             return Done(need=incoming.poll_need(now, srtt, rttvar))
         if not verdict.hands_on:
             return Done()
-        last = self._settings.fill == "last"
+        last = self._settings.fill == "last" and not incoming.reliable
         arrived = incoming.finish(now, self._last.of(incoming.chunk) if last else None)
         if last:
             self._last.keep(incoming.chunk, arrived.values, arrived.present, arrived.block)

@@ -35,6 +35,7 @@ Phase: TypeAlias = Literal["start-up", "emptying", "cruise"]
 DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
+UNKNOWN_PROBES = 3  # in a row that found more: then start-up begins again
 LEAST_TOLD = 250  # packets of which start-up believes a loss: of fewer, it may be one burst of the path's own
 NEAR_SECONDS = 0.005  # of round trip: half of the least round
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
@@ -44,6 +45,7 @@ HALF = 0.5  # of the estimate: what "halved" comes to, and the least of it while
 STANDING = 0.25  # of the least round trip: a queue of more is drained
 LEAST_STANDING = 0.004  # seconds: less is jitter of hosts
 DRAIN_LEAST, DRAIN_MOST = 0.75, 0.95  # of the estimate, while a queue is drained
+LEAST_PART = 0.4  # of that, for a sender with a small share: who has put more into the queue takes more out
 DRAIN_ROUNDS = 6  # after which a queue that stays is not this sender's
 MOST_CUT = 0.25  # of the estimate: "halved" takes it no further down at once, for a burst of others' may pass
 WINDOW_ROUNDS = 64  # the longest window: a transfer of more is several, or one loss would rule it to its end
@@ -225,6 +227,7 @@ class RateControl:
                 # The path had time to empty: what the last rounds were about is over.
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
+                self._looked = now  # and what comes first sees its least round trip
             self._set_within("window", "a window begins at the estimate")
         return self.decision
 
@@ -360,7 +363,7 @@ class RateControl:
             self._looked = now
             self._gain = LOOK
             self._set("look", "the least round trip was seen too long ago")
-        elif stands and not self._foreign:
+        elif stands and not self._foreign and not limited:
             self._drain(round_)
         elif (
             stands and self._losses.beyond_own(lost, round_.acked + lost) and self._round >= self._deaf_until
@@ -371,7 +374,7 @@ class RateControl:
             self._gain = self._probing.gain_to_pay_back
             self._set(row.seen, "a small queue is given time to drain")
         elif row.action == "up":
-            self._up(row, limited)
+            self._up(row, limited, busy)
         else:
             self._gain = 1.0
             self._set(row.seen, f"held: {row.reason}")
@@ -384,11 +387,20 @@ class RateControl:
             self._losses.stop_trial()
         return self._losses.try_round(round_.acked, round_.lost, self._settings.fill_above)
 
-    def _up(self, row: Row, limited: bool) -> None:
+    def _start_anew(self, limited: bool) -> None:
+        """The path carries far more than is known: by probes alone that would take a hundred round trips."""
+        self._probing.stop()
+        self._phase, self._gain, self._flat = "start-up", 1.0, 0
+        self._starting_rate = (1.0 if limited else DOUBLING) * self._bandwidth.estimate
+        self._set("start-up", f"{UNKNOWN_PROBES} probes in a row found more: the path is not known yet")
+
+    def _up(self, row: Row, limited: bool, busy: bool) -> None:
         self._gain = 1.0
         if self._level < 1.0:
             self._level = min(1.0, self._level * RECOVERY)
             self._set(row.seen, f"up, towards the estimate: {row.reason}")
+        elif self._probing.found >= UNKNOWN_PROBES and not self._foreign and not busy:
+            self._start_anew(limited)
         elif self._probing.asked:
             self._gain = self._probing.gain_meanwhile
             self._set(row.seen, "up, and what it did is not yet known")
@@ -430,9 +442,13 @@ class RateControl:
         rounds = self._drained - begun
         if rounds >= STAYED_ROUNDS and stood - queue < STAYED * (1.0 - self._gain) * least * rounds:
             self._drained, self._gain = 0, 1.0
+            if queue - stood > least_busy(least):
+                self._foreign = True
+                self._set("drain", "the queue grows while it is drained: it is another's")
+                return
             self._trip.forget_least()
             self._bandwidth.restart(max(self._before, self._bandwidth.estimate))
-            said = f"all came at {DRAIN_LEAST:.0%} of the rate, and {queue * 1e3:.1f} ms stayed"
+            said = f"all came at a lower rate, and {queue * 1e3:.1f} ms stayed"
             self._set("longer", f"the path has become longer: {said}")
         elif self._drained > DRAIN_ROUNDS:
             self._foreign = True
@@ -440,6 +456,7 @@ class RateControl:
             self._set("drain", "the queue stays whatever is done: it is another's")
         else:
             gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
+            gain = 1.0 - (1.0 - gain) * max(self._probing.share, LEAST_PART)
             estimate = self._bandwidth.estimate
             if round_.rate < HALF * self._paced_then:
                 self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))

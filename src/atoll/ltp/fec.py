@@ -67,8 +67,8 @@ def plan_borne(lows: int, loss: float, burst: float, borne: float, *, apart: flo
 
     def enough(chances: Floats, data: int) -> npt.NDArray[np.bool_]:
         parity = np.arange(len(chances))
-        # A group that is not restored has lost little more than it has parity for.
-        gone = np.minimum((parity + 1.5) / (data + parity), 1.0) * data
+        # A group that is not restored has lost as much as any, and more than it has parity for.
+        gone = np.clip((parity + 1.5) / (data + parity), loss, 1.0) * data
         fails = np.maximum(1.0 - chances, 0.0)
         failing = count * fails + SURE * np.sqrt(count * chances * fails)
         return np.asarray(failing * gone <= borne)

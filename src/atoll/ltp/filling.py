@@ -17,6 +17,7 @@ Source: S3, "The receiver", 4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -115,10 +116,12 @@ class LastValues:
     """The values of each chunk's blocks that came last; 0 where a block never came.
 
     Kept by the receiver for filling with `last`. A sender that keeps them too knows what it was: both ends
-    take the same transfers in the same order, and only blocks that came change anything.
+    take the same transfers in the same order, and only blocks that came change anything. A chunk with which
+    they would take more than `most_bytes` is not kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: float = math.inf) -> None:
+        self._most_bytes = most_bytes
         self._values: dict[Hashable, Values] = {}
 
     def of(self, chunk: Hashable) -> Values | None:
@@ -130,6 +133,9 @@ class LastValues:
         type than before begins anew."""
         kept = self._values.get(chunk)
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
+            self._values.pop(chunk, None)
+            if values.nbytes + sum(each.nbytes for each in self._values.values()) > self._most_bytes:
+                return
             kept = self._values[chunk] = np.zeros_like(values)
         copy_blocks(kept, values, present, block)
 

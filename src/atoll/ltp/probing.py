@@ -30,6 +30,7 @@ class Probing:
         self._step = PROBE
         self._before = 0.0  # the estimate when it began
         self._rising = False  # the last probe found more
+        self.found = 0  # probes in a row that did
         self.asked = False  # a probe is under way
         self.pay_back = 0  # rounds left
         self.share = 1.0  # of the path
@@ -69,10 +70,11 @@ class Probing:
         grew = (rate / self._before - 1.0) / self._step
         self.share += (min(1.0, max(LEAST_SHARE, 1.0 - grew)) - self.share) / 2
         self._rising = grew >= GREW
+        self.found = self.found + 1 if self._rising else 0
         if not self._rising:
             self.pay_back = PROBE_ROUNDS
             self._wait = int(self._rng.integers(PROBE_ROUNDS, 2 * PROBE_ROUNDS + 1))
 
     def stop(self) -> None:
         """Something stronger happened: loss, or a queue to be drained."""
-        self.asked, self._rising, self.pay_back = False, False, 0
+        self.asked, self._rising, self.pay_back, self.found = False, False, 0, 0

@@ -17,6 +17,7 @@ from atoll.ltp import fec
 
 Items = npt.NDArray[np.int64]
 
+CHEAP = 1 / 12  # of a round trip: parity of a short transfer that takes no longer restores all of it
 TAIL_SHARE = 0.5  # of the low blocks that may be missing: what the last round trip may lose at least
 
 
@@ -60,8 +61,11 @@ class Protection:
         self._item = blocks
         self._add(high, highs)
         self.reason = f"high blocks: {highs.reason}"
-        if self.lost > bearable:
-            groups = fec.plan_borne(len(low), loss, burst, bearable, apart=blocks / max(lows, 1))
+        apart = blocks / max(lows, 1)
+        groups = fec.plan_groups(len(low), loss, burst, apart=apart)
+        if self.begin or groups.count * groups.parity > CHEAP * tail:
+            groups = fec.plan_borne(len(low), loss, burst, bearable, apart=apart)
+        if not self.begin or self.lost > bearable:
             self._add(low, groups)
             self.lost = min(self.lost, bearable)
             self.reason += f"; low blocks: {groups.reason}"

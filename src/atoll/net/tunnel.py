@@ -83,7 +83,7 @@ class TunnelClient(Client):
         self, address: str, keys: Keys | None, *, limit: int, name: str, wish: Wish | None = None
     ) -> None:
         self._mail: Mailbox[Message] = Mailbox()
-        self._end_of_tunnel = TunnelEnd(limit, self._mail.add, self._fail)
+        self._tunnel = TunnelEnd(limit, self._mail.add, self._fail)
         self._wish = wish or Wish(who="a client")
         self._link: LtpLink | None = None
         self._udp_ports: list[int] = []  # where its datagrams go
@@ -112,12 +112,12 @@ class TunnelClient(Client):
     @property
     def link(self) -> LinkFigures | None:
         """The tunnel in figures; None before it is open."""
-        return self._end_of_tunnel.figures(f"{self.name} at {self.address}", self._wish.site)
+        return self._tunnel.figures(f"{self.name} at {self.address}", self._wish.site)
 
     @property
     def connected(self) -> bool:
         """Whether the other side has let us in, and datagrams come through."""
-        return super().connected and self._end_of_tunnel.opened and not self._link_lost
+        return super().connected and self._tunnel.opened and not self._link_lost
 
     @property
     def losses(self) -> int:
@@ -130,7 +130,7 @@ class TunnelClient(Client):
     def trouble(self) -> str:
         """Why there is no tunnel, in words; empty when there is one."""
         why = self._link_lost or super().trouble
-        if why or self._end_of_tunnel.opened:
+        if why or self._tunnel.opened:
             return why
         return f"no datagram came back from {self._place} yet" if self._udp_ports else "no tunnel is open yet"
 
@@ -138,7 +138,7 @@ class TunnelClient(Client):
         """Raises UserError when the other side refuses the key, is no Atoll, or lets no UDP through."""
         super().check()
         waited = time.monotonic() - self._opening_at
-        if self._link is None or self._end_of_tunnel.opened or self._link_lost or waited < NO_UDP_SECONDS:
+        if self._link is None or self._tunnel.opened or self._link_lost or waited < NO_UDP_SECONDS:
             return
         trouble = f" ({self._link.trouble})" if self._link.trouble else ""
         raise UserError(
@@ -155,11 +155,11 @@ class TunnelClient(Client):
         if lossy is not None and message.payload is not None:
             check_lossy(lossy, message.payload, self._wish.settings)
             message = replace(message, lossy=lossy)
-        if self._end_of_tunnel.waiting >= CLIENT_OUTGOING:
+        if self._tunnel.waiting >= CLIENT_OUTGOING:
             self.check()
             why = self.trouble or "it does not read them"
             raise RunError(f"{CLIENT_OUTGOING} messages wait for {self.name} at {self.address}: {why}")
-        self._end_of_tunnel.say(message)
+        self._tunnel.say(message)
 
     def receive(self, timeout: float) -> tuple[bytes, memoryview | None] | None:
         """The next header and payload, waiting for up to `timeout` seconds."""
@@ -168,7 +168,7 @@ class TunnelClient(Client):
         while True:
             message = self._mail.take()
             if message is not None:
-                self._end_of_tunnel.taken(message)
+                self._tunnel.taken(message)
                 return message.header, message.payload
             got = super().receive(0.0)
             if got is not None and self._is_for_application(got[0]):
@@ -180,7 +180,7 @@ class TunnelClient(Client):
         """Close; what is still unsent gets up to a second."""
         if not self._closed:
             if self._generation == process.generation():
-                self._end_of_tunnel.wait_sent(CLOSING_SECONDS)
+                self._tunnel.wait_sent(CLOSING_SECONDS)
             self._end(CLOSING_SECONDS)
 
     def _end(self, linger: float) -> None:
@@ -210,7 +210,7 @@ class TunnelClient(Client):
         link = self._link = LtpLink(ports=[0] * len(opened.ports), name=f"tunnel to {self.name}")
         self._opening_at = time.monotonic()
         try:
-            self._end_of_tunnel.begin(
+            self._tunnel.begin(
                 lambda told: link.open(
                     opened.session,
                     opened.secret,
@@ -243,7 +243,7 @@ class TunnelClient(Client):
 
     def _lose(self, reason: str) -> None:
         self._link_lost = self._link_lost or reason
-        self._end_of_tunnel.close(reason)
+        self._tunnel.close(reason)
         link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(AtollError):  # its last word is not worth more waiting

@@ -18,12 +18,10 @@ import numpy.typing as npt
 from atoll.core.errors import RunError
 from atoll.wire.base import HEADER_BYTES, WireError
 from atoll.wire.messages import LostBlocks
-from atoll.wire.tunnel import MOST_MESSAGES, Batch, Entry
+from atoll.wire.tunnel import BATCH_BYTES, MOST_MESSAGES, WINDOW_MESSAGES, Batch, Entry
 
-WINDOW_MESSAGES = 1024  # that the other end's application has not taken
-WINDOW_BYTES = 2**27  # likewise, of headers and payloads; one message may pass it
+WINDOW_BYTES = 2**27  # of headers and payloads that the other end has not taken; one message may pass it
 INLINE_BYTES = 2**14  # up to which a payload is copied into the batch, where nothing is lost
-BATCH_BYTES = 2**16  # of headers and payloads in one batch; one message may pass it
 TOLD_SHARE = 1 / 4  # of a window that was taken here, and said to the other end in no batch of its own accord
 
 

@@ -47,6 +47,7 @@ from atoll.store.entries import Fenced, decode_entry_untrusted
 from atoll.store.records import Part, Told
 from atoll.store.shard import AnyPull, Asked
 from atoll.wire import messages
+from atoll.wire.lost import ZERO
 from atoll.wire.messages import AnyMessage, Hello, Refused, WireError, decode_untrusted
 
 _LONGEST_WAIT = 0.5  # seconds, for timers that no message announces
@@ -231,7 +232,12 @@ class Shard:
             self._refuse(received.peer, "a Push does not say what was lost of it: the link does", "Push")
             return None
         lost = received.lost
-        return msgspec.structs.replace(push, lost=lost if lost is not None and any(lost.missing) else None)
+        if lost is None or not any(lost.missing):
+            return msgspec.structs.replace(push, lost=None)
+        # A block that were left out of the mean now, and in full in a later one, would step too far.
+        if push.late:
+            lost = msgspec.structs.replace(lost, how=ZERO)
+        return msgspec.structs.replace(push, lost=lost)
 
     def _handle(self, received: Received, message: AnyMessage) -> None:
         name = type(message).__name__

@@ -57,6 +57,11 @@ class SiteLosses:
         return values
 
     @property
+    def holds_back(self) -> bool:
+        """Whether what is lost of a contribution goes along with a later one."""
+        return self._link.holds_back
+
+    @property
     def are_possible(self) -> bool:
         """Whether the link may lose anything."""
         return self._link.lossy

@@ -378,6 +378,7 @@ class SiteModel(Model):
             chunk=chunk,
             chunks_in_all=sum(place == shard for place in self._shard_of.values()),
             present=present,
+            late=self.losses.holds_back,
         )
         upstream.send(shard, push, payload_of(sent), until, how)
 

@@ -408,6 +408,7 @@ class Ledger:
     def _apply(self, event: Arrived) -> None:
         sent = self.sent[event.transfer]
         assert sent.arrived is None, f"transfer {event.transfer} arrives twice"
+        assert sent.delivered is None, f"transfer {event.transfer} arrives, and its sender knows it as lost"
         sent.arrived = event
         self.order.append(event.transfer)
         assert (event.chunk, event.values.dtype) == (sent.chunk, sent.values.dtype)

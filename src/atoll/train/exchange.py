@@ -345,6 +345,7 @@ class Exchange(Reducer):
             chunks_in_all=self._held_by[shard],
             present=bytes(present),
             pull=pull and self._pushed[shard] == self._held_by[shard],
+            late=self.lossy.holds_back,
         )
         shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
         self.bytes_sent += flat.numel() * flat.element_size()

@@ -65,6 +65,11 @@ class LossyPushes:
         self._sent: dict[tuple[int, int], _Sent] = {}  # by exchange and chunk, until it is answered
         self._lost: dict[tuple[int, bool], int] = {}  # blocks by shard, and whether they were borne
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether what is lost of a contribution goes along with a later one."""
+        return self._options.holds_back
+
     def outgoing(
         self,
         exchange: int,

@@ -120,6 +120,7 @@ class Uplink:
                 pull=not left[shard],
                 share=role.share[0],
                 shares=role.share[1],
+                late=self._lossy.holds_back,
             )
             run, lossy = self._lossy.outgoing(
                 iteration,

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-BORNE = "borne"
-FILLED = ("zero", "last", "rescaled")  # what may have taken a lost block's place, and counts
+BORNE, ZERO = "borne", "zero"
+FILLED = (ZERO, "last", "rescaled")  # what may have taken a lost block's place, and counts
 
 Spans: TypeAlias = npt.NDArray[np.int64]  # (n, 2): runs of elements, begin and end, in order, none empty
 

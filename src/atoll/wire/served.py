@@ -66,8 +66,9 @@ class Push(Message, frozen=True):
     A group's members may each send a part: the payload is then the `share`-th of `shares` runs of the chunk,
     as `run_of` cuts it, and the answer that is pulled is that run alone.
 
-    `lost` is the shard's own word on the payload, by what the link has told it, in its journal and to its
-    standby: a worker does not say it.
+    `late`: what the link loses of the payload comes with a later one, so it counts as zeros now, and not as
+    if this worker were not there. `lost` is the shard's own word on the payload, by what the link has told
+    it, in its journal and to its standby: a worker does not say it.
     """
 
     incarnation: Count
@@ -78,6 +79,7 @@ class Push(Message, frozen=True):
     pull: bool = False
     share: Count = 0
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    late: bool = False
     lost: LostBlocks | None = None
 
 

@@ -18,6 +18,8 @@ from atoll.wire.linktest import SECRET_BYTES
 
 BATCHES = 2**32 - 1  # the chunk of a transfer that is a batch
 PAYLOADS = 2**32 - 2  # and of one that is a reliable payload; a lossy one has its own chunk, which is below
+WINDOW_MESSAGES = 1024  # that the other end's application has not taken, so a batch has no more
+BATCH_BYTES = 2**16  # of headers and payloads in one batch; one message may pass it
 MOST_MESSAGES = 2**32  # that an end may number in a session: a transfer's `iteration` names them
 
 _Port = Annotated[int, Meta(ge=1, lt=2**16)]
@@ -70,7 +72,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     first: Count
     taken: Count
-    entries: list[Entry]
+    entries: Annotated[list[Entry], Meta(max_length=WINDOW_MESSAGES)]
 
 
 class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +111,8 @@ def encode_batch(batch: Batch) -> bytes:
 
 def decode_batch_untrusted(raw: bytes | memoryview) -> Batch:
     """The batch in `raw`; raises WireError, with one line, for what is none."""
+    if len(raw) > HEADER_BYTES + 2 * BATCH_BYTES:
+        raise WireError(f"a batch of {len(raw)} bytes, where a header of {HEADER_BYTES} is the most")
     try:
         batch = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
