@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from mortal_groups import settings
-from test_ltp_session import SIZES, Books, Layout, Recorded, Way, given_to, held_by, train
+from test_lossy_session import SIZES, Books, Layout, Recorded, Way, given_to, held_by, train
 from torch import Tensor
 
 from atoll.core import points
