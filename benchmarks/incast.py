@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from atoll.wire.datagrams import DATAGRAM_BYTES
 from common import options, output_folder, write_results
 from shared import Link, hindrance, hurry, run
 
 LINK = Link(1e9, 0.02, 0.1)
 WORKERS = 8
 SIZES = (1_000_000, 2_000_000, 4_000_000)
-# Of datagrams of 1,400 bytes, which are packets of 1,428 on the link.
-GRANTED = LINK.rate / 8 * 1400 / 1428
+GRANTED = LINK.rate / 8 * DATAGRAM_BYTES / (DATAGRAM_BYTES + 28)  # IP's and UDP's headers are the link's too
 WAYS = {"ltp": "ltp", "ltp, no grants": "ltp", "tcp:cubic": "cubic", "tcp:bbr": "bbr"}
 TARGET = 1.2
-TURNS, ROUNDS, WARM = 3, 10, 3
+TURNS, ROUNDS, WARM = 2, 5, 3
 QUICK_ROUNDS = 2
 COLOURS = {"ltp": "#2a9d8f", "ltp, no grants": "#8ecdc4", "tcp:cubic": "#9db7d1", "tcp:bbr": "#2b6ca3"}
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from atoll.ltp.events import Arrived, Delivered, Opened
+from atoll.ltp.order import Extent
 from atoll.ltp.settings import Settings
 from atoll.net.linksession import LinkSession
 from atoll.net.ltplink import LtpLink
@@ -101,7 +102,7 @@ class Shard:
         if LTP in plan.flows:
             self.link = LtpLink(plan.host, (plan.port,), name="shard", link_rate=plan.link_rate)
             for flow, number, secret in sessions_of(plan):
-                most = {CHUNK: plan.size // ITEM}
+                most = {CHUNK: Extent(plan.size // ITEM, np.dtype(np.float32))}
                 session = self.link.open(number, secret, None, False, settings=settings(), extents=most)
                 self.sessions[flow] = session
                 threading.Thread(target=self._take_ltp, args=(flow, session), daemon=True).start()
@@ -174,7 +175,8 @@ class Shard:
 class LtpFlow:
     def __init__(self, plan: Plan, flow: int, number: int, secret: bytes, link: LtpLink) -> None:
         where = [(plan.host, plan.port)]
-        self.session = link.open(number, secret, where, True, settings=settings(), extents={CHUNK: 1})
+        word = {CHUNK: Extent(1, np.dtype(np.float32))}
+        self.session = link.open(number, secret, where, True, settings=settings(), extents=word)
         self._values = np.ones(plan.size // ITEM, np.float32)
         self._high = high(self._values, flow)
         self._sent = self._open = 0

@@ -344,6 +344,31 @@ def transport(record: Record) -> str:
     return table(heads, map(_transport_row, record["cases"]))
 
 
+def incast(record: Record) -> str:
+    heads = ["eight answers of", "by", "slowest, median", "ratio", "p10", "p90", "worst", "rounds", "target"]
+    rows = []
+    for case in record["cases"]:
+        slowest = sorted(case["slowest"])
+        times = [f"{case['ratio'] * case['least']:.3f} s", f"{case['ratio']:.2f}"]
+        spread = [f"{each:.2f}" for each in (*case["spread"], case["worst_ratio"])]
+        verdict = VERDICTS[case["met"]]
+        rows.append([f"{case['size'] / 1e6:g} MB", case["way"], *times, *spread, str(len(slowest)), verdict])
+    return table(heads, rows)
+
+
+def fairness(record: Record) -> str:
+    heads = ["flows", "queue", "Jain's index", "least", "most", "Mbit/s, median", "queued, median", "target"]
+    rows = []
+    for case in record["cases"]:
+        shares = (share * 200 for share in case["share_of_link"])
+        rates = ", ".join(f"{flow} {rate:.0f}" for flow, rate in zip(case["flows"], shares, strict=True))
+        delays = ", ".join(f"{flow} {1e3 * delay:.0f} ms" for flow, delay in case["queueing_delay"].items())
+        index = [f"{each:.2f}" for each in (case["jain"], *case["spread"])]
+        verdict = VERDICTS[case["met"]]
+        rows.append([case["mix"], f"{case['queue']:g}", *index, rates, delays, verdict])
+    return table(heads, rows)
+
+
 def _transport_row(case: Record) -> list[str]:
     way, _, by = case["name"].partition(": ")
     times = [f"{case['median']:.3f} s", f"{case['ratio']:.2f}", f"{case['worst_ratio']:.2f}"]
@@ -389,7 +414,7 @@ def _wan_ratios(case: Record | None) -> str:
         return ""
     if case["transfers"]:
         return f"{case['ratio']:.2f} / {case['p99_ratio']:.2f}"
-    return f"> {case['more_than'] / case['least']:.0f}" if case["more_than"] else "lost"
+    return f"> {case['more_than'] / case['least']:.1f}" if case["more_than"] else "lost"
 
 
 def tables(folder: Path) -> dict[str, str]:
@@ -412,6 +437,8 @@ def tables(folder: Path) -> dict[str, str]:
         "udp": udp,
         "fec": fec,
         "transport": transport,
+        "incast": incast,
+        "fairness": fairness,
         "tunnel": tunnel,
         "wan": wan,
     }

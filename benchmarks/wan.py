@@ -300,9 +300,11 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
         plot.set_title(way, fontsize=10, loc="left")
         plot.set_yscale("log")
         plot.set_ylim(bottom=0.6)
+        plot.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+        plot.minorticks_off()
         plot.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(fontsize=7, ncols=6)
-    figure.supylabel("time until usable / least; line: 99th percentile, red: target for the median")
+    axes[0, 0].legend(fontsize=8, ncols=6, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.supylabel("time / least (line: 99th percentile; red: the median's target)", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

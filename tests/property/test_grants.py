@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atoll.core.errors import UserError
-from atoll.ltp.grants import ASK_SECONDS, GRANT_SECONDS, MOST_SENDERS, RENEWED, RESERVE, Grants, max_min
+from atoll.ltp.grants import (
+    ASK_SECONDS,
+    EXPECTED_SECONDS,
+    GRANT_SECONDS,
+    MOST_SENDERS,
+    RENEWED,
+    RESERVE,
+    Grants,
+    max_min,
+)
 
 LINK = 125e6
 rates = st.one_of(st.just(math.inf), st.floats(1e3, 1e9))
@@ -160,3 +169,29 @@ def test_a_link_has_a_rate(link):
 def test_an_ask_has_a_weight_and_a_rate(weight, wanted):
     with pytest.raises(UserError, match="session 3 asks"):
         Grants(LINK).handle_ask(0.0, 3, weight, wanted)
+
+
+def test_those_who_answer_one_word_share_the_link_from_the_first_on():
+    """They ask within milliseconds; what the first is given must leave the others theirs."""
+    grants, now = Grants(LINK), 0.0
+    for at, gap in ((0.0, 0.0), (5.0, 0.003)):
+        now = at
+        given: dict[int, float] = {}
+        for session in range(8):
+            assert grants.handle_ask(now, session)
+            given |= {grant.session: grant.rate for grant in grants.poll_grants(now)}
+            now += gap
+        if gap:  # the second time: it is known who comes
+            assert list(given.values()) == pytest.approx([(1 - RESERVE) * LINK / 8] * 8)
+        for session in range(8):
+            grants.handle_done(now, session)
+    # One that comes alone, though others came lately, has all of it when they have had their time.
+    grants.handle_ask(10.0, 3)
+    (grant,) = grants.poll_grants(10.0)
+    assert grant.rate == pytest.approx((1 - RESERVE) * LINK / 8)
+    (grant,) = grants.poll_grants(10.0 + EXPECTED_SECONDS)
+    assert grant.rate == pytest.approx((1 - RESERVE) * LINK)
+    grants.handle_done(10.2, 3)
+    grants.handle_ask(30.0, 3)
+    (grant,) = grants.poll_grants(30.0)
+    assert grant.rate == pytest.approx((1 - RESERVE) * LINK), "nobody came for long"

@@ -419,6 +419,22 @@ def test_no_grant_stops_a_sender_or_lasts_forever():
     assert control.begin_window(21.0).rate > 0.9 * GIGABIT
 
 
+def test_a_grant_far_above_the_estimate_is_gone_for_by_start_up_and_ends_it():
+    flow = settled(rate=GIGABIT / 50)
+    control, estimate = flow.control, flow.control.estimate
+    hand = Rounds(control, 3.0)
+    seen = []
+    for _ in range(40):
+        control.handle_grant(hand.now, 20 * estimate, 1.0)
+        hand.run()
+        seen.append(control.phase)
+        assert control.rate <= 20 * estimate * 1.0001
+    assert "start-up" in seen
+    assert seen[-1] == "cruise"
+    assert seen.index("start-up") < 2 * QUIET_ROUNDS
+    assert 0.8 * 20 * estimate <= control.estimate
+
+
 def test_rounds_under_a_grant_do_not_lower_the_estimate():
     flow = settled()
     hand = Rounds(flow.control, 3.0)

@@ -36,6 +36,7 @@ DOUBLING = 2.0  # a round trip, in start-up
 GROWTH = 1.25  # a round trip, by which the delivery rate grows while the path is not full (BBR)
 SHORT = 0.8  # of what was sent: when less came, and loss is above the fill threshold, start-up ends
 UNKNOWN_PROBES = 3  # in a row that found more: then start-up begins again
+REACHED = 0.8  # of a grant: from there on it is the limit, and not the path
 LEAST_TOLD = 250  # packets of which start-up believes a loss: of fewer, it may be one burst of the path's own
 NEAR_SECONDS = 0.005  # of round trip: half of the least round
 FLAT_ROUNDS = 3  # in a row without that growth end start-up (BBR)
@@ -280,6 +281,11 @@ class RateControl:
         grew = rate >= GROWTH * bandwidth.estimate or not bandwidth.measured
         if rate > 0.0 and (not limited or rate > bandwidth.estimate):
             bandwidth.raise_to(rate)
+        if self._granted < math.inf and bandwidth.measured and not self._granted_more:
+            self._phase, self._gain, self._level = "cruise", 1.0, 1.0
+            self._probing.restart(self._round)
+            self._set("grant", "what the receiver grants is reached: no more is looked for")
+            return
         if limited:
             if bandwidth.measured:
                 self._starting_rate = max(DOUBLING * bandwidth.estimate, self._settings.initial_rate)
@@ -387,12 +393,17 @@ class RateControl:
             self._losses.stop_trial()
         return self._losses.try_round(round_.acked, round_.lost, self._settings.fill_above)
 
-    def _start_anew(self, limited: bool) -> None:
+    @property
+    def _granted_more(self) -> bool:
+        """Whether a grant is in force that is far above what the path is known to carry."""
+        return self._bandwidth.estimate < REACHED * self._granted < math.inf
+
+    def _start_anew(self, limited: bool, why: str) -> None:
         """The path carries far more than is known: by probes alone that would take a hundred round trips."""
         self._probing.stop()
         self._phase, self._gain, self._flat = "start-up", 1.0, 0
         self._starting_rate = (1.0 if limited else DOUBLING) * self._bandwidth.estimate
-        self._set("start-up", f"{UNKNOWN_PROBES} probes in a row found more: the path is not known yet")
+        self._set("start-up", f"{why}: the path is not known yet")
 
     def _up(self, row: Row, limited: bool, busy: bool) -> None:
         self._gain = 1.0
@@ -400,7 +411,9 @@ class RateControl:
             self._level = min(1.0, self._level * RECOVERY)
             self._set(row.seen, f"up, towards the estimate: {row.reason}")
         elif self._probing.found >= UNKNOWN_PROBES and not self._foreign and not busy:
-            self._start_anew(limited)
+            self._start_anew(limited, f"{UNKNOWN_PROBES} probes in a row found more")
+        elif self._granted_more and not self._foreign and not busy:
+            self._start_anew(limited, "the receiver grants more")
         elif self._probing.asked:
             self._gain = self._probing.gain_meanwhile
             self._set(row.seen, "up, and what it did is not yet known")
@@ -458,10 +471,10 @@ class RateControl:
             gain = min(DRAIN_MOST, max(DRAIN_LEAST, 1.0 - queue / least))
             gain = 1.0 - (1.0 - gain) * max(self._probing.share, LEAST_PART)
             estimate = self._bandwidth.estimate
-            if round_.rate < HALF * self._paced_then:
+            if round_.rate < HALF * round_.sent:
                 self._bandwidth.restart(min(max(round_.rate, MOST_CUT * estimate), estimate))
             elif not came:  # less than what comes, be it the path's rate or what may be in flight
-                gain *= min(1.0, round_.rate / (estimate * self._level))
+                gain *= min(1.0, max(HALF, round_.rate / (estimate * self._level)))
             self._gain = gain if self._drained == 1 else min(gain, self._gain)
             self._probing.stop()
             self._set("drain", f"a queue of {queue * 1e3:.1f} ms stands")

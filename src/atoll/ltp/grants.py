@@ -22,6 +22,10 @@ ASK_SECONDS = 1.0  # for which a sender counts as having something to send, unle
 RESERVE = 0.05  # of the link, for those who wait for their share
 LEAST_CHANGE = 0.05  # of a grant, below which a change of the share waits for the renewal
 MOST_SENDERS = 1024
+# After the first that asks, in which those who asked lately are expected to ask as well: they answer one
+# word, and were the first given all of the link, the others would wait until its grant expires.
+EXPECTED_SECONDS = 0.05
+LATELY_SECONDS = 10.0
 
 Key = TypeVar("Key", int, str)
 
@@ -60,6 +64,8 @@ class Grants:
         self._link_rate = link_rate
         self._senders: dict[int, _Sender] = {}
         self._left: list[tuple[float, float]] = []  # promised to those that are gone, (until, rate)
+        self._began = -math.inf  # when the first asked, while nobody had anything to send
+        self._lately: dict[int, tuple[float, _Sender]] = {}  # who asked last when
 
     def handle_ask(
         self, now: float, session: int, weight: float = 1.0, wanted: float = math.inf, site: str = ""
@@ -73,11 +79,24 @@ class Grants:
         if sender is None:
             if len(self._senders) + len(self._left) >= MOST_SENDERS:
                 return False
-            self._senders[session] = _Sender(site, weight, wanted, now + ASK_SECONDS)
+            if not self._senders:
+                self._began = now
+            if not self._senders or len(self._lately) >= MOST_SENDERS:
+                self._forget(now)
+            sender = self._senders[session] = _Sender(site, weight, wanted, now + ASK_SECONDS)
         else:
             sender.site, sender.weight, sender.wanted = site, weight, wanted
             sender.until = now + ASK_SECONDS
+        self._lately[session] = now, sender
         return True
+
+    def _forget(self, now: float) -> None:
+        """Those who have not asked for long."""
+        self._lately = {
+            session: (when, sender)
+            for session, (when, sender) in self._lately.items()
+            if when > now - LATELY_SECONDS
+        }
 
     def handle_done(self, now: float, session: int) -> None:
         """It has nothing more to send. What it was promised is free when it expires."""
@@ -90,7 +109,7 @@ class Grants:
         self._expire(now)
         if not self._senders:
             return []
-        shares = self._shares()
+        shares = self._shares(now)
         bounds = {session: sender.bound(now) for session, sender in self._senders.items()}
         free = (1.0 - RESERVE) * self._link_rate - sum(bounds.values()) - sum(rate for _, rate in self._left)
         waiting = RESERVE * self._link_rate / MOST_SENDERS
@@ -120,9 +139,14 @@ class Grants:
         self._expire(now)
         return sum(each.bound(now) for each in self._senders.values()) + sum(rate for _, rate in self._left)
 
-    def _shares(self) -> dict[int, float]:
+    def _shares(self, now: float) -> dict[int, float]:
         sites: dict[str, dict[int, _Sender]] = {}
-        for session, sender in self._senders.items():
+        expected = {}
+        if now < self._began + EXPECTED_SECONDS:
+            expected = {
+                session: sender for session, (when, sender) in self._lately.items() if when < self._began
+            }
+        for session, sender in (expected | self._senders).items():
             sites.setdefault(sender.site, {})[session] = sender
         wanted = {
             site: math.fsum(each.wanted for each in members.values()) for site, members in sites.items()
