@@ -11,7 +11,7 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.ltp.closing import least
 from atoll.ltp.order import Extent, high_indices, places_of
-from atoll.ltp.receiving import ArrivalRate, Incoming, BadTransferError
+from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (

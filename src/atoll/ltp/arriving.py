@@ -16,7 +16,7 @@ import numpy as np
 from atoll.ltp.events import Arrived, Event, Mask, Refused
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import Extent
-from atoll.ltp.receiving import ArrivalRate, Incoming, BadTransferError
+from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Datagrams, Records
 from atoll.wire.linkcontrol import Filled, How

@@ -84,8 +84,8 @@ class ArrivalRate:
 
 
 class Incoming:
-    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises BadTransferError
-    where the first datagram contradicts it or passes `most_bytes`."""
+    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises
+    BadTransferError where the first datagram contradicts it or passes `most_bytes`."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class Incoming:
     # -- what comes -----------------------------------------------------------------------------------------
 
     def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> None:
-        """Takes DATA or PARITY of this transfer. Raises BadTransferError where a datagram contradicts another, or
-        itself."""
+        """Takes DATA or PARITY of this transfer. Raises BadTransferError where a datagram contradicts
+        another, or itself."""
         slices = batch.slices
         self._check_alike(slices)
         if batch.elements.shape[1] != self._memory.shape[1]:
