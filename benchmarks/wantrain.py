@@ -32,7 +32,7 @@ from common import options, output_folder, write_results
 from wantrain_worker import Plan, Record
 
 WORKER = Path(__file__).with_name("wantrain_worker.py")
-WORKERS, BATCH, STEPS, QUICK_STEPS = 2, 8, 300, 40
+WORKERS, BATCH, STEPS, QUICK_STEPS = 2, 8, 200, 40
 LOOK = 25  # steps
 RATE, DELAY, BURST = "200Mbit/s", "20ms", 8
 WITHIN = 0.01  # of the lossless held-out loss, the mean over the seeds

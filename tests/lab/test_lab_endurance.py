@@ -31,14 +31,13 @@ HUB = """
 [hub]
 site = "paris"
 shards = 1
+patience = "60s"
 """
 CONFIG = """
 [run]
 strategy = "server"
 [sync]
 timeout = "60s"
-[hub]
-patience = "60s"
 [link]
 transport = "ltp"
 """

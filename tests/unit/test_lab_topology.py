@@ -179,6 +179,7 @@ WRONG = [
         'congestion_control = "Cubic!"\n' + SITES,
         "congestion_control: 'Cubic!' is not TCP's congestion control",
     ),
+    (SITES + '[hub]\nsite = "paris"\npatience = 0\n', "hub: patience: 0: must be more than 0"),
     ("congestion_control = 1\n" + SITES, "congestion_control: 1 is not TCP's congestion control"),
     ("seed = true\n" + SITES, "seed: True is not a whole number"),
     (f"seed = 0x{'f' * 5000}\n" + SITES, "seed: a number of over 30 digits is not a whole number"),

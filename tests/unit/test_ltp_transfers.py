@@ -11,7 +11,7 @@ import pytest
 from atoll.core.errors import UserError
 from atoll.ltp.closing import least
 from atoll.ltp.order import Extent, high_indices, places_of
-from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
+from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
 from atoll.ltp.sending import Outgoing
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import (
@@ -391,7 +391,7 @@ def test_a_datagram_that_contradicts_refuses_the_transfer(field: str, value: int
     row = int(np.flatnonzero(second.slices["flags"] & HIGH)[0])
     frames = second.frames.copy()
     records_of(frames, SLICE, HEADER.itemsize)[field][row] = value
-    with pytest.raises(RefusedError):
+    with pytest.raises(BadTransferError):
         taken.handle_datagrams(0.0, Datagrams(second.kind, frames), Counter())
 
 
@@ -402,14 +402,14 @@ def test_a_transfer_out_of_its_bounds_is_refused_before_memory_is_taken(
     elements: int | None, most: int
 ) -> None:
     (_, batch) = sent_by(outgoing())[0]
-    with pytest.raises(RefusedError):
+    with pytest.raises(BadTransferError):
         incoming(batch, elements=elements, most=most)
 
 
 def test_a_chunk_of_another_length_in_as_many_blocks_is_refused() -> None:
     bursts = sent_by(outgoing(), 40)
     taken = incoming(bursts[0][1], elements=40 * BLOCK - 6)
-    with pytest.raises(RefusedError, match="elements"):
+    with pytest.raises(BadTransferError, match="elements"):
         taken.handle_datagrams(0.0, bursts[0][1], Counter())
 
 
@@ -419,7 +419,7 @@ def test_a_chunk_of_another_type_is_refused_though_its_blocks_are_as_many(dtype:
     transfer = Outgoing(SETTINGS, 1, 3, 9, values_of(count, dtype), None, False)
     (_, batch) = sent_by(transfer)[0]
     assert incoming(batch).dtype == dtype
-    with pytest.raises(RefusedError, match=r"1 of chunk 3: .* type .*, where the chunk's are float32"):
+    with pytest.raises(BadTransferError, match=r"1 of chunk 3: .* type .*, where the chunk's are float32"):
         incoming(batch, elements=40 * BLOCK)
 
 
@@ -437,7 +437,7 @@ def test_groups_that_contradict_are_refused(field: str, value: int) -> None:
     parity = bursts[-1][1]
     assert parity.kind is Kind.PARITY
     parity.slices[field] = value
-    with pytest.raises(RefusedError):
+    with pytest.raises(BadTransferError):
         taken.handle_datagrams(0.0, parity, Counter())
 
 

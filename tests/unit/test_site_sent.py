@@ -52,7 +52,7 @@ def test_what_was_lost_goes_along_with_the_next(how: str) -> None:
     (values, weight) = losses.state()[3]
     assert torch.equal(values, (gradient(1) + late) * missing(4))
     assert weight == 2.0
-    assert losses.of([3])[:2] == ((3, 0) if how == "borne" else (1, 2))
+    assert losses.of([3])[:2] == (3, 0)
 
 
 def test_a_step_that_is_left_out_leaves_what_was_held() -> None:

@@ -88,8 +88,9 @@ class LinkSeen(Event, frozen=True):
     Rates are in bytes per second, times in seconds; `loss` is the path's share now, and `target` the one that
     is aimed at. Counts are since the beginning, over all connections: `sent`, `lost`, `retransmitted` are
     datagrams of this end, `repaired` blocks that the code gave back here, `borne` and `filled` blocks of
-    gradients that never came. `held` is what is held back now as a share of the latest gradient, both as
-    sums of absolute values. `bytes_in` and `bytes_out` are of messages. `reason` is the rate's.
+    gradients that did not come: for now, or for good. `held` is what is held back now as a share of the
+    latest gradient, both as sums of absolute values. `bytes_in` and `bytes_out` are of messages. `reason` is
+    the rate's.
     """
 
     who: str

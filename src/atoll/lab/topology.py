@@ -29,6 +29,7 @@ _MOST_SHARDS = 64
 _SLOWEST_SPEED = 0.001
 _RATES = (1e3, 100e9)  # bit/s
 _LONGEST_DELAY = 60.0  # seconds
+_LONGEST_PATIENCE = 3600.0  # seconds
 _LATEST = 7 * 86400.0  # seconds: of a change, or of an outage's end
 _LONGEST_BURST = 1e6  # packets
 _LEAST_QUEUE = 2**16  # bytes, where the file names none
@@ -41,7 +42,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _TOP = ("seed", "congestion_control", "site", "link", "hub")
 _SITE = ("name", "workers", "speed")
-_HUB = ("site", "shards", "groups", "group_by", "group_links")
+_HUB = ("site", "shards", "groups", "group_by", "group_links", "patience")
 _QUALITIES = (
     "rate", "delay", "jitter", "distribution", "queue", "loss", "burst", "reorder", "reorder_by",
     "duplicate", "corrupt",
@@ -100,6 +101,7 @@ class HubPlace:
     groups: str = ""  # empty: workers are not grouped
     group_by: str = "auto"
     group_links: float = 5.0
+    patience: float = 10.0  # seconds of silence, after which a worker or a shard counts as dead
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,10 @@ def _hub(table: Table, names: Sequence[str], workers: int) -> HubPlace | None:
     name = hub.need("site", f'names no site; write site = "{names[0]}"')
     site, shards = _find(hub, "site", name, names), hub.integer("shards", 1, 0, _MOST_SHARDS)
     group_links = hub.span("group_links", _LONGEST_DELAY, 5.0)
-    return HubPlace(site, shards, _groups(hub, shards, workers), _group_by(hub), group_links)
+    patience = hub.span("patience", _LONGEST_PATIENCE, 10.0)
+    if not patience:
+        raise hub.error("patience", f"{hub.given('patience')}: must be more than 0")
+    return HubPlace(site, shards, _groups(hub, shards, workers), _group_by(hub), group_links, patience)
 
 
 def _groups(hub: Table, shards: int, workers: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from atoll.ltp.events import Arrived, Event, Mask, Refused
 from atoll.ltp.filling import LastValues
 from atoll.ltp.order import Extent
-from atoll.ltp.receiving import ArrivalRate, Incoming, RefusedError
+from atoll.ltp.receiving import ArrivalRate, BadTransferError, Incoming
 from atoll.ltp.settings import Settings
 from atoll.wire.datagrams import Datagrams, Records
 from atoll.wire.linkcontrol import Filled, How
@@ -134,16 +134,18 @@ class Receiver:
                 incoming = self._open_transfer(now, part.slices[0], part.elements.shape[1])
                 self._open[transfer] = incoming
             incoming.handle_datagrams(now, part, self._drops)
-        except RefusedError as error:
+        except BadTransferError as error:
             self._refused[transfer] = str(error)
         return True
 
     def _open_transfer(self, now: float, first: Records, payload: int) -> Incoming:
         chunk = int(first["chunk"])
         if self._extents is not None and chunk not in self._extents:
-            raise RefusedError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
+            raise BadTransferError(f"transfer {first['transfer']}: no chunk {chunk} is known here")
         if len(self._open) >= MOST_TRANSFERS:
-            raise RefusedError(f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most")
+            raise BadTransferError(
+                f"transfer {first['transfer']}: {MOST_TRANSFERS} are open, which is the most"
+            )
         extent = None if self._extents is None else self._extents[chunk]
         room = self._most_bytes - sum(each.bytes for each in self._open.values())
         return Incoming(self._settings, first, payload, extent, room, now)

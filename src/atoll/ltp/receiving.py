@@ -46,7 +46,7 @@ LEAST_PAYLOAD = payload_bytes(LEAST_DATAGRAM_BYTES)  # below it, a block's place
 _SAME = ("chunk", "iteration", "blocks", "highs", "element")  # that all datagrams of a transfer say alike
 
 
-class RefusedError(AtollError):
+class BadTransferError(AtollError):
     """A transfer that cannot be taken; the line says why."""
 
 
@@ -84,8 +84,8 @@ class ArrivalRate:
 
 
 class Incoming:
-    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises RefusedError
-    where the first datagram contradicts it or passes `most_bytes`."""
+    """One transfer, from its first datagram on. `extent` is the chunk's, None: not known. Raises
+    BadTransferError where the first datagram contradicts it or passes `most_bytes`."""
 
     def __init__(
         self,
@@ -131,20 +131,20 @@ class Incoming:
     def _check_size(self, payload: int, extent: Extent | None, most_bytes: int) -> None:
         name = f"transfer {self.transfer} of chunk {self.chunk}"
         if payload < LEAST_PAYLOAD or payload % 8:
-            raise RefusedError(
+            raise BadTransferError(
                 f"{name}: {payload} B of elements in a datagram: a multiple of 8 from {LEAST_PAYLOAD} on"
             )
         if not self.highs:
-            raise RefusedError(f"{name}: no high block, where the last one always is")
+            raise BadTransferError(f"{name}: no high block, where the last one always is")
         if self.blocks * payload > most_bytes:
-            raise RefusedError(
+            raise BadTransferError(
                 f"{name}: {self.blocks} blocks of {payload} B, where {most_bytes} B are the most"
             )
         if extent is not None and extent.dtype != self.dtype:
             came, agreed = ELEMENTS[self.dtype].name.lower(), ELEMENTS[extent.dtype].name.lower()
-            raise RefusedError(f"{name}: elements of type {came}, where the chunk's are {agreed}")
+            raise BadTransferError(f"{name}: elements of type {came}, where the chunk's are {agreed}")
         if extent is not None and self.blocks != -(-extent.elements // self.block):
-            raise RefusedError(
+            raise BadTransferError(
                 f"{name}: {self.blocks} blocks of {self.block}, "
                 f"where the chunk has {extent.elements} elements"
             )
@@ -171,12 +171,12 @@ class Incoming:
     # -- what comes -----------------------------------------------------------------------------------------
 
     def handle_datagrams(self, now: float, batch: Datagrams, drops: Counter[str]) -> None:
-        """Takes DATA or PARITY of this transfer. Raises RefusedError where a datagram contradicts another, or
-        itself."""
+        """Takes DATA or PARITY of this transfer. Raises BadTransferError where a datagram contradicts
+        another, or itself."""
         slices = batch.slices
         self._check_alike(slices)
         if batch.elements.shape[1] != self._memory.shape[1]:
-            raise RefusedError(
+            raise BadTransferError(
                 f"transfer {self.transfer}: a datagram with {batch.elements.shape[1]} B of elements, "
                 f"where the others have {self._memory.shape[1]} B"
             )
@@ -195,11 +195,11 @@ class Incoming:
     def _check_alike(self, slices: Records) -> None:
         for name, value in self._like.items():
             if (slices[name] != value).any():
-                raise RefusedError(
+                raise BadTransferError(
                     f"transfer {self.transfer}: its datagrams differ in {name} ({value} and another)"
                 )
         if ((slices["flags"] & RELIABLE != 0) != self.reliable).any():
-            raise RefusedError(f"transfer {self.transfer}: some of its datagrams are of a reliable one")
+            raise BadTransferError(f"transfer {self.transfer}: some of its datagrams are of a reliable one")
 
     def _place_blocks(self, slices: Records, elements: Bytes) -> None:
         index = slices["index"].astype(np.int64)
@@ -215,7 +215,7 @@ class Incoming:
         self._taken[place] = True
         count = int(np.count_nonzero(self._there))
         if int(np.count_nonzero(self._taken)) != count:
-            raise RefusedError(f"transfer {self.transfer}: two blocks at one place")
+            raise BadTransferError(f"transfer {self.transfer}: two blocks at one place")
         self._place[index] = place
         self._memory[place] = elements
         self._keep_scale(slices["scale"], place)
@@ -224,7 +224,7 @@ class Incoming:
         self._count = count
         self._highs_there = int(np.count_nonzero(self._there[self._high_indices]))
         if self._highs_there == self.highs and not self._taken[-1]:
-            raise RefusedError(f"transfer {self.transfer}: its last block is none of the high ones")
+            raise BadTransferError(f"transfer {self.transfer}: its last block is none of the high ones")
 
     def _check_places(self, slices: Records, index: Items, place: Items, rest: Items) -> None:
         high = slices["flags"] & HIGH != 0
@@ -232,7 +232,7 @@ class Incoming:
         wrong |= (slices["count"] != self.block) & (place != self.blocks - 1)
         if wrong.any():
             bad = int(np.flatnonzero(wrong)[0])
-            raise RefusedError(
+            raise BadTransferError(
                 f"transfer {self.transfer}: block {index[bad]} of {self.blocks} at element "
                 f"{slices['offset'][bad]}, {slices['count'][bad]} long, "
                 f"{'high' if high[bad] else 'low'}: blocks have {self.block}"
@@ -247,7 +247,7 @@ class Incoming:
         if self._elements is None:
             self._elements = elements
         if (counts != counts[0]).any() or self._elements != elements or counts[0] > self.block:
-            raise RefusedError(
+            raise BadTransferError(
                 f"transfer {self.transfer}: {elements} elements, where the chunk has {self._elements}"
             )
 
@@ -256,7 +256,7 @@ class Incoming:
             if (scale == 1.0).all():
                 return
             if self.dtype.kind != "f":
-                raise RefusedError(f"transfer {self.transfer}: a scale for {self.dtype}")
+                raise BadTransferError(f"transfer {self.transfer}: a scale for {self.dtype}")
             self._scale = np.ones(self.blocks, dtype=np.float32)
         self._scale[place] = scale
 
@@ -272,7 +272,7 @@ class Incoming:
             try:
                 restored = self._groups.restore(group, members, rows)
             except ValueError as error:
-                raise RefusedError(f"transfer {self.transfer}: {error}") from None
+                raise BadTransferError(f"transfer {self.transfer}: {error}") from None
             frames = np.zeros(
                 (len(restored), HEADER.itemsize + CODED_FROM + restored.shape[1]), dtype=np.uint8
             )
@@ -287,7 +287,7 @@ class Incoming:
             slices["flags"] = np.where(self._high_at[index], HIGH, 0) | (RELIABLE if self.reliable else 0)
             good = restored_untrusted(batch, drops)
             if not good.all():
-                raise RefusedError(f"transfer {self.transfer}: what its parity restores is no block")
+                raise BadTransferError(f"transfer {self.transfer}: what its parity restores is no block")
             before = self._count
             self._place_blocks(slices, batch.elements)
             self.restored += self._count - before
@@ -513,8 +513,8 @@ class _Coded:
     def _learn(self, slices: Records) -> None:
         group, data = slices["group"].astype(np.int64), slices["data"].astype(np.int64)
         if (group >= self._most).any():
-            raise RefusedError(f"a group {int(group.max())}, where there are at most {self._most}")
+            raise BadTransferError(f"a group {int(group.max())}, where there are at most {self._most}")
         known = self._data[group]
         if ((known != 0) & (known != data)).any():
-            raise RefusedError("datagrams of one group differ in how many data it has")
+            raise BadTransferError("datagrams of one group differ in how many data it has")
         self._data[group] = np.where(known == 0, data, known)

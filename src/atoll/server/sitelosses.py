@@ -95,7 +95,7 @@ class SiteLosses:
         for chunk, lost in self._lost.items():
             sent = self._sent[chunk]
             missing = missing_of(lost, sent.numel())
-            key = chunk, not lost.counts
+            key = chunk, chunk in self._held or not lost.counts
             self._blocks[key] = self._blocks.get(key, 0) + int(missing.sum())
             if chunk in self._held:
                 self._held[chunk].answered(self._exchange, sent, missing, lost.block)
@@ -105,8 +105,8 @@ class SiteLosses:
         self._lost.clear()
 
     def of(self, chunks: Collection[int]) -> tuple[int, int, float]:
-        """Of these chunks: blocks that were lost and borne, and filled, since the beginning; what is held now
-        as a share of the latest contribution, both as sums of absolute values."""
+        """Of these chunks: blocks that were lost and borne (or come later), and filled for good, since the
+        beginning; what is held now as a share of the latest contribution, both as sums of absolute values."""
         borne, filled = (
             sum(self._blocks.get((chunk, kind), 0) for chunk in chunks) for kind in (True, False)
         )

@@ -218,7 +218,8 @@ class GroupReducer(RingReducer, Exchange):
         along = {}
         for chunk_id in sorted({each for part in parts for each in msgspec.msgpack.decode(part)}):
             taken = own.get(chunk_id)
-            summed = torch.zeros_like(outgoing.flats[chunk_id]) if taken is None else taken.clone()
+            flat = outgoing.flats[chunk_id]
+            summed = torch.zeros_like(flat, device="cpu") if taken is None else taken.clone()
             channel.wait(channel.sum(summed), what)
             along[chunk_id] = summed
         return along

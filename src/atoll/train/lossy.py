@@ -124,7 +124,7 @@ class LossyPushes:
             )
         missing = missing_of(lost, elements)
         size = max(1, self._block_elements(str(sent.values.dtype).removeprefix("torch.")) // lost.block)
-        key = self._shard_of[chunk], lost.how == BORNE
+        key = self._shard_of[chunk], chunk in self._held or lost.how == BORNE
         self._lost[key] = self._lost.get(key, 0) + -(-int(missing.sum()) // size)
         if chunk in self._held:
             self._held[chunk].answered(exchange, sent.values, missing, lost.block, start=sent.start)

@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import torch
 from mortal_groups import settings
-from test_ltp_session import SIZES, Books, Layout, Recorded, Way, given_to, held_by, train
+from test_lossy_session import SIZES, Books, Layout, Recorded, Way, given_to, held_by, train
 from torch import Tensor
 
 from atoll.core import points
 from atoll.server import main as server
 from atoll.testing.served import ServedRun
 from atoll.train.exchange import Exchange
+from atoll.train.groupexchange import GroupReducer
 from atoll.train.place import Place
 
 DEADLINE = 120.0
-DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, when all are in one group
+DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, once all are in one group
 CLOSE = 1e-3  # what is held of a contribution by three goes with one by two: thirds
 _context = multiprocessing.get_context("forkserver")
 
@@ -36,15 +37,22 @@ def live(rank: int, address: str, way: Way, point: str, told: Connection) -> Non
     """A worker's process; the dying one tells before its books, what it holds, and what of that it has
     sent along."""
     torch.set_num_threads(1)
-    seen: list[tuple[Exchange, Books]] = []
+    seen: list[tuple[GroupReducer, Books]] = []
 
     def strike(reached: str, _iteration: int) -> None:
-        if rank == DYING and seen and reached == point and seen[0][1].step >= DIES_AT:
-            told.send_bytes(pickle.dumps((seen[0][1], *held_by(seen[0][0]))))
+        if rank != DYING or not seen or reached != point:
+            return
+        exchange, books = seen[0]
+        if books.step >= DIES_AT and exchange._ring.world == way.workers:
+            told.send_bytes(pickle.dumps((books, *held_by(exchange))))
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def watch(exchange: Exchange, books: Books) -> None:
+        assert isinstance(exchange, GroupReducer)
+        seen.append((exchange, books))
+
     points.install(strike)
-    books = train(Place(rank, way.workers), address, way, lambda *each: seen.append(each))
+    books = train(Place(rank, way.workers), address, way, watch)
     told.send_bytes(pickle.dumps(books))  # tensors by value: this process ends
 
 
@@ -73,7 +81,7 @@ def test_those_who_live_are_owed_nothing(monkeypatch: pytest.MonkeyPatch, way: W
     applied = recorded.applied(Layout(way), None)
     sent_along = 0
     for place, size in enumerate(SIZES):
-        given: Any = sum(books.given[place] for books in found.values()) + given_by_the_dead(dead, place)
+        given: Any = sum(books.given[place] for books in found.values()) + given_by_the_dead(way, dead, place)
         of_living: Any = sum(books.held[place] for books in found.values())
         rest = given - applied[place] - of_living - held[place]  # 0, or what the dead had sent along
         assert rest.shape == size
@@ -108,7 +116,7 @@ def results(address: str, way: Way, point: str) -> dict[int, Any]:
     return found
 
 
-def given_by_the_dead(books: Books, place: int) -> Tensor:
+def given_by_the_dead(way: Way, books: Books, place: int) -> Tensor:
     """With the step in whose exchange it died: the others had its gradient by then."""
-    last = given_to(DYING, books.step)[place]
+    last = given_to(way, DYING, books.step)[place]
     return books.given[place] if last is None else books.given[place] + last.double()
