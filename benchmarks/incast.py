@@ -1,6 +1,6 @@
 """(m) Incast: eight workers answer one shard at once, over one link with a shallow queue.
 
-    python benchmarks/incast.py [--quick] [--rounds N]
+    python benchmarks/incast.py [--quick] [--rounds N] [--budget SECONDS]
 
 In the lab: a link of 1 Gbit/s with a round trip of 40 ms, whose queue holds a tenth of a bandwidth-delay
 product. The shard says a word to eight workers, each over a connection of its own, and each answers with 1, 2
@@ -29,7 +29,7 @@ from shared import Link, hindrance, hurry, run
 
 LINK = Link(1e9, 0.02, 0.1)
 WORKERS = 8
-SIZES = (1_000_000, 2_000_000, 4_000_000)
+SIZES = (2_000_000, 4_000_000, 1_000_000)
 GRANTED = LINK.rate / 8 * DATAGRAM_BYTES / (DATAGRAM_BYTES + 28)  # IP's and UDP's headers are the link's too
 WAYS = {"ltp": "ltp", "ltp, no grants": "ltp", "tcp:cubic": "cubic", "tcp:bbr": "bbr"}
 TARGET = 1.2
@@ -110,6 +110,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, help=f"answers in each of {TURNS} turns (default: {ROUNDS})")
     parser.add_argument("--only", default="", help="sizes and ways whose name contains this")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no turn begins")
     args = parser.parse_args()
     reason = hindrance()
     if reason:
@@ -123,6 +124,8 @@ def main() -> int:
     emulators: dict[tuple[int, str], list[Any]] = {each: [] for each in wanted}
     for _ in range(1 if args.quick else TURNS):
         for size, way in wanted:
+            if time.monotonic() > begun + args.budget:
+                break
             plan = {
                 "flows": (WAYS[way],) * WORKERS,
                 "size": size,
@@ -133,7 +136,12 @@ def main() -> int:
             _, found, emulator = run(LINK, plan, 300.0)
             answers[size, way] += found
             emulators[size, way].append(emulator)
-    cases = [case(way, size, answers[size, way], emulators[size, way]) for size, way in wanted]
+            print(
+                f"{size / 1e6:g} MB, {way}: {[round(max(each) / least(size), 2) for each in found]}",
+                flush=True,
+            )
+    measured = [each for each in wanted if answers[each]]
+    cases = [case(way, size, answers[size, way], emulators[size, way]) for size, way in measured]
     for each in cases:
         print(line(each), flush=True)
     path = write_results("incast", output_folder(args), cases, args.quick)
