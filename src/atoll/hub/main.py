@@ -63,7 +63,8 @@ def serve(
     as dead, and `least_patience` the fewest, however regularly it was heard; `heartbeat`: how often they are
     to be heard. `at_least`: a ring with fewer members left than these ends. `grouping`: how workers are put
     into groups, where they are. It ends when `until` says so, by a signal, or with `until_done` when all
-    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is wrong, a port in use and a folder of another run too.
+    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
+    wrong, a port in use and a folder of another run too.
     """
     check_counts(workers, shards)
     if not 0 < heartbeat < patience / 2:
