@@ -810,6 +810,14 @@ def test_who_was_heard_regularly_is_given_less_patience_and_never_less_than_a_st
     assert dict(members.poll_deaths(60.0)).keys() == {1, 2}  # of the other one nothing was known
 
 
+def test_what_is_always_borne_can_be_more_than_that() -> None:
+    members = Membership(1, patience=60.0, heartbeat=0.1, least=30.0)
+    members.handle_hello(0.0, "worker")
+    last = beaten(members, 1, 5.0)
+    assert members.poll_deaths(last + 29.9) == []
+    assert members.poll_deaths(last + 30.1)
+
+
 def test_slow_heartbeats_are_borne() -> None:
     """A hub with a long patience asks for few: three of them may be missing at least."""
     members = Membership(1, patience=600.0, heartbeat=20.0)

@@ -65,6 +65,13 @@ def hub(
     patience: Annotated[
         str, typer.Option(metavar="SPAN", help="How long a worker may be silent before it counts as dead.")
     ] = "10s",
+    least_patience: Annotated[
+        str,
+        typer.Option(
+            metavar="SPAN",
+            help="Silence that is always borne, however regular a worker was: a link's longest outage.",
+        ),
+    ] = "3.5s",
     site: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=N", help="A site and its workers; one for each, where there are levels."),
@@ -125,6 +132,7 @@ def hub(
         until_done=until_done,
         at_least=at_least,
         grouping=grouping,
+        least_patience=parse_seconds(least_patience),
     )
 
 

@@ -32,7 +32,7 @@ from atoll.hub.records import (
     Told,
 )
 from atoll.store.leases import Key, Leases
-from atoll.store.members import Admission, Membership
+from atoll.store.members import FLOOR_SECONDS, Admission, Membership
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
 
 GLOBAL = ""  # the name of the log that shard 0 keeps; a site's has the site's
@@ -112,8 +112,9 @@ class Book:
         sites: Mapping[str, int] | None = None,
         heartbeat: float = 1.0,
         replicas: int = 1,
+        least_patience: float = FLOOR_SECONDS,
     ) -> None:
-        self.members = Membership(workers, patience, shards, sites, heartbeat, replicas)
+        self.members = Membership(workers, patience, shards, sites, heartbeat, replicas, least=least_patience)
         self.leases = Leases()
         self.rings: RingsOf | None = None
         self.groups: GroupsOf | None = None

@@ -22,7 +22,7 @@ from atoll.hub.records import Began
 from atoll.hub.service import LIMIT, Hub
 from atoll.net.endpoint import Server
 from atoll.net.keys import read_keys
-from atoll.store.members import RANKS
+from atoll.store.members import FLOOR_SECONDS, RANKS
 from atoll.store.replicas import REPLICAS
 
 ADDRESS_FILE = "hub.address"  # in the run's directory: where the hub listens
@@ -47,6 +47,7 @@ def serve(
     until_done: bool = False,
     at_least: int = 1,
     grouping: GroupingSettings | None = None,
+    least_patience: float = FLOOR_SECONDS,
     until: Callable[[], bool] = lambda: False,
     ready: Callable[[str], None] = lambda _address: None,
 ) -> None:
@@ -59,16 +60,21 @@ def serve(
     `folder` also gets the address, for `listen` may leave the port open (0), and the journal: a hub that is
     started again with the same folder goes on with the same run at the same address. `ready` is called with
     the address once others may connect. `patience`: the most seconds of silence after which a member counts
-    as dead; `heartbeat`: how often they are to be heard. `at_least`: a ring with fewer members left than
-    these ends. `grouping`: how workers are put into groups, where they are. It ends when `until` says so, by
-    a signal, or with `until_done` when all workers have left or died and the shards, which it tells, have
-    ended. Raises UserError for input that is wrong, a port in use and a folder of another run too.
+    as dead, and `least_patience` the fewest, however regularly it was heard; `heartbeat`: how often they are
+    to be heard. `at_least`: a ring with fewer members left than these ends. `grouping`: how workers are put
+    into groups, where they are. It ends when `until` says so, by a signal, or with `until_done` when all
+    workers have left or died and the shards, which it tells, have ended. Raises UserError for input that is
+    wrong, a port in use and a folder of another run too.
     """
     check_counts(workers, shards)
     if not 0 < heartbeat < patience / 2:
         raise UserError(
             f"a heartbeat each {heartbeat:g} s and a patience of {patience:g} s: the patience must be more "
             "than two heartbeats"
+        )
+    if not 0 < least_patience <= max(patience, FLOOR_SECONDS):
+        raise UserError(
+            f"a least patience of {least_patience:g} s: more than 0, and at most the patience, {patience:g} s"
         )
     if not 1 <= at_least <= workers:
         raise UserError(f"at least {at_least} workers, of a run of {workers}: from 1 to {workers}")
@@ -107,7 +113,7 @@ def serve(
         bus.subscribe(_show)
         decisions = Decisions(where, bus)
         stack.callback(decisions.close)
-        book = Book(workers, patience, shards, sites, heartbeat, replicas)
+        book = Book(workers, patience, shards, sites, heartbeat, replicas, least_patience)
         cut = journal.cut if journal is not None else 0
         hub = Hub(
             server,

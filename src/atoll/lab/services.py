@@ -33,7 +33,8 @@ class Services:
         self._make_keys()
         shards = place.shards
         hub = ["hub", "--workers", str(workers), "--shards", str(shards), "--listen", self._hub]
-        hub += ["--patience", f"{place.patience:g}"]
+        if place.patience is not None:
+            hub += ["--patience", f"{place.patience:g}", "--least-patience", f"{place.patience:g}"]
         if place.groups:
             hub += ["--groups", place.groups, "--group-by", place.group_by]
             hub += ["--group-links", f"{place.group_links:g}"]

@@ -101,7 +101,8 @@ class HubPlace:
     groups: str = ""  # empty: workers are not grouped
     group_by: str = "auto"
     group_links: float = 5.0
-    patience: float = 10.0  # seconds of silence, after which a worker or a shard counts as dead
+    # Seconds of silence that are borne, however regularly a worker or a shard was heard; None: the hub's own
+    patience: float | None = None
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,8 @@ def _hub(table: Table, names: Sequence[str], workers: int) -> HubPlace | None:
     name = hub.need("site", f'names no site; write site = "{names[0]}"')
     site, shards = _find(hub, "site", name, names), hub.integer("shards", 1, 0, _MOST_SHARDS)
     group_links = hub.span("group_links", _LONGEST_DELAY, 5.0)
-    patience = hub.span("patience", _LONGEST_PATIENCE, 10.0)
-    if not patience:
+    patience = hub.span("patience", _LONGEST_PATIENCE) if "patience" in hub.values else None
+    if patience == 0:
         raise hub.error("patience", f"{hub.given('patience')}: must be more than 0")
     return HubPlace(site, shards, _groups(hub, shards, workers), _group_by(hub), group_links, patience)
 

@@ -88,7 +88,7 @@ class _Member:
 
 class Membership:
     """Workers by rank and shards by index. `patience` is for how many seconds silence is borne at the most;
-    who was heard regularly is borne for less, as measured, but never for less than 3.5 s and 3 heartbeats.
+    who was heard regularly is borne for less, as measured, but never for less than `least` and 3 heartbeats.
     `heartbeat` is how often members are to be heard, in seconds. `sites` has the number of workers of each
     site, where the run has levels; each site has a shard of its own. With `replicas` 2 each shard is held by
     two processes (store/replicas.py).
@@ -107,8 +107,10 @@ class Membership:
         sites: Mapping[str, int] | None = None,
         heartbeat: float = 1.0,
         replicas: int = 1,
+        least: float = FLOOR_SECONDS,
     ) -> None:
         self.workers, self.heartbeat = workers, heartbeat
+        self._least = least
         self.replicas = replicas
         self.pairs = {index: Pair() for index in range(shards)} if replicas > 1 else {}
         self._halves: dict[int, _Member] = {}  # of all pairs, by incarnation
@@ -208,7 +210,7 @@ class Membership:
         return _Member(self._incarnations, now, self._fresh_patience(), address=address, token=token)
 
     def _fresh_patience(self) -> Patience:
-        return Patience(max(FLOOR_SECONDS, 3 * self.heartbeat), self.patience)
+        return Patience(max(self._least, 3 * self.heartbeat), self.patience)
 
     def worker_of(self, token: str) -> Admission | None:
         """The place of the worker that calls itself so, where it is there."""
