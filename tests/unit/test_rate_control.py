@@ -397,8 +397,8 @@ def test_a_grant_caps_the_rate_and_expires():
     hand.run(2)
     assert control.rate > 0.9 * GIGABIT
     control.handle_grant(11.0, 1e6, 0.1)
-    assert control.begin_window(12.0).rate > 0.9 * GIGABIT
-    control.handle_grant(13.0, 1e12, 0.1)
+    assert control.begin_window(30.0).rate > 0.9 * GIGABIT
+    control.handle_grant(31.0, 1e12, 0.1)
     assert control.rate < 1.3 * GIGABIT, "a grant is no estimate"
 
 
@@ -433,6 +433,24 @@ def test_a_grant_far_above_the_estimate_is_gone_for_by_start_up_and_ends_it():
     assert seen[-1] == "cruise"
     assert seen.index("start-up") < 2 * QUIET_ROUNDS
     assert 0.8 * 20 * estimate <= control.estimate
+
+
+def test_a_window_begins_at_the_last_share_until_the_receiver_s_word_is_here():
+    """All who answer one word begin at once, and the first Grant comes a round trip later."""
+    flow = settled()
+    control, share = flow.control, GIGABIT / 8
+    control.begin_window(3.0)
+    control.handle_grant(3.05, share, 0.1)
+    control.handle_grant(3.10, GIGABIT / 2, 0.1)  # others are done
+    assert control.begin_window(4.0).rate == share, "and not the estimate, nor what was granted last"
+    hand = Rounds(control, 4.0)
+    hand.run(4)
+    assert control.rate > 0.9 * GIGABIT, "no word came"
+    control.begin_window(5.0)
+    control.handle_grant(5.05, 1e3, 0.1)  # it bids to wait
+    control.handle_grant(5.10, share / 2, 0.1)
+    assert control.begin_window(6.0).rate == share / 2
+    assert control.begin_window(30.0).rate > 0.9 * GIGABIT, "that was long ago"
 
 
 def test_rounds_under_a_grant_do_not_lower_the_estimate():

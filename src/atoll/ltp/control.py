@@ -58,6 +58,11 @@ YIELD = 0.85  # times the rate, for loss beside another's standing queue
 LOOK_AFTER = 0.9 * MIN_RTT_SECONDS
 LOOK = 0.5  # of the estimate, for the one round trip in which the least round trip is sought
 MOST_GRANT_SECONDS = 10.0  # a receiver that dies must not hold a sender down for longer
+SHARE_SECONDS = 10.0  # for which the first grant of a window is believed to be the next one's too
+SHARE_TRIPS = (
+    3.0  # round trips, within which that one is here: the Ask takes half of one, the Grant the other
+)
+LEAST_SHARE_PACKETS = 10.0  # a round trip: a grant of less only bids to wait
 HOST_SECONDS = 0.01  # by which threads at both ends are late on loaded machines: no part of the path
 LEAST_RATE_PACKETS = 2.0  # a round trip: the least rate
 
@@ -97,6 +102,8 @@ class RateControl:
         self._timeouts = 0
         self._granted = math.inf
         self._granted_until = -math.inf
+        self._opening = True  # no grant has come since a window began without one
+        self._share, self._share_at = math.inf, -math.inf  # the first grant of a window, and when it came
         self._woken = False  # heard again after timeouts, and not yet back at the estimate
         self._before = self._came_before = 0.0  # the estimate before it was halved, and what came of it
         self._anew_until = 0
@@ -213,13 +220,19 @@ class RateControl:
         if not (rate > 0.0 and seconds > 0.0):
             return
         seconds = min(seconds, MOST_GRANT_SECONDS)
+        if self._opening and rate * self._trip.least >= LEAST_SHARE_PACKETS * self._settings.datagram_bytes:
+            self._opening, self._share, self._share_at = False, rate, now
         self._granted, self._granted_until = rate, now + seconds
         self._set_within("grant", f"the receiver grants {rate / 1e6:.3g} MB/s for {seconds * 1e3:.0f} ms")
 
     def begin_window(self, now: float) -> Decision:
         """A transfer's window begins: the rate is the estimate's, however long the sender was idle."""
         if now >= self._granted_until:
-            self._granted = math.inf
+            # All who answer one word begin at once: until the receiver's grant is here, its last first one.
+            fresh = now - self._share_at < SHARE_SECONDS
+            self._granted = self._share if fresh else math.inf
+            self._granted_until = now + SHARE_TRIPS * self._trip.smoothed
+            self._opening = True
         if self._phase == "start-up":
             self._set("start-up", "a window begins, and the path is not known yet")
         else:
@@ -230,7 +243,8 @@ class RateControl:
                 self._phase, self._gain, self._foreign = "cruise", 1.0, False
                 self._probing.stop()
                 self._looked = now  # and what comes first sees its least round trip
-            self._set_within("window", "a window begins at the estimate")
+            shared = "" if self._granted == math.inf else ", and no more than the receiver's share"
+            self._set_within("window", f"a window begins at the estimate{shared}")
         return self.decision
 
     # Once a round trip.
