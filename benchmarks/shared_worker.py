@@ -181,7 +181,9 @@ class LtpFlow:
         self._high = high(self._values, flow)
         self._sent = self._open = 0
         until = time.monotonic() + PATIENCE
-        while not any(isinstance(event, Opened) for event in self.session.events(EVERY)):
+        self._early: list[Any] = []  # events: the shard's word may come with the opening
+        while not any(isinstance(event, Opened) for event in self._early):
+            self._early += self.session.events(EVERY)
             if time.monotonic() > until:
                 raise SystemExit(f"flow {flow}: nothing was heard from the shard in {PATIENCE:g} s")
 
@@ -201,7 +203,8 @@ class LtpFlow:
         asked = 0
         until = time.monotonic() + rounds * PATIENCE
         while (asked < rounds or self._open) and time.monotonic() < until:
-            for event in self.session.events(EVERY):
+            events, self._early = self._early or self.session.events(EVERY), []
+            for event in events:
                 if isinstance(event, Arrived):
                     asked += 1
                     self._send()
