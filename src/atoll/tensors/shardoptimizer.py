@@ -1,4 +1,5 @@
-"""The user's optimizer at a shard: one torch optimizer a chunk, each stepping through `ChunkOptimizer`.
+"""The user's optimizer away from the script (at a shard, in a peer's CPU side): one torch optimizer a chunk,
+each stepping through `ChunkOptimizer`.
 
 Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled: an
 optimizer is known by its class's name, from torch.optim's element-wise classes, or from the one path that
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import PrepareError, UserError
-from atoll.server.compensation import Origins
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.compensation import Origins
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
