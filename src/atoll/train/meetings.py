@@ -13,8 +13,8 @@ from atoll.train.workers import Reduction, Workers
 
 
 class MeetingWorkers(Workers):
-    """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has yet
-    to enter a run under way, and is alone in each."""
+    """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has
+    yet to enter a run under way, and is alone in each."""
 
     late: bool
 

@@ -91,4 +91,3 @@ class ServedWorkers(MeetingWorkers):
         self._met[message.number] = parts
         self._ranks = list(message.workers)
         self._told(message.clock)
-

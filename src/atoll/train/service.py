@@ -205,4 +205,3 @@ def print_warning(line: str) -> None:
     """For a script that no `atoll run` watches."""
     with contextlib.suppress(OSError):  # what it says may go to a disk that is full
         print(f"atoll: {line}", file=sys.stderr, flush=True)
-

@@ -205,8 +205,8 @@ class _InStore:
         elif (there := bytes(store.compare_set(key, "", own.decode()))) != own:
             other = msgspec.json.decode(there, type=_Record).address
             raise UserError(
-                f"there are two nodes {self.node}: the other one listens at {other}; each needs a name of its "
-                f"own ({RANK_VARIABLE}, or torchrun's RANK)"
+                f"there are two nodes {self.node}: the other one listens at {other}; each needs a name of "
+                f"its own ({RANK_VARIABLE}, or torchrun's RANK)"
             )
         return [self._record(store, node) for node in range(self.world)]
 
@@ -215,8 +215,8 @@ class _InStore:
             record = msgspec.json.decode(store.get(_key(node)), type=_Record)
         except (DistStoreError, RuntimeError) as error:
             raise DeadlineError(
-                f"node {self.node} waited {self._timeout:g} s for node {node} of {self.world} to say where it "
-                f"listens (deadline sync.timeout): {str(error).splitlines()[0]}"
+                f"node {self.node} waited {self._timeout:g} s for node {node} of {self.world} to say where "
+                f"it listens (deadline sync.timeout): {str(error).splitlines()[0]}"
             ) from None
         return NodeAt(node=node, incarnation=record.incarnation, address=record.address)
 
@@ -251,8 +251,8 @@ class HubMeeting(_InStore):
             welcome = self._client.join(wished_rank())
             if welcome.shards:
                 raise ConfigError(
-                    f"strategy 'peers' has no server, and the run at {address} has shards: set run.strategy to "
-                    "server, or start the hub with --shards 0"
+                    f"strategy 'peers' has no server, and the run at {address} has shards: set run.strategy "
+                    "to server, or start the hub with --shards 0"
                 )
             super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout)
             self._group = HubStore(address, keys, welcome, self._client.gather(), timeout)
@@ -321,8 +321,8 @@ class _Kept:
         except OSError:
             self._lock.close()
             raise UserError(
-                f"node {node} of the run in {folder.parent} is alive already; each node needs a name of its own "
-                f"({RANK_VARIABLE}, or torchrun's RANK)"
+                f"node {node} of the run in {folder.parent} is alive already; each node needs a name of its "
+                f"own ({RANK_VARIABLE}, or torchrun's RANK)"
             ) from None
 
     def write(self, known: Known) -> None:

@@ -7,12 +7,12 @@ A value counts everywhere or nowhere, and a node that is left out is not waited 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from atoll.core.errors import RunError
+from atoll.core.errors import GivenUpError
 from atoll.train.meetings import MeetingWorkers, bytes_of, put_bytes
 from atoll.train.node.worker import NodeWorker
 from atoll.wire.device import Meet, Met
@@ -28,7 +28,6 @@ class NodeWorkers(MeetingWorkers):
         self._worker = worker
         self._met: dict[int, Met] = {}
         self._ranks = list(worker.members)
-        self.waiting: Callable[[], None] = lambda: None  # called once a meeting is waited for
         worker.on(Met, self._handle_met)
 
     @property
@@ -53,16 +52,16 @@ class NodeWorkers(MeetingWorkers):
         worker = self._worker
         if worker.late:
             return [payload]
-        number = worker.next_meeting
+        number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1
-        worker.send(Meet(number=number, what=what[:256], payload=payload))
-        self.waiting()
+        worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload))
         worker.wait(
             lambda: number in self._met or worker.returned is not None, f"every node's part in {what}"
         )
+        worker.coming_meeting = worker.next_meeting
         met = self._met.pop(number, None)
         if met is None:
-            raise RunError(
+            raise GivenUpError(
                 f"node {worker.node}: the others went on without this node while it was in {what}; start it "
                 "again, and it enters where they are"
             )

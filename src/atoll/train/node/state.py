@@ -68,6 +68,8 @@ def pack_optimizer(
     ...
 
 
-def unpack_optimizer(raw: memoryview, optimizer: Any, chunks: list[BoundChunk]) -> dict[Tensor, dict[str, Any]]:
+def unpack_optimizer(
+    raw: memoryview, optimizer: Any, chunks: list[BoundChunk]
+) -> dict[Tensor, dict[str, Any]]:
     """At the worker: each parameter's state as plain torch would have it, of what came with State."""
     ...

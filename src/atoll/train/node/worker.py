@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from atoll.core.config import Config
 from atoll.core.errors import DeadlineError
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.start import CpuSide
@@ -43,7 +44,10 @@ class NodeWorker:
         self.introduction, self._side, self._timeout = introduction, side, timeout
         self.incarnation, self.late = introduction.incarnation, introduction.late
         self.members = [each.node for each in introduction.nodes]
-        self.next_meeting = 0
+        self.next_meeting = self.coming_meeting = (
+            0  # `coming`: the one that this worker is in, or else its next
+        )
+        self.at = 0  # the last iteration whose boundary the script has come to
         self.figures = Figures()
         self.seconds_waited = 0.0  # for other nodes, in all
         self.finished = False  # the session came to its end
@@ -56,13 +60,23 @@ class NodeWorker:
         self.tell: Callable[[str], None] = lambda _line: None
         self.decided: Callable[[str, str, str], None] = lambda _what, _choice, _reason: None
         self.applied: Callable[[Applied], None] = lambda _applied: None
+        self.asked: Callable[[], None] = lambda: None  # called when this worker's state is asked for
+        self.left_behind: Callable[[], None] = lambda: None  # what was published before is of no use
         self.on(Waiting, self._handle_waiting)
         self.on(Figures, self._handle_figures)
         self.on(Told, self._handle_told)
         self.on(Members, self._handle_members)
-        self.on(CaptureAt, lambda message, _: self.wanted.append(message.iteration))
+        self.on(CaptureAt, self._handle_capture)
         self.on(Returned, self._handle_returned)
         self.on(Applied, lambda message, _: self.applied(message))
+
+    def describe(self, config: Config) -> str:
+        """How the nodes know one another, and go on together, in a few words."""
+        sync = config.sync
+        return (
+            f"introduced by {self.introduction.describe()}; at most {sync.stale_max} iterations ahead, "
+            f"overlay {sync.overlay}"
+        )
 
     def on(self, kind: type, handler: Handler) -> None:
         """Call `handler(message, descriptors)` for each message of this kind; it closes the descriptors."""
@@ -134,17 +148,26 @@ class NodeWorker:
         if self.node == min(self.members):  # one of them tells it to people
             self.tell(f"{reason}; {len(self.members)} of {self.world} nodes go on")
 
+    def _handle_capture(self, message: CaptureAt, _descriptors: list[int]) -> None:
+        self.wanted.append(message.iteration)
+        self.asked()
+
     def _handle_returned(self, message: Returned, _descriptors: list[int]) -> None:
         self.returned, self.incarnation = message, message.incarnation
-        self.next_meeting = message.meeting
+        self.next_meeting = self.coming_meeting = message.meeting
         self.wanted.clear()
+        self.left_behind()
         self.introduction.lived(message.incarnation)
 
     def entered(self, ready: Ready) -> None:
         """The CPU side is set up, and this node a member."""
-        self.incarnation, self.next_meeting = ready.incarnation, max(self.next_meeting, ready.meeting)
+        self.incarnation = ready.incarnation
+        self.next_meeting = self.coming_meeting = max(self.next_meeting, ready.meeting)
         self.script = ready.script
         self.introduction.lived(ready.incarnation)
+
+    def stepped(self, iteration: int) -> None:
+        """The session has made so many iterations; the CPU side counts its own."""
 
     def leave(self, iteration: int) -> None:
         """Say goodbye to the other nodes, after `iteration` iterations; they are not waited for long."""
@@ -166,5 +189,3 @@ class NodeWorker:
             self._side.close()
         finally:
             self.introduction.close()
-
-
