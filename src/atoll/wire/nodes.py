@@ -24,9 +24,9 @@ from atoll.wire.base import (
     Weight,
     WireError,
 )
-from atoll.wire.device import Clip, NodeAt, Note
-
-MOST_NODES = 1024
+from atoll.wire.device import Clip, Note
+from atoll.wire.peers import Key
+from atoll.wire.peerviews import Life
 
 
 class Greet(Message, frozen=True):
@@ -63,20 +63,16 @@ class Trains(Message, frozen=True):
 
 
 class Word(Message, frozen=True):
-    """A message of the decisions' (wire/peers.py), of the `number`-th set-up."""
+    """A message of the decisions' (wire/peers.py: PeerMessage)."""
 
-    number: Count
     body: msgspec.Raw
 
 
 class About(Message, frozen=True):
-    """A contribution's beginning: whose, of which iteration, and what its node says of it (wire/device.py:
-    Contribute). Its chunks follow as Piece."""
+    """An iteration's contribution, and what its node says of it (wire/device.py: Contribute). Its chunks
+    follow as Piece."""
 
-    node: Count
-    incarnation: Count
-    iteration: Count
-    number: Count
+    key: Key
     taken: Count
     samples: Weight
     weight: Weight
@@ -90,49 +86,49 @@ class Piece(Message, frozen=True):
     """The payload is a chunk of a contribution, up to the end of its last slot; `chunk` counts the trainable
     ones."""
 
-    node: Count
-    incarnation: Count
-    iteration: Count
-    number: Count
+    key: Key
     chunk: Count
 
 
-class Lacks(Message, frozen=True):
-    """The sender begins to take over the state: answered by Takeover and its Parts."""
+class MeetingPart(Message, frozen=True):
+    """A node's part in a meeting on `what`: the payload. `since` is the first meeting that its node takes
+    part in."""
 
-    number: Count
+    key: Key
+    what: Text
+    since: Count = 0
+
+
+class Lacks(Message, frozen=True):
+    """A node that joins, in this life, asks for the state at global iteration `base` or later: answered by
+    Takeover and its payloads, once it can be."""
+
+    life: Life
+    base: Count
 
 
 class Takeover(Message, frozen=True):
-    """The state at global iteration `iteration`: `parts` pieces of these sizes follow, each a Part.
-    `numbers` is what of it is no tensor (node/memory.py), `known` the nodes that its giver knows."""
+    """The payload is what lies from byte `start` of the state, of `total` bytes (train/node/state.py), at
+    global iteration `iteration`. The script counts each iteration `shift` higher, or lower: it may have begun
+    from a checkpoint."""
 
-    number: Count
     iteration: Count
-    names: Annotated[list[Text], Meta(max_length=2**20)]
-    sizes: Annotated[list[Count], Meta(max_length=2**20)]
-    known: Annotated[list[NodeAt], Meta(max_length=MOST_NODES)] = []
-    numbers: bytes = b""
-
-
-class Part(Message, frozen=True):
-    """The payload is the `part`-th of a Takeover's."""
-
-    number: Count
-    iteration: Count
-    part: Count
+    start: Count
+    total: Count
+    shift: int = 0
 
 
 class Script(Message, frozen=True):
-    """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it."""
+    """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it;
+    `meeting` is the next one's number there."""
 
-    number: Count
     iteration: Count
+    meeting: Count
     script: Annotated[bytes, Meta(max_length=2**25)]
 
 
 NodeMessage: TypeAlias = Union[
-    Greet, Greeted, Refused, Ping, Trains, Word, About, Piece, Lacks, Takeover, Part, Script
+    Greet, Greeted, Refused, Ping, Trains, Word, About, Piece, MeetingPart, Lacks, Takeover, Script
 ]
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,20 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from atoll.chunks import ChunkMap
 from atoll.chunks.specs import itemsize
 from atoll.net.endpoint import Buffer
 from atoll.wire.nodes import About, NodeMessage, Piece
-
-
-class Key(NamedTuple):
-    """Which contribution: whose, and of which iteration."""
-
-    node: int
-    incarnation: int
-    iteration: int
+from atoll.wire.peers import Key
 
 
 @dataclass
@@ -39,14 +31,14 @@ class Contribution:
 
 
 class Assembly:
-    """The contributions to a model of this layout, in its `number`-th set-up, with optimizer param groups of
-    this number. `has_room(key)` says whether one that is not here yet may be kept."""
+    """The contributions to a model of this layout, with an optimizer of this many param groups.
+    `has_room(key)` says whether one that is not here yet may be kept."""
 
-    def __init__(self, layout: ChunkMap, number: int, groups: int, has_room: Callable[[Key], bool]) -> None:
+    def __init__(self, layout: ChunkMap, groups: int, has_room: Callable[[Key], bool]) -> None:
         chunks = layout.trainable
         self.sizes = [chunk.extent * itemsize(chunk.dtype) for chunk in chunks]
         self._slots = [len(chunk.slots) for chunk in chunks]
-        self._number, self._groups, self._has_room = number, groups, has_room
+        self._groups, self._has_room = groups, has_room
         self._held: dict[Key, Contribution] = {}
         self.refused = 0  # messages that were wrong
         self.no_room = 0  # contributions' beginnings that there was no room for
@@ -75,15 +67,12 @@ class Assembly:
 
     def put(self, about: About, payloads: Sequence[Buffer]) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
-        key = Key(about.node, about.incarnation, about.iteration)
-        self._held[key] = Contribution(about, list(payloads), 0)
-        return key
+        self._held[about.key] = Contribution(about, list(payloads), 0)
+        return about.key
 
     def add(self, message: About | Piece, payload: memoryview | None) -> Key | None:
         """Take what came of a contribution; its key once that is whole, the first time."""
-        key = Key(message.node, message.incarnation, message.iteration)
-        if message.number != self._number:
-            return None  # of another set-up
+        key = message.key
         if self.why_not(message, payload):
             self.refused += 1
             return None
@@ -127,21 +116,12 @@ class Assembly:
         assert held.about is not None
         send(held.about, None)
         for chunk, payload in enumerate(held.payloads):
-            send(_piece(key, self._number, chunk), payload)
+            send(Piece(key=key, chunk=chunk), payload)
 
     def drop(self, key: Key) -> None:
         """Let a contribution go, or what is here of it."""
         self._held.pop(key, None)
 
-    def drop_all(self, keep: Callable[[Key], bool]) -> list[Key]:
-        """Let go of all that `keep` does not want; gives them."""
-        gone = [key for key in self._held if not keep(key)]
-        for key in gone:
-            del self._held[key]
-        return gone
-
-
-def _piece(key: Key, number: int, chunk: int) -> Piece:
-    return Piece(
-        node=key.node, incarnation=key.incarnation, iteration=key.iteration, number=number, chunk=chunk
-    )
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held.clear()

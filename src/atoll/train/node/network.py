@@ -23,7 +23,6 @@ from atoll.wire.base import VERSION, WireError
 from atoll.wire.device import Begin, NodeAt
 from atoll.wire.messages import Ping, Refused
 from atoll.wire.nodes import (
-    MOST_NODES,
     Greet,
     Greeted,
     NodeMessage,
@@ -32,6 +31,7 @@ from atoll.wire.nodes import (
     decode_untrusted,
     encode,
 )
+from atoll.wire.peerviews import NODES
 
 LARGEST_FRAME = 2**31 - 1  # bytes
 _AT_ONCE = 64  # messages taken before everything else has its turn
@@ -99,8 +99,8 @@ class Network:
     def __init__(self, begin: Begin, tell: Callable[[str, str, str], None]) -> None:
         self._begin, self._tell = begin, tell
         self._keys = Keys(*begin.keys) if begin.keys else None
-        self.incarnation = begin.incarnation
-        self.node, self.name = begin.node, f"node {begin.node}"
+        self.node, self.incarnation = begin.node, begin.incarnation
+        self.name = f"node {begin.node}"
         self.counts = Counts()
         self._life = secrets.token_hex(8)
         self._digest, self._number = "", 0
@@ -150,8 +150,8 @@ class Network:
         link = self._links.get(at.node)
         if link is not None and link.at == at:
             return
-        if link is None and len(self._links) >= MOST_NODES:
-            raise RunError(f"{self.name}: {MOST_NODES} other nodes, which is the most")
+        if link is None and len(self._links) >= NODES:
+            raise RunError(f"{self.name}: {NODES} other nodes, which is the most")
         self.disconnect(at.node)
         self._links[at.node] = link = _Link(at, [])
         link.ways = [self._way(link, which) for which in (_WORDS, _CHUNKS)]
@@ -167,13 +167,6 @@ class Network:
         self._digest, self._number = digest, number
         for node in self._links:
             self.send(node, Trains(digest=digest, number=number))
-
-    def come_back(self, incarnation: int) -> None:
-        """Be another incarnation of this node: everybody is greeted anew."""
-        self.incarnation, self._life = incarnation, secrets.token_hex(8)
-        for link in list(self._links.values()):
-            self.disconnect(link.at.node)
-            self.connect(link.at)
 
     def _way(self, link: _Link, which: int) -> _Way:
         name = f"node {link.at.node}"
@@ -202,7 +195,7 @@ class Network:
 
     def say(self, node: int, body: bytes) -> None:
         """Send a message of the decisions', or drop it where there is no connection."""
-        self.send(node, Word(number=self._number, body=msgspec.Raw(body)))
+        self.send(node, Word(body=msgspec.Raw(body)))
 
     def send(self, node: int, message: NodeMessage) -> None:
         """Send on the connection for words, or drop it where there is none."""
@@ -292,13 +285,14 @@ class Network:
         incarnation, life = self._lives.get(greet.node, (-1, ""))
         if greet.incarnation < incarnation:
             return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
-        if greet.incarnation == incarnation and greet.life != life:
-            return f"two nodes with the name {greet.node}, both of incarnation {incarnation}"
+        if greet.incarnation == incarnation and greet.life != life and self.is_up(greet.node):
+            place = self._links[greet.node].at.address
+            return f"two nodes with the name {greet.node}: the other one is at {place}"
         if reason := self._other_model(greet.digest, greet.number):
             return reason
-        if len(self._lives) >= MOST_NODES and greet.node not in self._lives:
-            return f"{MOST_NODES} nodes, which is the most"
-        new = greet.incarnation != incarnation
+        if len(self._lives) >= NODES and greet.node not in self._lives:
+            return f"{NODES} nodes, which is the most"
+        new = (greet.incarnation, greet.life) != (incarnation, life)
         self._lives[greet.node] = greet.incarnation, greet.life
         if new:
             self._guests = {
