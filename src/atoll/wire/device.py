@@ -83,10 +83,12 @@ class Listening(Message, frozen=True):
 
 class Introduce(Message, frozen=True):
     """The nodes that the run begins with, this one too; where it goes on (`late`), those who may know of it.
-    From here on meetings work, but for one that comes late, which takes part in them from Ready on."""
+    From here on meetings work, but for one that comes late, which takes part in them from Ready on.
+    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one."""
 
     nodes: list[NodeAt]
     late: bool = False
+    founding: Count = 0
 
 
 class SetUp(Message, frozen=True):
@@ -272,6 +274,13 @@ class Returned(Message, frozen=True):
     reason: Text = ""
 
 
+class Resumed(Message, frozen=True):
+    """The worker has taken Returned: what it says from here on is of that incarnation. What it said before
+    is dropped."""
+
+    incarnation: Count
+
+
 class Told(Message, frozen=True):
     """A decision with its reason (core.events.Decided), or with `choice` empty a warning: `reason` alone."""
 
@@ -320,7 +329,8 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Told, Figures, Leave, Left, Failed,
+    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Resumed, Told, Figures, Leave, Left,
+    Failed,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
