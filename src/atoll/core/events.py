@@ -35,13 +35,15 @@ class Expected(Event, frozen=True):
     steps: int
 
 
-class StepDone(Event, frozen=True):
+class StepDone(Event, frozen=True, omit_defaults=True):
     """A worker has finished an iteration.
 
     `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
     of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
     collective algorithm's own count. `phases` are the parts of the waiting, in seconds, where it has some:
-    "ring" inside the worker's group, "exchange" between groups.
+    "ring" inside the worker's group, "exchange" between groups. Under strategy peers `exchange` is the part
+    of `seconds` that the worker's process gave to handing gradients over and taking parameters, and was no
+    waiting, and `staleness` by how much its iteration was past the global one that its parameters stood at.
     """
 
     iteration: int
@@ -50,6 +52,8 @@ class StepDone(Event, frozen=True):
     waiting: float
     bytes_sent: int
     phases: dict[str, float] = {}
+    exchange: float = 0.0
+    staleness: int = 0
 
 
 class Logged(Event, frozen=True):

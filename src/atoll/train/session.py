@@ -842,6 +842,7 @@ class Session:
             waiting=waiting - self._counters[0],
             bytes_sent=sent - self._counters[1],
             phases=self._phases(waiting - self._counters[0]),
+            **(self._peers.figures() if self._peers is not None else {}),
         )
         self._stepped_at, self._counters = now, (waiting, sent)
         if now - self._read_at > LATE_SECONDS:

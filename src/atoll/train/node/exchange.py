@@ -20,7 +20,18 @@ from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Calls, Reducer
 from atoll.train.samples import Contribution
-from atoll.wire.device import NO_MORE, Captured, Clip, Contribute, Freed, Note, Published, Release, Want
+from atoll.wire.device import (
+    NO_MORE,
+    Captured,
+    Clip,
+    Contribute,
+    Freed,
+    Note,
+    Published,
+    Release,
+    Resumed,
+    Want,
+)
 from atoll.wire.messages import Hyperparameters
 
 
@@ -67,8 +78,8 @@ class PeerExchange(Reducer):
         self._clip: Clip | None = None  # what the script asked of the mean in this iteration
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
         self._versions = self._seen()
-        self.seconds = 0.0  # in exchange and not waiting, in all
-        self.staleness = 0  # of the iteration under way, at its start
+        self.seconds = 0.0  # in exchange and not waiting, of the latest step
+        self.staleness = 0  # of the latest step's iteration, at its start
         self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample, as the session measures it
         worker.left_behind = self._left_behind
         worker.on(Published, self._handle_published)
@@ -101,6 +112,10 @@ class PeerExchange(Reducer):
         self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
         self._take_newest()
 
+    def set_up(self) -> None:
+        """The CPU side has taken the model over: what it published before is of another set-up."""
+        self._newest = self._held = None
+
     def close(self) -> None:
         super().close()
         self.detach()
@@ -113,6 +128,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
+        self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
         self._worker.tell(
@@ -146,13 +162,13 @@ class PeerExchange(Reducer):
         """The script's `optimizer.step()`: hand the contribution over, and go on."""
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
+        self.staleness = max(0, self.steps - self.taken)
         self._worker.take()
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters)
         self._clip = None
         self.go_on(self.steps + 1, self.steps + 1 - self._stale_max)
-        self.staleness = max(0, self.steps + 1 - self.taken)
-        self.seconds += time.perf_counter() - began - (self._worker.seconds_waited - waited)
+        self.seconds = time.perf_counter() - began - (self._worker.seconds_waited - waited)
 
     def settle(self) -> None:
         """Wait until all that this node has contributed is applied, and take those parameters."""

@@ -8,21 +8,13 @@ Source: S0, "The global parameters".
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numpy
-import torch
 from torch import Tensor
 
-from atoll.chunks import Chunk, ChunkMap, itemsize
-from atoll.core.errors import UserError
-from atoll.tensors.shardoptimizer import Settings, ShardOptimizer, SlotValues, Undo
+from atoll.chunks import ChunkMap
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 

@@ -45,6 +45,7 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
     incarnation: int
     nodes: list[NodeAt]
     hub: str = ""
+    founding: int = 0
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,6 +66,7 @@ class Meeting(Protocol):
     late: bool
     host: str
     hub: str
+    founding: int  # of the run's beginnings under one hub, which this is
 
     def exchange(self, address: str) -> list[NodeAt]:
         """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
@@ -110,7 +112,8 @@ class Introduction:
     def _keep(self) -> None:
         if self._kept is not None:
             nodes = [self._known[node] for node in sorted(self._known)]
-            self._kept.write(Known(self.run, self.node, self.incarnation, nodes, self._meeting.hub))
+            met = self._meeting
+            self._kept.write(Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding))
 
     def close(self) -> None:
         """Leave the hub, and the file to the next one of this name."""
@@ -127,7 +130,7 @@ def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSid
     """
     keys = keys_from_environment()
     kept = None
-    meeting = known_before(config) if place is None else None
+    meeting: Meeting | None = known_before(config) if place is None else None
     if meeting is None:
         meeting = _meet(config, place, keys)
     if meeting is None:
@@ -139,7 +142,7 @@ def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSid
         side = CpuSide(meeting.node)
         address = _open(side, meeting, config, keys)
         nodes = meeting.exchange(address)
-        side.send(Introduce(nodes=nodes, late=meeting.late))
+        side.send(Introduce(nodes=nodes, late=meeting.late, founding=meeting.founding))
         return Introduction(meeting, nodes, kept), side
     except BaseException:
         if side is not None:
@@ -192,7 +195,7 @@ class _InStore:
     def __init__(self, node: int, world: int, incarnation: int, timeout: float) -> None:
         self.node, self.world, self.incarnation = node, world, incarnation
         self._timeout = timeout
-        self.late = False
+        self.late, self.founding = False, 0
 
     def _store(self) -> Store:
         raise NotImplementedError
@@ -201,7 +204,7 @@ class _InStore:
         store, key = self._store(), _key(self.node)
         own = msgspec.json.encode(_Record(self.incarnation, address, secrets.token_hex(8)))
         if self.late:
-            store.set(key, own)
+            store.set(key, own.decode())
         elif (there := bytes(store.compare_set(key, "", own.decode()))) != own:
             other = msgspec.json.decode(there, type=_Record).address
             raise UserError(
@@ -255,7 +258,8 @@ class HubMeeting(_InStore):
                     "to server, or start the hub with --shards 0"
                 )
             super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout)
-            self._group = HubStore(address, keys, welcome, self._client.gather(), timeout)
+            self.founding = self._client.gather()
+            self._group = HubStore(address, keys, welcome, self.founding, timeout)
         except BaseException:
             self._client.goodbye()
             self._client.close()
@@ -278,6 +282,7 @@ class KnownMeeting:
     def __init__(self, known: Known) -> None:
         self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
         self.incarnation, self.late = known.incarnation + 1, True
+        self.founding = known.founding
         self._nodes = known.nodes
         own = next((each.address for each in known.nodes if each.node == known.node), "")
         self.host = own.removeprefix("tcp://").rpartition(":")[0].strip("[]") or _LOOPBACK

@@ -73,6 +73,11 @@ class Peers:
         if self.exchange is not None:
             self.exchange.settle()
 
+    def figures(self) -> dict[str, Any]:
+        """Of the latest step, for its StepDone."""
+        exchange = self.exchange
+        return {} if exchange is None else {"exchange": exchange.seconds, "staleness": exchange.staleness}
+
     # Entering a run under way
 
     @property
@@ -206,6 +211,7 @@ class PeerModel:
 
     def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:
         self._ready = message
+        self.exchange.set_up()
 
     def _handle_state(self, message: State, _descriptors: list[int]) -> None:
         self._state = message
