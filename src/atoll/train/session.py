@@ -581,6 +581,7 @@ class Session:
                 self._peers.exchange.ending()
             self._workers.barrier(_END.format(self.iteration))
             node.leave(self.iteration)
+            self._tell_of_node()
         finally:
             self._leave()
 
@@ -847,7 +848,13 @@ class Session:
         self._stepped_at, self._counters = now, (waiting, sent)
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
+            self._tell_of_node()
             self._read_logged()
+
+    def _tell_of_node(self) -> None:
+        """What this node's CPU side has counted."""
+        if self._node is not None:
+            self._emit(events.NodeSeen, **msgspec.structs.asdict(self._node.figures))
 
     def _phases(self, waiting: float) -> dict[str, float]:
         """What the latest step's waiting was for, where a group's ring and its exchange are two things."""
