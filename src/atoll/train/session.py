@@ -53,6 +53,7 @@ from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
 from atoll.train.node.introduction import introduce
 from atoll.train.node.meetings import NodeWorkers
+from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.strategy import Peers
 from atoll.train.node.worker import NodeWorker
 from atoll.train.pace import Pace
@@ -352,13 +353,13 @@ class Session:
 
     def batches(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
-    ) -> BatchesSampler | LeasedBatches:
+    ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
         are: for `DataLoader(dataset, batch_sampler=...)`.
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
-        follow it when workers are lost or come new. With the mean weighted by samples, any number of workers
-        trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
+        follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
+        nodes' speeds. With the mean weighted by samples, any number of workers trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
         is not set.
         """
         whole = self.config.sync.global_batch
@@ -367,6 +368,17 @@ class Session:
                 "session.batches makes batches of sync.global_batch samples over all workers, and that is "
                 "not set; write --set sync.global_batch=256, say, or use session.sampler"
             )
+        if self._peers is not None:
+            peer_batches = self._peers.batches(
+                dataset,
+                batch=whole,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                on_index=self._sampler_gives,
+            )
+            self._state.samplers.append(peer_batches)
+            return peer_batches
         if self._service is not None and not self._strategy.collective:
             leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
             return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
@@ -619,7 +631,8 @@ class Session:
             return self._make_served(self._service)
         if isinstance(self._workers, NodeWorkers):
             assert self._node is not None
-            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds)
+            stale_max = self.config.sync.stale_max
+            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds, stale_max)
             self._entrance = self._peers = peers
             return peers
         return Alone() if self._ring is None else OverRing(self._ring)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import msgspec
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, PrepareError, UserError
 from atoll.tensors.optimizer import RemoteOptimizer
-from atoll.train.node.exchange import PeerExchange
+from atoll.train.node.exchange import PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
+from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
 from atoll.train.resume import TrainingState
 from atoll.train.strategies import Stepper, Training
-from atoll.wire.device import Ready, SetUp, State, WantState
+from atoll.wire.device import Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
 
 
@@ -34,9 +35,17 @@ class Peers:
     brings_parameters = True
 
     def __init__(
-        self, worker: NodeWorker, workers: NodeWorkers, state: TrainingState, pace: Callable[[], float]
+        self,
+        worker: NodeWorker,
+        workers: NodeWorkers,
+        state: TrainingState,
+        pace: Callable[[], float],
+        stale_max: int,
     ) -> None:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
+        self._stale_max = stale_max
+        self._batches: list[PeerBatches] = []
+        worker.applied = self._applied
         self._model: PeerModel | None = None
 
     @property
@@ -62,6 +71,24 @@ class Peers:
             fetch=model.fetch_state,
             loaded=lambda: None,
         )
+
+    def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
+        """This node's part of batches that all nodes share; `options` as in PeerBatches."""
+        batches = PeerBatches(
+            dataset,
+            node=self._worker.node,
+            nodes=[each.node for each in self._worker.introduction.nodes],
+            stale_max=self._stale_max,
+            iteration=lambda: 0 if self.exchange is None else self.exchange.steps,
+            **options,
+        )
+        self._batches.append(batches)
+        return batches
+
+    def _applied(self, message: Applied) -> None:
+        paces = {part.node: said_in(part.note).pace for part in message.parts}
+        for each in self._batches:
+            each.applied(message.iteration, paces)
 
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every node."""
