@@ -27,6 +27,7 @@ from atoll.wire.base import (
     WireError,
 )
 
+NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own words on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
 
@@ -197,11 +198,16 @@ class Want(Message, frozen=True):
 
 
 class Meet(Message, frozen=True):
-    """This node's part in the members' `number`-th meeting on `what`. Answered by Met."""
+    """This node's part in the members' `number`-th meeting on `what`. Answered by Met.
+
+    `at` is the last iteration whose boundary (the end of its backward) the script has come to; `NO_MORE` once
+    it has made all of them. A node that comes in takes part from its first iteration's boundary on.
+    """
 
     number: Count
     what: Text
     payload: bytes
+    at: Count = 0
 
 
 class Met(Message, frozen=True):
@@ -231,10 +237,12 @@ class CaptureAt(Message, frozen=True):
 
 
 class Captured(Message, frozen=True):
-    """The script's state (samplers, random numbers) before `iteration`, for one that comes late."""
+    """The script's state (samplers, random numbers) before `iteration`, for one that comes late, and the
+    first meeting that it takes part in."""
 
     iteration: Count
     script: bytes
+    meeting: Count = 0
 
 
 class Waiting(Message, frozen=True):
