@@ -37,7 +37,7 @@ class Ledger:
         old = self.cuts
         self.members = tuple(member.life for member in view.members)
         self._majority = len(self.members) // 2 + 1
-        self.cuts = {life: math.inf for life in self.members}
+        self.cuts = dict.fromkeys(self.members, math.inf)
         self.cuts |= {each.life: self._start(each) for each in view.removed}
         self.firsts = {each.life: each.first for each in (*view.members, *view.removed)}
         for each in (*view.members, *view.removed):
@@ -46,7 +46,8 @@ class Ledger:
         for life in [life for life in self.prefix if life not in self.cuts]:
             del self.prefix[life]
         self.acks = {life: {} for life in self.members if life != me}
-        self.floors = {life: self.floors.get(life, 0) for life in self.members}
+        bases = {each.life: each.base if self.stream == "iterations" else 0 for each in view.members}
+        self.floors = {life: max(self.floors.get(life, 0), bases[life]) for life in self.members}
         return list(self._beyond_cuts())
 
     def _start(self, entry: Member) -> int:

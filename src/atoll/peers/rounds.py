@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from atoll.wire.peers import RoundId
+from atoll.wire.peerviews import Report
 
 State: TypeAlias = Literal["idle", "turned", "asking", "backing", "resting"]
 Event: TypeAlias = Literal[
@@ -47,11 +48,12 @@ class Rounds:
     state: State = "idle"
     round: RoundId | None = None  # its own, while asking
     began: float = 0.0
-    answers: set[int] = field(default_factory=set)  # nodes that have answered it
+    answers: dict[int, Report] = field(default_factory=dict)  # to it, by node
     until: float = math.inf
     flag: RoundId | None = None
     flag_until: float = math.inf
     started: int = 0  # rounds of its own
+    over: dict[int, int] = field(default_factory=dict)  # by starter, the latest that it has ended
 
     def go(self, event: Event, until: float = math.inf) -> str:
         """An event of its own round; why the state changed, or nothing where it did not."""
@@ -79,12 +81,17 @@ class Rounds:
     def take_part(self, asked: RoundId, until: float) -> bool:
         """a1: test-and-set of V_i, with a timer; whether to answer. A round that is asked again is answered
         again, and its timer goes on."""
-        if self.flag is None:
+        if asked.number <= self.over.get(asked.node, 0):
+            return False
+        flag = self.flag
+        if flag is None or (flag.node == asked.node and flag.number < asked.number):
             self.flag, self.flag_until = asked, until
         return self.flag == asked
 
     def clear(self, ended: RoundId | None) -> bool:
         """END, ABORT, or (None) the timer: V_i is false again; whether it was of this round."""
+        if ended is not None:
+            self.over[ended.node] = max(ended.number, self.over.get(ended.node, 0))
         if self.flag is None or (ended is not None and self.flag != ended):
             return False
         self.flag, self.flag_until = None, math.inf
