@@ -30,7 +30,7 @@ from atoll.train.node.globals import Outcome
 from atoll.train.node.network import Arrived, Met, Network
 from atoll.train.node.parts import MeetingParts
 from atoll.train.node.post import Post, PostClosedError
-from atoll.train.node.state import most_bytes, pack_globals, pack_globals_into, unpack_globals
+from atoll.train.node.state import most_bytes, pack_globals
 from atoll.train.node.takeover import Giver, Taker, give
 from atoll.train.node.trained import Trained
 from atoll.wire import device as d
@@ -333,7 +333,7 @@ class CpuSideProcess:
 
         def pack() -> int:
             try:
-                return pack_globals_into(model.globals, file)
+                return pack_globals(model.globals, values=False, fd=file).nbytes
             finally:
                 os.close(file)
 
@@ -429,13 +429,13 @@ class CpuSideProcess:
             return
         entering.unpacking = True
 
-        def unpacked(_head: object) -> None:
+        def unpacked(_: None) -> None:
             entering.unpacking, entering.taker = False, None
             entering.has_state, model.shift = True, taker.shift
             if self._entering is entering:
                 self._do(self._node.handle_state(time.monotonic(), model.globals.iteration))
 
-        self._jobs.append((lambda: unpack_globals(raw, model.globals), unpacked))
+        self._jobs.append((lambda: model.take_over(raw), unpacked))
 
     def _give_state(self) -> None:
         """Have the state packed for those who may have it now."""

@@ -25,7 +25,7 @@ from atoll.net.endpoint import Buffer
 from atoll.train.node import globals as steps
 from atoll.train.node.assembly import Assembly
 from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
-from atoll.train.node.overlay import Overlay, Pending, pending
+from atoll.train.node.overlay import Pending, pending, write_overlay
 from atoll.train.node.state import unpack_globals
 from atoll.wire.device import Contribute, SetUp
 from atoll.wire.nodes import About
@@ -59,16 +59,15 @@ class Trained:
             self.globals = steps.GlobalParameters(
                 layout, setup.optimizer, setup.hyperparameters, threads=max(1, setup.threads)
             )
-            self.globals.iteration = iteration
-            for chunk, values in self.memory.buffer(0).items():
+            for chunk, values in [*self.memory.buffer(0).items(), *self.memory.frozen.items()]:
                 self.globals.set_values(chunk, values)
+            self.globals.begin(iteration)
             if setup.packed:
                 packed = map_bytes(descriptors[1], setup.packed).numpy()
                 unpack_globals(packed.data, self.globals)
         finally:
             for each in descriptors[1:]:
                 os.close(each)
-        self.overlay = Overlay(self.globals)
         self.buffers = Buffers(setup.buffers)
         self.assembly = Assembly(layout, len(setup.hyperparameters), wanted)
         # Iterations of this node's own whose slots are in use, and what may still read them.
@@ -148,7 +147,11 @@ class Trained:
     def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.Outcome:
         """On the calculating thread: make an iteration's step."""
         began = time.perf_counter()
-        outcome = self.globals.apply(iteration, contributions)
+        if contributions:
+            outcome = self.globals.apply(iteration, contributions)
+        else:  # all who were to contribute are gone
+            self.globals.begin(iteration + 1)
+            outcome = steps.Outcome(iteration, False, None, (), self.globals.digest)
         self.seconds_applying += time.perf_counter() - began
         return outcome
 
@@ -159,10 +162,17 @@ class Trained:
     def publish(self, buffer: int, waiting: Sequence[Pending]) -> None:
         """On the calculating thread: write local parameters to a buffer."""
         began = time.perf_counter()
-        self.overlay.write(self.memory.buffer(buffer), waiting)
+        write_overlay(self.globals, waiting, self.memory.buffer(buffer))
         self.seconds_overlaying += time.perf_counter() - began
 
+    def take_over(self, raw: memoryview) -> None:
+        """On the calculating thread: put another node's state in the place of this one's."""
+        unpack_globals(raw, self.globals)
+        for chunk, values in self.memory.frozen.items():
+            values.copy_(self.globals.values(chunk))
+
     def close(self) -> None:
+        self.globals.close()
         self.assembly.clear()
         self.memory.close()
 
