@@ -359,8 +359,8 @@ class Session:
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
         follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
-        nodes' speeds. With the mean weighted by samples, any number of workers trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
-        is not set.
+        nodes' speeds. With the mean weighted by samples, any number of workers trains as one does.
+        Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.core.errors import CheckpointError, PrepareError, UserError
 from atoll.tensors.optimizer import RemoteOptimizer
+from atoll.train.node.cpu import fingerprint
 from atoll.train.node.exchange import PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
@@ -146,6 +147,10 @@ class PeerModel:
         stale_max = training.config.sync.stale_max
         self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
         self.exchange = PeerExchange(training.chunks, training.calls, worker, stale_max, capture, returned)
+        kind = type(training.optimizer)
+        self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
+        hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
+        self._fingerprint = fingerprint(self._optimizer, hyperparameters)
         self._ready: Ready | None = None
         self._state: State | None = None
         self._number = 0  # of set-ups
@@ -154,9 +159,21 @@ class PeerModel:
 
     def begin(self) -> None:
         """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
+        self._check_alike()
         flats = [bound.flat[: bound.chunk.extent] for bound in self._training.chunks]
         self._workers.take_from_first(flats, "node 0's parameters")
         self.set_up()
+
+    def _check_alike(self) -> None:
+        """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
+        found = self._workers.gather(self._fingerprint, "the nodes' processors")
+        for node, other in zip(self._workers.ranks, found, strict=True):
+            if other != found[0]:
+                raise PrepareError(
+                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, and "
+                    f"node {node} {other}; strategy 'peers' needs one build of torch and one instruction set on "
+                    "all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                )
 
     def set_up(self) -> None:
         """Bring the model's values and the optimizer's state to the CPU side, as they are here."""
@@ -169,13 +186,12 @@ class PeerModel:
         packed, file = self._packed()
         descriptors = [memory.fd] if file < 0 else [memory.fd, file]
         self.exchange.attach(memory, self.exchange.steps)
-        kind = type(training.optimizer)
         worker.send(
             SetUp(
                 number=self._number,
                 digest=self._digest(),
                 layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
-                optimizer=f"{kind.__module__}.{kind.__qualname__}",
+                optimizer=self._optimizer,
                 hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
                 slots=self._plan.slots,
                 buffers=self._plan.buffers,
@@ -211,7 +227,7 @@ class PeerModel:
             raw = map_bytes(file, self._state.packed)
         finally:
             os.close(file)
-        states = unpack_optimizer(memoryview(raw.numpy()), self._training.optimizer, self._training.chunks)
+        states = unpack_optimizer(memoryview(raw.numpy()), self._training.chunk_map, self._training.chunks)
         # In torch's order: that in which the optimizer would have stepped them.
         known = (p for group in self._training.optimizer.param_groups for p in group["params"])
         return {parameter: states[parameter] for parameter in known if states.get(parameter)}
@@ -221,19 +237,22 @@ class PeerModel:
         optimizer = self._training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        raw = pack_optimizer(
-            optimizer, self._training.chunks, self._training.elementwise, self.exchange.steps
+        file = make_file(0, "the optimizer's state")
+        packed = pack_optimizer(
+            optimizer,
+            self._training.chunks,
+            self._training.elementwise,
+            plain_hyperparameters(optimizer.param_groups),
+            self.exchange.steps,
+            file,
         )
-        file = make_file(len(raw), "the optimizer's state")
-        view: Tensor = map_bytes(file, len(raw))
-        view.numpy()[:] = raw
-        return len(raw), file
+        return packed, file
 
     def _digest(self) -> str:
         """What must be the same on every node, for one that comes late."""
         training = self._training
         sections = (training.config.chunks, training.config.sync, training.config.link)
-        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections)
+        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:
