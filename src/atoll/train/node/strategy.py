@@ -170,9 +170,9 @@ class PeerModel:
         for node, other in zip(self._workers.ranks, found, strict=True):
             if other != found[0]:
                 raise PrepareError(
-                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, and "
-                    f"node {node} {other}; strategy 'peers' needs one build of torch and one instruction set on "
-                    "all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, "
+                    f"and node {node} {other}; strategy 'peers' needs one build of torch and one instruction "
+                    "set on all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
                 )
 
     def set_up(self) -> None:
@@ -181,6 +181,8 @@ class PeerModel:
         memory = HostMemory.create(self._plan)
         for bound in training.chunks:
             memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+        for bound in training.frozen:
+            memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
         self._number += 1
         self._ready = None
         packed, file = self._packed()
@@ -209,6 +211,9 @@ class PeerModel:
         )
         assert self._ready is not None
         worker.entered(self._ready)
+        if worker.late:
+            for bound in training.frozen:
+                bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
         self.exchange.begin_at(self._ready.iteration)
         training.optimizer.state.clear()
 
