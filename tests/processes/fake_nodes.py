@@ -28,7 +28,7 @@ from atoll.wire import device as d
 
 DEADLINE = 60.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.train.node.process"])
+_context.set_forkserver_preload(["atoll.train.node.process", "torch._dynamo"])
 
 
 def _serve(link: socket.socket, parent: int) -> None:
