@@ -227,7 +227,8 @@ class World:
             elif isinstance(output, outputs.Apply):
                 self._check_apply(process, output)
                 process.applying.append(output)
-                self._later(self.rng.expovariate(100.0), process, "applied", output)
+                if len(process.applying) == 1:
+                    self._later(self.rng.expovariate(100.0), process, "applied", output)
             elif isinstance(output, outputs.Meet):
                 self._check_meeting(process, output)
             elif isinstance(output, outputs.Drop):
@@ -385,7 +386,9 @@ class World:
         return process.node.handle_contributed(self.now, k)
 
     def _applied(self, process: Process, output: outputs.Apply) -> list[outputs.Output]:
-        assert process.applying.pop(0) is output or True
+        process.applying.pop(0)
+        if process.applying:
+            self._later(self.rng.expovariate(100.0), process, "applied", process.applying[0])
         chain = hash((process.chain, output.iteration, output.keys))
         process.chain = chain
         w = output.iteration + 1
@@ -411,7 +414,7 @@ class World:
             holders = [m.life for m in members if key in self.held[m.life] or key.number < self.bases[m.life]]
             if len(holders) < majority:
                 raise WrongError(f"{who} applies {key}, which only {holders} hold")
-        if self.apart and self.now > self.apart_since + 4 * FAR:
+        if self.apart and self.now > max(self.apart_since, process.stands_until) + 4 * FAR:
             side = [m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)]
             if len(side) < majority:
                 raise WrongError(f"{who}: a minority, {side}, goes on")
@@ -458,7 +461,7 @@ class World:
         process = self.processes[name]
         until = self.now + fault.lasts
         self.counts[fault.kind] += 1
-        if fault.kind == "dies" and process.alive:
+        if fault.kind == "dies" and process.alive and self._may_die(process):
             self.dies(name)
             self.clock.call_at(until, lambda: self._returns(name, process))
         elif fault.kind == "stops":
@@ -473,6 +476,21 @@ class World:
             self.clock.call_at(until, lambda: self.slowed.pop(name, None))
         elif fault.kind == "device hangs":
             process.hangs_until = until
+
+    def _may_die(self, process: Process) -> bool:
+        """Whether a majority of each view that somebody is in would go on living: a majority that is dead
+        takes with it what only it knew."""
+        others = [each for each in self.processes.values() if each is not process and each.alive]
+        living = {each.node.life for each in others if each.node.is_member}
+        views = [each.node.view for each in (*others, process) if each.node.is_member]
+        if not process.node.is_member and any(view.members and len(living) < len(view.members) for view in views):
+            return False  # it may be in the next view, which then has another dead one
+        for view in views:
+            lives = {member.life for member in view.members}
+            witness = self.schedule.hub and len(lives) == 2
+            if len(lives & living) + witness < len(lives) // 2 + 1:
+                return False
+        return bool(views)
 
     def _heal(self) -> None:
         self.apart = frozenset()
