@@ -83,7 +83,7 @@ class Process:
     fresh: bool = True  # the device has not begun
     stands_until: float = 0.0
     hangs_until: float = 0.0
-    inbox: list[tuple[str, object]] = field(default_factory=list)
+    wish: outputs.FetchState | None = None  # the latest, until the state is here
     alive: bool = True
     wakes: int = -1  # number of the clock's call
     wakes_at: float = float("inf")
@@ -143,9 +143,7 @@ class World:
         self._tokens += 1
         contacts = list(range(self.schedule.nodes))
         token = f"token {self._tokens}"
-        node = Node.joining(
-            name, token, f"at {name}", contacts, self.settings, self._generator(), self.now
-        )
+        node = Node.joining(name, token, f"at {name}", contacts, self.settings, self._generator(), self.now)
         self._begin(Process(node, name))
 
     def dies(self, name: int) -> None:
@@ -184,12 +182,16 @@ class World:
         elif what == "computed":
             done = self._computed(process, arg)  # type: ignore[arg-type]
         elif what == "state":
-            iteration, chain = arg  # type: ignore[misc]
+            wish, iteration, chain = arg  # type: ignore[misc]
+            if wish is not process.wish:
+                return
+            process.wish = None
             process.chain = chain
             process.taken = iteration
             done = node.handle_state(now, iteration)
         elif what == "no state":
-            done = node.handle_state_failed(now, arg, "it did not answer")  # type: ignore[arg-type]
+            assert isinstance(arg, outputs.FetchState)
+            done = node.handle_state_failed(now, arg.source, "it did not answer")
         else:
             assert what == "fetch state"
             self._fetch_state(process, arg)  # type: ignore[arg-type]
@@ -236,6 +238,7 @@ class World:
             elif isinstance(output, outputs.Grant):
                 self._granted(process, output)
             elif isinstance(output, outputs.FetchState):
+                process.wish = output  # the latest counts
                 self._later(0.0, process, "fetch state", (output, 0))
             elif isinstance(output, outputs.ViewChanged):
                 self._learn_view(process, output)
@@ -265,7 +268,9 @@ class World:
 
     def _delay(self) -> float:
         """Mostly a few milliseconds; the order changes."""
-        return min(self.rng.expovariate(200.0), FAR) + (self.rng.random() < 0.02) * FAR * self.rng.random() / 2
+        return (
+            min(self.rng.expovariate(200.0), FAR) + (self.rng.random() < 0.02) * FAR * self.rng.random() / 2
+        )
 
     def _is_lost(self, a: int, b: int) -> bool:
         return (a in self.apart) != (b in self.apart) or self.rng.random() < self.schedule.loss
@@ -299,7 +304,8 @@ class World:
         if answer is not None:
             back = _encoder.encode(answer)
             self.clock.call_at(
-                self.now + 2 * self._delay(), lambda: self._comes_in(self.processes[a], "message", (WITNESS, back))
+                self.now + 2 * self._delay(),
+                lambda: self._comes_in(self.processes[a], "message", (WITNESS, back)),
             )
 
     def _part(self, process: Process, key: Key) -> list[outputs.Output]:
@@ -308,7 +314,7 @@ class World:
             self.counts["refused: " + node.refusal(key).split(" ")[0]] += 1
             return []
         process.payloads.add(key)
-        if not process.node._stateless or key.number >= process.node.applied:
+        if process.node.is_member:
             self.held[node.life].add(key)
         return node.handle_part(self.now, key, since=self._since(key))
 
@@ -319,15 +325,17 @@ class World:
 
     def _fetch_state(self, process: Process, arg: tuple[outputs.FetchState, int]) -> None:
         wish, tries = arg
+        if wish is not process.wish:
+            return
         giver = self.processes[wish.source]
         knows = any(member.life == process.node.life for member in giver.node.view.members)
         reached = (wish.source in self.apart) == (process.name in self.apart)
-        runs = giver.alive and self.now >= giver.stands_until and giver.node.is_member
-        if reached and runs and knows and giver.node.applied >= wish.base and not giver.node._stateless:
+        runs = giver.alive and self.now >= giver.stands_until and giver.node.is_whole
+        if reached and runs and knows and giver.node.applied >= wish.base:
             delay = self.rng.expovariate(5.0)
-            self._later(delay, process, "state", (giver.node.applied, giver.chain))
+            self._later(delay, process, "state", (wish, giver.node.applied, giver.chain))
         elif tries >= 10:
-            self._do(process, "no state", wish.source)
+            self._do(process, "no state", wish)
         else:
             self._later(0.2, process, "fetch state", (wish, tries + 1))
 
@@ -336,9 +344,7 @@ class World:
     def _drive(self, process: Process) -> None:
         """The script goes on as far as it can."""
         node = process.node
-        if not process.alive or process.computes or process.waits or process.meets or not node.is_member:
-            return
-        if node._stateless:
+        if not process.alive or process.computes or process.waits or process.meets or not node.is_whole:
             return
         process.fresh = False
         k = node.iteration
@@ -415,7 +421,9 @@ class World:
             if len(holders) < majority:
                 raise WrongError(f"{who} applies {key}, which only {holders} hold")
         if self.apart and self.now > max(self.apart_since, process.stands_until) + 4 * FAR:
-            side = [m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)]
+            side = [
+                m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)
+            ]
             if len(side) < majority:
                 raise WrongError(f"{who}: a minority, {side}, goes on")
 
@@ -441,7 +449,9 @@ class World:
         for life, first in self.firsts.items():
             stop = min(self.cuts.get(life, top), top)
             if by_life.get(life, []) != list(range(first, stop)):
-                raise WrongError(f"of {life} {by_life.get(life)} were applied, not those of [{first}, {stop})")
+                raise WrongError(
+                    f"of {life} {by_life.get(life)} were applied, not those of [{first}, {stop})"
+                )
 
     # -- the schedule -------------------------------------------------------------------------------------
 
@@ -483,7 +493,9 @@ class World:
         others = [each for each in self.processes.values() if each is not process and each.alive]
         living = {each.node.life for each in others if each.node.is_member}
         views = [each.node.view for each in (*others, process) if each.node.is_member]
-        if not process.node.is_member and any(view.members and len(living) < len(view.members) for view in views):
+        if not process.node.is_member and any(
+            view.members and len(living) < len(view.members) for view in views
+        ):
             return False  # it may be in the next view, which then has another dead one
         for view in views:
             lives = {member.life for member in view.members}
@@ -505,7 +517,10 @@ class World:
             self.clock.advance(self.clock.next_event())
 
     def _is_at(self, goal: int) -> bool:
-        return all(each.alive and each.node.is_member and each.node.applied >= goal for each in self.processes.values())
+        return all(
+            each.alive and each.node.is_member and each.node.applied >= goal
+            for each in self.processes.values()
+        )
 
     def describe(self) -> str:
         lines = []
