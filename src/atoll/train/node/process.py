@@ -30,7 +30,7 @@ from atoll.train.node.globals import Outcome
 from atoll.train.node.network import Arrived, Met, Network
 from atoll.train.node.parts import MeetingParts
 from atoll.train.node.post import Post, PostClosedError
-from atoll.train.node.state import most_bytes, pack_globals
+from atoll.train.node.state import most_bytes, pack_globals, pack_globals_into
 from atoll.train.node.takeover import Giver, Taker, give
 from atoll.train.node.trained import Trained
 from atoll.wire import device as d
@@ -340,7 +340,7 @@ class CpuSideProcess:
 
         def pack() -> int:
             try:
-                return pack_globals(model.globals, values=False, fd=file).nbytes
+                return pack_globals_into(model.globals, file)
             finally:
                 os.close(file)
 
@@ -471,10 +471,12 @@ class CpuSideProcess:
         now = time.monotonic()
         if isinstance(message, (n.About, n.Piece)):
             if self._trained is not None and self._node_ is not None:
-                key = self._trained.assembly.add(message, payload)
-                if key is not None:
+                assembly, key = self._trained.assembly, message.key
+                if assembly.add(message, payload):
                     self._newcomers.contributed(key.life)
                     self._do(self._node_.handle_part(now, key))
+                elif assembly.has_some(key):
+                    self._do(self._node_.handle_arriving(now, key))
         elif isinstance(message, n.Word):
             if self._node_ is not None:
                 self._do(self._node_.handle_message(now, sender, message.body))
