@@ -22,10 +22,14 @@ class PeerLaunch(ServedLaunch):
 
     given_up = "was left out by the others"
 
+    def _start(self) -> None:
+        self._over: set[int] = set()  # workers that came back when the others had finished
+        super()._start()
+
     def poll(self) -> int | None:
         """As `ServedLaunch.poll`; whoever still wants to come back when the others have finished is ended."""
         for rank in self._too_late():
-            self._given_up.add(rank)
+            self._over.add(rank)
             self._excused[rank] = math.inf
             message = f"worker {rank} was started again, and the others have finished without it"
             self._write(rank, Warned(time=time.time(), worker=rank, message=message))
@@ -38,7 +42,7 @@ class PeerLaunch(ServedLaunch):
         over = any(worker.returncode == 0 for worker in self._workers)
         if not over or any(not self.life_of(rank) or self._has_entered(rank) for rank in going):
             return []
-        return [rank for rank in going if rank not in self._given_up]
+        return [rank for rank in going if rank not in self._over]
 
     def _has_entered(self, rank: int) -> bool:
         """Whether a worker takes part again since it was started again."""
@@ -48,7 +52,7 @@ class PeerLaunch(ServedLaunch):
         return any(isinstance(event, StepDone) for event in later)
 
     def _starts_again(self, rank: int, how: str) -> bool:
-        return rank not in self._given_up and super()._starts_again(rank, how)
+        return rank not in self._over and super()._starts_again(rank, how)
 
     def _see_to_given_up(self, who: str) -> None:
         """The hub only introduces."""
