@@ -42,6 +42,7 @@ OF_GROUP = 16  # descriptors of a worker in a larger group than before: two more
 # contributions of a few kilobytes, and the log's lines.
 DISK_BYTES = 64 * 2**20
 ATOLL = [sys.executable, "-m", "atoll.cli.app"]
+SERVES, TRAINS = "listens at ", "trains from iteration "  # said by hub and shards, and workers, as they begin
 
 SCRIPT = f"""
 import itertools, json, os, sys, time
@@ -89,6 +90,7 @@ with atoll.join(config) as session:
     session.prepare(model, optimizer)
     sampler = session.sampler(data, seed=7)
     session.resume()
+    print("{TRAINS}", session.iteration, flush=True)
     loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
     for epoch in itertools.count(sampler.epoch):
         if epoch >= last_epoch():
@@ -214,16 +216,16 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
     serving += ["--replicas", str(replicas)]
     if mode == "groups":
         serving += ["--groups", "2", "--group-by", "speed"]
-    parts.add("hub", [*ATOLL, *serving], quiet)
+    parts.add("hub", [*ATOLL, *serving], quiet, begins=SERVES)
     for (name, index), address in zip(names.items(), shards, strict=True):
         shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
         shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
-        parts.add(name, [*ATOLL, *shard], quiet)
+        parts.add(name, [*ATOLL, *shard], quiet, begins=SERVES)
     path = folder / "train.py"
     path.write_text(script)
     for rank in range(WORKERS[mode]):
         worker = [sys.executable, str(path), str(folder), mode, str(rank)]
-        parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub})
+        parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub}, begins=TRAINS)
 
 
 class Progress:
@@ -336,6 +338,30 @@ def run(
 def test_without_faults(tmp_path: Path, mode: str) -> None:
     """The harness itself: what the one below finds is then of its faults."""
     run(tmp_path, mode, 0, 10.0)
+
+
+LEAK = """
+            import threading
+            if number == "1" and iteration % 20 == 0:
+                LEAKED
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("leaked", "what"),
+    [
+        ("os.open(os.devnull, os.O_RDONLY)", "descriptors"),
+        ("threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", "threads"),
+    ],
+)
+def test_a_worker_that_leaks_is_found(tmp_path: Path, leaked: str, what: str) -> None:
+    """The harness itself: what it does not find is not there."""
+    leaking = SCRIPT.replace("\n            time.sleep(0.01)\n", LEAK.replace("LEAKED", leaked))
+    assert leaking != SCRIPT
+    with pytest.raises(AssertionError, match=rf"worker 1 \(pid [0-9]+\): {what} grew from [0-9]+ to [0-9]+ "):
+        run(tmp_path, "asp", 0, 45.0, leaking)
 
 
 @pytest.mark.soak
