@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -179,6 +180,7 @@ def test_each_life_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with Supervisor(tmp_path / "logs") as parts:
         parts.add("worker 0", [sys.executable, "-c", SLOW, str(go), "steady"], begins="it has begun")
         parts.wait_for(lambda: parts.usage, "its beginning", DEADLINE)
+        assert parts.state("worker 0") == "worker 0 has begun, and said last: 'it has begun'"
         go.unlink()
         first = parts.pid("worker 0")
         parts.kill("worker 0")
@@ -188,6 +190,7 @@ def test_each_life_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )
         assert parts.pid("worker 0") != first
         assert {look.pid for look in parts.usage if look.part == "worker 0"} == {first}
+        assert re.match(r"worker 0 has not begun, \d+ s old, and said last: ", parts.state("worker 0"))
         go.touch()
         parts.wait_for(
             lambda: parts.pid("worker 0") in {look.pid for look in parts.usage}, "its beginning", DEADLINE

@@ -79,6 +79,7 @@ class _Part:
     environment: dict[str, str]
     begins: bytes  # what it says once it has begun its work; empty: it has from its start
     process: subprocess.Popen[bytes]
+    started: float  # monotonic
     said_before: int  # bytes in its log before this life
     began: float = -1.0  # when it was seen to have begun, monotonic; below 0: it was not
     wakes: float = 0.0  # when it goes on, monotonic; 0: it is not stopped
@@ -131,7 +132,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return _Part(command, environment, begins, process, said_before)
+        return _Part(command, environment, begins, process, time.monotonic(), said_before)
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '-')}.log"
@@ -143,6 +144,14 @@ class Supervisor:
 
     def pid(self, name: str) -> int:
         return self._parts[name].process.pid
+
+    def state(self, name: str) -> str:
+        """A part in words, for who waits for it: whether it has begun its work, and what it said last."""
+        part = self._parts[name]
+        begun = (
+            "has begun" if part.began >= 0 else f"has not begun, {time.monotonic() - part.started:.0f} s old"
+        )
+        return f"{name} {begun}, and said last: {self._last_line(name)!r}"
 
     def kill(self, name: str) -> None:
         """SIGKILL; the next `tick` starts the part again."""
