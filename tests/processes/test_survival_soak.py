@@ -95,7 +95,7 @@ with atoll.join(config) as session:
     session.prepare(model, optimizer)
     sampler = session.sampler(data, seed=7)
     session.resume()
-    print("{TRAINS}", session.iteration, flush=True)
+    print(f"{TRAINS}{{session.iteration}}, after {{time.process_time():.1f}} s of CPU time", flush=True)
     loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
     for epoch in itertools.count(sampler.epoch):
         if epoch >= last_epoch():
