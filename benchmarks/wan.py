@@ -17,7 +17,6 @@ Needs root, or a user namespace in which it counts as root.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -33,7 +32,7 @@ from atoll.net.keys import make_keys, write_keys
 from atoll.net.linkreport import nearest_rank
 from atoll.testing.sites import Sites, pair, phase
 from common import options, output_folder, write_results
-from transport import hindrance, prepare
+from labsites import can_begin, emulator_record, prepare
 from wan_worker import GLOO, STREAMS, Plan
 
 WORKER = Path(__file__).with_name("wan_worker.py")
@@ -133,8 +132,7 @@ def run(
         phases.append(phase(case.rate, at=begin, down=True, **how))
         phases.append(phase(case.rate, at=begin + case.outage, **how))
     with Sites(pair(phases)) as sites:
-        for site in (0, 1):
-            sites.inside(site, prepare_site)
+        prepare(sites, tcp_congestion_control="bbr")  # for Gloo
         plan = Plan(
             f"tcp://{sites.address(1)}:{PORT}",
             str(folder / "keys"),
@@ -148,20 +146,8 @@ def run(
             4 * case.size / case.rate,
         )
         made = measured(sites, plan)
-        total = sites.emulator.totals()
-        emulator = {
-            "behind_seconds": total.behind_seconds,
-            "late_p99": total.lateness_p99,
-            "own_drops": total.dropped,
-            "full_sockets": sites.overrun(0) + sites.overrun(1),
-        }
+        emulator = emulator_record(sites)
     return made, emulator
-
-
-def prepare_site() -> None:
-    prepare()
-    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("bbr", encoding="ascii")  # for Gloo
-    os.environ["GLOO_SOCKET_IFNAME"] = "wan0"
 
 
 def measured(sites: Sites, plan: Plan) -> dict[str, Any]:
@@ -341,12 +327,9 @@ def main() -> int:
     if args.list or not chosen:
         print("\n".join(case.name for case in (chosen or cases())))
         return 0 if chosen else 2
-    reason = hindrance()
-    if reason:
-        print(f"left out: {reason}")
+    if not can_begin():
         return 0
-    with contextlib.suppress(PermissionError):  # both ends inherit it: other work disturbs them less
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    os.environ["GLOO_SOCKET_IFNAME"] = "wan0"  # in both sites
     begun, path = time.monotonic(), output_folder(args) / "wan.json"
     found = kept(path, args.quick)
     with tempfile.TemporaryDirectory() as name:

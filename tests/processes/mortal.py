@@ -21,10 +21,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Link, Run, Sync
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub import main as hub
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import RUN, served_worker
@@ -204,14 +205,9 @@ def counted(folder: Path) -> dict[str, int]:
 # -- what workers do meanwhile -----------------------------------------------------------------------------
 
 
-def link() -> Link:
-    """What the faults of these tests are survived over; `make soak` runs them over both."""
-    return Link(transport=os.environ.get("ATOLL_TEST_TRANSPORT", "tcp"))  # type: ignore[arg-type]
-
-
 def config(consistency: Any, lazy: bool = False) -> Config:
     sync = Sync(timeout="40s", consistency=consistency, slack=1, lazy=lazy)
-    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=link())
+    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=LINK)
 
 
 def site_of(rank: int, sites: int) -> str:

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mortal import link
 from run_command import wait_for
 from torch import Tensor, nn
+from transports import LINK
 
 import atoll
 from atoll.core import points
@@ -302,7 +302,7 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
         chunks=Chunks(size="2KiB"),
         sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
         groups=Groups(probe=PROBE),
-        link=link(),
+        link=LINK,
     )
     with (folder / f"{who}.err").open("a") as sys.stderr:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from run_command import wait_for
 from torch import nn
+from transports import LINK_TABLE
 
 from atoll.core.config import CONFIG_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
 from atoll.testing.served import RUN, ServedRun
@@ -115,6 +116,7 @@ class Workers:
         (folder / "script.py").write_text(SCRIPT)
         (folder / "atoll.toml").write_text(
             f"[run]\nstrategy = '{strategy}'\n[chunks]\nsize = '1KiB'\n[sync]\ntimeout = '60s'\n{sync}\n"
+            + (LINK_TABLE if strategy == "server" else "")  # a ring has its own connections
         )
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(LENGTH, 6, generator=generator, dtype=torch.float64)

@@ -27,6 +27,7 @@ from test_survival_enter import (
     merged,
     plain,
 )
+from transports import site_link
 
 from atoll.core.config import SITE_VARIABLE
 from atoll.testing.served import ServedRun
@@ -64,7 +65,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., SiteWorkers]]:
 
     def make(workers: int, sync: str, **plan: Any) -> SiteWorkers:
         sites = Counter(NAMES[rank % 2] for rank in range(workers))
-        runs.append(ServedRun(workers=workers, shards=2, patience=PATIENCE, heartbeat=0.3, sites=sites))
+        served = ServedRun(workers, 2, patience=PATIENCE, heartbeat=0.3, sites=sites, site_link=site_link())
+        runs.append(served)
         runs[-1].__enter__()
         teams.append(SiteWorkers(tmp_path, runs[-1].address, sync, plan))
         return teams[-1]

@@ -107,7 +107,7 @@ from atoll.wire.shards import (
     Staged,
     Standing,
 )
-from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
+from atoll.wire.tunnel import LinkLost, LinkOpened, OpenLink
 
 __all__ = [
     "HEADER_BYTES",
@@ -142,7 +142,6 @@ __all__ = [
     "JoinGroup",
     "Lease",
     "Leased",
-    "LinkFigures",
     "LinkLost",
     "LinkMeasured",
     "LinkOpened",
