@@ -6,7 +6,6 @@ As test_survival_enter, with sites. Ranks 0 and 2 are at one site, 1 at the othe
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_script import ForkedScript
 from mortal_sites import Kill, MortalSites
 from test_survival_enter import (
     BATCH,
@@ -51,7 +51,7 @@ class SiteWorkers(Workers):
         super().__init__(folder, address, "server", sync, plan)
         (folder / "script.py").write_text(SCRIPT_AFTER)
 
-    def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:
+    def start(self, name: str, rank: int, **plan: Any) -> ForkedScript:
         plan = {"after": {}, **plan}
         with mock.patch.dict(os.environ, {SITE_VARIABLE: NAMES[rank % 2]}):
             return super().start(name, rank, **plan)
