@@ -35,13 +35,15 @@ class Expected(Event, frozen=True):
     steps: int
 
 
-class StepDone(Event, frozen=True):
+class StepDone(Event, frozen=True, omit_defaults=True):
     """A worker has finished an iteration.
 
     `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
     of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
     collective algorithm's own count. `phases` are the parts of the waiting, in seconds, where it has some:
-    "ring" inside the worker's group, "exchange" between groups.
+    "ring" inside the worker's group, "exchange" between groups. Under strategy peers `exchange` is the part
+    of `seconds` that the worker's process gave to handing gradients over and taking parameters, and was no
+    waiting, and `staleness` by how much its iteration was past the global one that its parameters stood at.
     """
 
     iteration: int
@@ -50,6 +52,8 @@ class StepDone(Event, frozen=True):
     waiting: float
     bytes_sent: int
     phases: dict[str, float] = {}
+    exchange: float = 0.0
+    staleness: int = 0
 
 
 class Logged(Event, frozen=True):
@@ -123,6 +127,30 @@ class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field=
     held: float = 0.0
 
 
+class NodeSeen(Event, frozen=True):
+    """What a node's CPU side has counted since it began, under strategy peers.
+
+    `applied` are the iterations that it has put into the global parameters; `rounds` the synchronisation
+    rounds that it started, `joined` those that it took part in, `refusals` what it was refused; `waits` how
+    often its worker waited for the global iteration, for `waited` seconds in all; `staleness` counts the
+    applied contributions by how many iterations past their parameters they were, the last for all above.
+    """
+
+    applied: int = 0
+    rounds: int = 0
+    joined: int = 0
+    refusals: int = 0
+    fetched: int = 0
+    waits: int = 0
+    waited: float = 0.0
+    no_room: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    applying: float = 0.0
+    overlaying: float = 0.0
+    staleness: list[int] = []
+
+
 class Skipped(Event, frozen=True):
     """An iteration that no worker applied."""
 
@@ -167,6 +195,7 @@ AnyEvent = Union[
     Decided,
     Regrouped,
     LinkSeen,
+    NodeSeen,
     Skipped,
     Saved,
     Warned,
