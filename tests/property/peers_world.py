@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -117,7 +117,7 @@ class World:
         self.witness = Witness()
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.steps = 0
-        self.most_held = 0
+        self.most_held = 0.0  # of each contributor
         self._tokens = 0
         self.trace: list[str] | None = None
         view = first_view(1, [Member(Life(node, 1)) for node in range(schedule.nodes)])
@@ -153,10 +153,10 @@ class World:
         process.alive = False
         self.clock.cancel(process.wakes)
 
-    def _later(self, delay: float, process: Process, what: str, arg: object) -> None:
+    def _later(self, delay: float, process: Process, what: str, arg: Any) -> None:
         self.clock.call_at(self.now + delay, lambda: self._comes_in(process, what, arg))
 
-    def _comes_in(self, process: Process, what: str, arg: object) -> None:
+    def _comes_in(self, process: Process, what: str, arg: Any) -> None:
         """Something for a process: now, or when it runs again."""
         if not process.alive:
             return
@@ -165,7 +165,7 @@ class World:
             return
         self._do(process, what, arg)
 
-    def _do(self, process: Process, what: str, arg: object) -> None:
+    def _do(self, process: Process, what: str, arg: Any) -> None:
         self.steps += 1
         node, now = process.node, self.now
         if self.trace is not None and what != "poll":
@@ -175,31 +175,42 @@ class World:
             process.polled += 1
             done = node.poll(now)
         elif what == "message":
-            sender, raw = arg  # type: ignore[misc]
+            sender, raw = arg
             done = node.handle_message(now, sender, _decoder.decode(raw))
         elif what == "part":
-            done = self._part(process, arg)  # type: ignore[arg-type]
+            done = self._part(process, arg)
         elif what == "applied":
-            done = self._applied(process, arg)  # type: ignore[arg-type]
+            done = self._applied(process, arg)
         elif what == "computed":
-            done = self._computed(process, arg)  # type: ignore[arg-type]
+            done = self._computed(process, arg)
         elif what == "state":
-            wish, iteration, chain = arg  # type: ignore[misc,has-type]
+            wish, iteration, chain = arg
             if wish is not process.wish:
                 return
             process.wish, process.taken, process.chain = None, iteration, chain
             done = node.handle_state(now, iteration)
         elif what == "no state":
-            assert isinstance(arg, outputs.FetchState)
             done = node.handle_state_failed(now, arg.source, "it did not answer")
         else:
             assert what == "fetch state"
-            self._fetch_state(process, arg)  # type: ignore[arg-type]
+            self._fetch_state(process, arg)
             return
         self._act(process, done)
         self._drive(process)
         self._wake(process)
-        self.most_held = max(self.most_held, sum(1 for k in process.payloads if k.stream == "iterations"))
+        self._check_held(process)
+
+    def _check_held(self, process: Process) -> None:
+        """Memory is bounded; and what the node counts as held is what is kept, but for what is on its way."""
+        view = process.node.view
+        held = sum(1 for key in process.payloads if key.stream == "iterations")
+        contributors = len(view.members) + len(view.removed)
+        most = self.settings.most_held(contributors)
+        if process.alive and contributors and held > most:
+            raise WrongError(f"node {process.name} holds {held} contributions, where {most} is the most")
+        if contributors:
+            share = held / contributors
+            self.most_held = max(self.most_held, share)
 
     def _wake(self, process: Process) -> None:
         deadline = process.node.deadline
@@ -296,7 +307,7 @@ class World:
                 when = self.now + self._delay() + self.rng.expovariate(200.0)
                 self.clock.call_at(when, lambda: self._arrives(a, output.to, "part", output.key))
 
-    def _arrives(self, a: int, b: int, what: str, arg: object) -> None:
+    def _arrives(self, a: int, b: int, what: str, arg: Any) -> None:
         """Whoever is there under that name now gets it."""
         if (a in self.apart) == (b in self.apart):
             self._comes_in(self.processes[b], what, arg)

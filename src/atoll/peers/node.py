@@ -299,6 +299,11 @@ class Node:
         asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
         return max(self.applied + self.settings.slots, asked)
 
+    def handle_heard(self, now: float, life: Life) -> None:
+        """Anything has come from a node in this life: a chunk, say."""
+        if life in self._iterations.acks:
+            self._watch.handle_heard(now, life.node)
+
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
         self._fetching.handle_arriving(now, key)
@@ -460,8 +465,14 @@ class Node:
         for member in self.view.members:
             if member.life != self.life:
                 told = ledger.floors[member.life]
-                is_new = ledger is self._meetings and told == 0 and bool(member.token)
-                floors.append(self._begun(member.life) if is_new else told)
+                if ledger is self._iterations:
+                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
+                    floors.append(
+                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
+                    )
+                else:
+                    is_new = told == 0 and bool(member.token)
+                    floors.append(self._begun(member.life) if is_new else told)
         return floors
 
     def _begun(self, life: Life) -> float:
