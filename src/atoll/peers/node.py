@@ -36,6 +36,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     Key,
     NodeReport,
     PeerMessage,
@@ -239,6 +240,9 @@ class Node:
         answered by the newest; one of another incarnation than the view's is dropped."""
         if isinstance(message, AskJoin):
             self._handle_join(now, sender, message)
+        elif isinstance(message, JoinOver):
+            if self._asking is not None and not self.is_member and message.token == self._asking.token:
+                self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
         elif isinstance(message, _OF_VIEWS):
@@ -725,9 +729,12 @@ class Node:
             if self._source is not None and self._source not in self._others():
                 self._ask_for_state()
         else:
-            self.is_member, self._is_over = False, True
-            reason = f"view {view.number} was decided without {_name(self.life)}"
-            self._out.append(Removed(view, reason))
+            self.view = view
+            self._leave(f"view {view.number} was decided without it")
+
+    def _leave(self, reason: str) -> None:
+        self.is_member, self._is_over = False, True
+        self._out.append(Removed(self.view, f"{_name(self.life)}: {reason}"))
 
     def _install(self, now: float, view: View, base: int | None) -> None:
         self.view, self.is_member = view, True
@@ -755,7 +762,9 @@ class Node:
             return
         if any(member.token == message.token for member in self.view.members):
             self._out.append(Send(sender, ViewDecided(view=self.view)))
-        elif message.token not in self._known_tokens:
+        elif message.token in self._known_tokens:
+            self._out.append(Send(sender, JoinOver(token=message.token)))
+        else:
             joiner = views.Joiner(message.node, message.token, message.address)
             old = self._joiners.get(message.node)
             self._joiners[message.node] = (old[0] if old is not None and old[0] == joiner else joiner, now)
