@@ -36,6 +36,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     Key,
     NodeReport,
     PeerMessage,
@@ -112,7 +113,7 @@ class Node:
         self._risen = now  # when W last rose
         self._own_meeting: tuple[int, int] | None = None  # number, at
         self._has_met = False  # it has been in a meeting of its own
-        self._stateless = ""  # a joiner: whose state it waits for
+        self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
@@ -153,6 +154,11 @@ class Node:
         return self._iterations.done
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is a member that has its state: a joiner has none at first."""
+        return self.is_member and self._source is None
+
+    @property
     def met(self) -> int:
         return self._meetings.done
 
@@ -161,7 +167,7 @@ class Node:
     def handle_contributed(self, now: float, iteration: int) -> list[Output]:
         """The node's own contribution is in M_i, whole; k becomes `iteration` + 1. Raises ValueError where it
         is not this node's next."""
-        if not self.is_member or self._stateless:
+        if not self.is_whole:
             return self._flush()  # what it computed counts nowhere
         if iteration != self.iteration:
             raise ValueError(
@@ -234,6 +240,9 @@ class Node:
         answered by the newest; one of another incarnation than the view's is dropped."""
         if isinstance(message, AskJoin):
             self._handle_join(now, sender, message)
+        elif isinstance(message, JoinOver):
+            if self._asking is not None and not self.is_member and message.token == self._asking.token:
+                self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
         elif isinstance(message, _OF_VIEWS):
@@ -294,6 +303,11 @@ class Node:
         asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
         return max(self.applied + self.settings.slots, asked)
 
+    def handle_heard(self, now: float, life: Life) -> None:
+        """Anything has come from a node in this life: a chunk, say."""
+        if life in self._iterations.acks:
+            self._watch.handle_heard(now, life.node)
+
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
         self._fetching.handle_arriving(now, key)
@@ -350,8 +364,8 @@ class Node:
         """Whom and what this node waits for, a line each; empty where it waits for nobody."""
         if not self.is_member:
             return [] if self._asking is None else ["a view that has this node in it"]
-        if self._stateless:
-            return [f"the state, of {self._stateless}"]
+        if self._source is not None:
+            return [f"the state, of {_name(self._source)}"]
         lines = []
         if self._wanted is not None:
             number = self._iterations.ordered
@@ -400,7 +414,7 @@ class Node:
     def _apply(self) -> None:
         """Iterations of which a majority is known to hold every contribution, and this node all of them."""
         ledger = self._iterations
-        while not self._stateless:
+        while self.is_whole:
             number = ledger.ordered
             lives = ledger.contributors(number)
             if not lives and all(ledger.firsts[life] <= number for life in ledger.members):
@@ -455,8 +469,14 @@ class Node:
         for member in self.view.members:
             if member.life != self.life:
                 told = ledger.floors[member.life]
-                is_new = ledger is self._meetings and told == 0 and bool(member.token)
-                floors.append(self._begun(member.life) if is_new else told)
+                if ledger is self._iterations:
+                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
+                    floors.append(
+                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
+                    )
+                else:
+                    is_new = told == 0 and bool(member.token)
+                    floors.append(self._begun(member.life) if is_new else told)
         return floors
 
     def _begun(self, life: Life) -> float:
@@ -465,7 +485,7 @@ class Node:
         return min(here) if here else math.inf
 
     def _grant(self) -> None:
-        if self._wanted is not None and self.applied >= self._wanted[1] and not self._stateless:
+        if self._wanted is not None and self.applied >= self._wanted[1] and self.is_whole:
             iteration, least = self._wanted
             self._wanted, self._wanted_since = None, math.inf
             reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
@@ -706,12 +726,15 @@ class Node:
                 self._ask_for_state()
         elif any(member.life == self.life for member in view.members):
             self._install(now, view, None)
-            if self._stateless:
+            if self._source is not None and self._source not in self._others():
                 self._ask_for_state()
         else:
-            self.is_member, self._is_over = False, True
-            reason = f"view {view.number} was decided without {_name(self.life)}"
-            self._out.append(Removed(view, reason))
+            self.view = view
+            self._leave(f"view {view.number} was decided without it")
+
+    def _leave(self, reason: str) -> None:
+        self.is_member, self._is_over = False, True
+        self._out.append(Removed(self.view, f"{_name(self.life)}: {reason}"))
 
     def _install(self, now: float, view: View, base: int | None) -> None:
         self.view, self.is_member = view, True
@@ -739,7 +762,9 @@ class Node:
             return
         if any(member.token == message.token for member in self.view.members):
             self._out.append(Send(sender, ViewDecided(view=self.view)))
-        elif message.token not in self._known_tokens:
+        elif message.token in self._known_tokens:
+            self._out.append(Send(sender, JoinOver(token=message.token)))
+        else:
             joiner = views.Joiner(message.node, message.token, message.address)
             old = self._joiners.get(message.node)
             self._joiners[message.node] = (old[0] if old is not None and old[0] == joiner else joiner, now)
@@ -760,8 +785,7 @@ class Node:
         )
         others = [member for member in members if member.life != self.life]
         if others:
-            source = others[0].life
-            self._stateless = _name(source)
+            self._source = source = others[0].life
             base = self._iterations.done
             reason = f"it joins with view {self.view.number}, in which {base} iterations are settled"
             self._out.append(FetchState(source.node, base, reason))
@@ -769,12 +793,12 @@ class Node:
     def handle_state(self, now: float, iteration: int) -> list[Output]:
         """A joiner: the state is here, and stands at global iteration `iteration`, which is W_i now. Raises
         ValueError for one that is older than was asked for."""
-        if not self._stateless:
+        if self._source is None or not self.is_member:
             return self._flush()
         ledger = self._iterations
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
-        self._stateless, self._tell, self._moved = "", True, True
+        self._source, self._tell, self._moved = None, True, True
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)
@@ -782,7 +806,7 @@ class Node:
 
     def handle_state_failed(self, now: float, source: int, reason: str) -> list[Output]:
         """A joiner: `source` does not give its state (in time)."""
-        if self._stateless and self.is_member:
+        if self._source is not None and self.is_member:
             self._note("no state", f"node {source}", reason)
             lives = {member.life for member in self.view.members if member.life.node == source}
             self._refused_state |= lives

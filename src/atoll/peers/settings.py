@@ -35,9 +35,7 @@ class Settings:
         for name in ("silence", "progress", "round", "backoff", "rest", "fetch"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise UserError(
-                    f"{name} = ({low:g}, {high:g}): a lower and an upper bound above 0, in seconds"
-                )
+                raise UserError(f"{name} = ({low:g}, {high:g}): two bounds above 0, in seconds, in order")
         for name in ("heartbeat", "linger"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} = {getattr(self, name):g}: seconds above 0")
@@ -46,3 +44,9 @@ class Settings:
     def slots(self) -> int:
         """Iterations from the global one on that are taken from each sender."""
         return self.room or self.stale_max + 2
+
+    def most_held(self, contributors: int) -> int:
+        """The most iterations' contributions that a node holds, own ones too, of so many contributors: those
+        from its W on for which there is room, and those below it that the slowest member may still lack; as
+        long as a newcomer has no state, those since it was let in."""
+        return contributors * (self.slots + 4 * self.stale_max + 4)
