@@ -78,6 +78,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     NodeReport,
     RefuseRound,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "InGroup",
     "InSync",
     "JoinGroup",
+    "JoinOver",
     "Lease",
     "Leased",
     "LinkFigures",
@@ -240,7 +242,7 @@ AnyMessage: TypeAlias = Union[
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
     OpenLink, LinkOpened, LinkLost,
-    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin,
+    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin, JoinOver,
     Prepare, Promised, Accept, Accepted, Outbid, ViewDecided,
 ]  # fmt: skip
 
