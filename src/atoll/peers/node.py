@@ -36,6 +36,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     Key,
     NodeReport,
     PeerMessage,
@@ -239,6 +240,9 @@ class Node:
         answered by the newest; one of another incarnation than the view's is dropped."""
         if isinstance(message, AskJoin):
             self._handle_join(now, sender, message)
+        elif isinstance(message, JoinOver):
+            if self._asking is not None and not self.is_member and message.token == self._asking.token:
+                self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
         elif isinstance(message, _OF_VIEWS):
@@ -298,6 +302,11 @@ class Node:
         wanted = self._change.wanted if self._change is not None else ()
         asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
         return max(self.applied + self.settings.slots, asked)
+
+    def handle_heard(self, now: float, life: Life) -> None:
+        """Anything has come from a node in this life: a chunk, say."""
+        if life in self._iterations.acks:
+            self._watch.handle_heard(now, life.node)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
@@ -460,8 +469,14 @@ class Node:
         for member in self.view.members:
             if member.life != self.life:
                 told = ledger.floors[member.life]
-                is_new = ledger is self._meetings and told == 0 and bool(member.token)
-                floors.append(self._begun(member.life) if is_new else told)
+                if ledger is self._iterations:
+                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
+                    floors.append(
+                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
+                    )
+                else:
+                    is_new = told == 0 and bool(member.token)
+                    floors.append(self._begun(member.life) if is_new else told)
         return floors
 
     def _begun(self, life: Life) -> float:
@@ -714,9 +729,12 @@ class Node:
             if self._source is not None and self._source not in self._others():
                 self._ask_for_state()
         else:
-            self.is_member, self._is_over = False, True
-            reason = f"view {view.number} was decided without {_name(self.life)}"
-            self._out.append(Removed(view, reason))
+            self.view = view
+            self._leave(f"view {view.number} was decided without it")
+
+    def _leave(self, reason: str) -> None:
+        self.is_member, self._is_over = False, True
+        self._out.append(Removed(self.view, f"{_name(self.life)}: {reason}"))
 
     def _install(self, now: float, view: View, base: int | None) -> None:
         self.view, self.is_member = view, True
@@ -744,7 +762,9 @@ class Node:
             return
         if any(member.token == message.token for member in self.view.members):
             self._out.append(Send(sender, ViewDecided(view=self.view)))
-        elif message.token not in self._known_tokens:
+        elif message.token in self._known_tokens:
+            self._out.append(Send(sender, JoinOver(token=message.token)))
+        else:
             joiner = views.Joiner(message.node, message.token, message.address)
             old = self._joiners.get(message.node)
             self._joiners[message.node] = (old[0] if old is not None and old[0] == joiner else joiner, now)

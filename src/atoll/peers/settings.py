@@ -44,3 +44,9 @@ class Settings:
     def slots(self) -> int:
         """Iterations from the global one on that are taken from each sender."""
         return self.room or self.stale_max + 2
+
+    def most_held(self, contributors: int) -> int:
+        """The most iterations' contributions that a node holds, own ones too, of so many contributors: those
+        from its W on for which there is room, and those below it that the slowest member may still lack; as
+        long as a newcomer has no state, those since it was let in."""
+        return contributors * (self.slots + 4 * self.stale_max + 4)

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.peers import outputs as out
@@ -50,7 +49,6 @@ class CpuSideProcess:
     be read from once its process has ended (-1: nothing tells)."""
 
     def __init__(self, post: Post, watch: int) -> None:
-        torch.set_num_threads(1)
         self._post, self._watch = post, watch
         self._epoll = select.epoll()
         self._calculating = Calculating()
@@ -473,6 +471,7 @@ class CpuSideProcess:
             if self._trained is not None and self._node_ is not None:
                 assembly, key = self._trained.assembly, message.key
                 if assembly.add(message, payload):
+                    self._trained.globals.check(*self._trained.contributions([key]))
                     self._newcomers.contributed(key.life)
                     self._do(self._node_.handle_part(now, key))
                 elif assembly.has_some(key):
