@@ -63,8 +63,11 @@ class PeerLaunch(ServedLaunch):
             pass
         return True
 
-    def _see_to_given_up(self, who: str) -> None:
-        """The hub only introduces."""
+    def _take_decisions(self) -> None:
+        """The hub only introduces: what it decides of the nodes' lives is no word of theirs."""
+        for each in self._decisions.take():
+            if each.what == "hub":
+                self.losses.take(each, self._now())
 
     def _ends_given_up(self, rank: int) -> bool:
         ended = self._workers[rank].returncode == GivenUpError.exit_status
