@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from atoll.chunks import lay_out
 from atoll.core.errors import UserError
-from atoll.server.compensation import Origins, compensated
 from atoll.server.model import THEN, Model
 from atoll.server.payloads import payload_of
 from atoll.server.snapshot import OpenRecord, Snapshots, latest, restore
 from atoll.store.entries import Apply, Fenced, Joined
 from atoll.tensors.binding import specs_of
+from atoll.tensors.compensation import Origins, compensated
 from atoll.wire.lost import spans_of
 from atoll.wire.messages import LostBlocks, Push, SetChunk, Setup, plain_hyperparameters
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.errors import UserError
-from atoll.server.optimizer import ShardOptimizer, full_name, optimizer_class
 from atoll.server.snapshot import Heading, Snapshots, latest, restore
 from atoll.tensors.binding import specs_of
+from atoll.tensors.shardoptimizer import ShardOptimizer, full_name, optimizer_class
 from atoll.wire.messages import plain_hyperparameters
 
 SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16)]

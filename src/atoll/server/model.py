@@ -15,9 +15,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
-from atoll.server.compensation import Origins, compensated
 from atoll.server.logkeeper import IN_FLIGHT
-from atoll.server.optimizer import ShardOptimizer
 from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
 from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
@@ -26,6 +24,8 @@ from atoll.store.log import CONSISTENCIES
 from atoll.store.losses import absent
 from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
+from atoll.tensors.compensation import Origins, compensated
+from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (
     Count,

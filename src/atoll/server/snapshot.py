@@ -28,7 +28,7 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError, UserError
 from atoll.core.points import reach
-from atoll.server.optimizer import ShardOptimizer, SlotValues
+from atoll.tensors.shardoptimizer import ShardOptimizer, SlotValues
 from atoll.tensors.tensorfile import checksum_of, flush, read_tensors, write_tensors
 
 _VALUES = "values"

@@ -23,11 +23,11 @@ from atoll.core.points import reach
 from atoll.net.endpoint import Received, Server, poll
 from atoll.server.journal import Journal
 from atoll.server.links import HubLink
-from atoll.server.optimizer import warm_up
 from atoll.server.recovery import ShardImage, decode_image, no_parts
 from atoll.server.shard import Shard
 from atoll.server.snapshot import OpenRecord, Snapshots
 from atoll.store.records import Told
+from atoll.tensors.shardoptimizer import warm_up
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,

@@ -61,10 +61,11 @@ class Segment:
 @dataclass
 class SavedState:
     """A chunk's optimizer state as it was: `elements` as in ChunkState, and for each slot all its keys, with
-    the values that are no part of `elements`."""
+    the values that are no part of `elements`. `segments` are those of then, told by which list they are."""
 
     elements: dict[str, Tensor]
     slots: list[State]
+    segments: list[Segment] | None = None
 
 
 class ChunkState:
@@ -193,13 +194,14 @@ class ChunkState:
             {key: None if key in self.elements else _copied(value) for key, value in slot.items()}
             for slot in self.slots
         ]
-        return SavedState(elements, slots)
+        return SavedState(elements, slots, self.segments)
 
     def rewind(self, saved: SavedState) -> None:
         """Be again what `saved` says. Only steps may have come since: what they left alone stays as it is."""
         for key, values in saved.elements.items():
             self.elements[key].copy_(values)
-        # A segment's slots were equal when it was cut, and so they were when they were saved.
+        if self.segments is not saved.segments:  # cut since, of slots that may have become equal since
+            self.dissolve()
         runs = [
             (saved.slots[each.first], [each.state, *self.slots[each.first : each.last + 1]])
             for each in self.segments

@@ -1,4 +1,5 @@
-"""The user's optimizer at a shard: one torch optimizer a chunk, each stepping through `ChunkOptimizer`.
+"""The user's optimizer away from the script (at a shard, in a peer's CPU side): one torch optimizer a chunk,
+each stepping through `ChunkOptimizer`.
 
 Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled: an
 optimizer is known by its class's name, from torch.optim's element-wise classes, or from the one path that
@@ -7,9 +8,10 @@ the operator of the shard has configured; what it is set to comes as plain numbe
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,8 +20,8 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import PrepareError, UserError
-from atoll.server.compensation import Origins
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.compensation import Origins
 from atoll.tensors.optimizer import ChunkOptimizer, SavedState, StepHooks, elementwise_keys
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
@@ -116,6 +118,20 @@ class _OpenStep:
         self.present = tuple(map(any, zip(self.present, present, strict=True)))
 
 
+class Scratch:
+    """Memory by name, each as long as the longest asked for so far: for one chunk at a time, whichever."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for `numel` values, 1-D, with what was left there."""
+        memory = self._memory.get(name)
+        if memory is None or memory.nbytes < numel * dtype.itemsize:
+            memory = self._memory[name] = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+
 class _HeldChunk:
     """One chunk at a shard, its optimizer, and what steps it; `settings` is None where nothing trains it."""
 
@@ -180,6 +196,19 @@ class _HeldChunk:
             step.stepped = True
         assert step.mean is not None
         self.step(step.mean, step.present)
+
+    @contextlib.contextmanager
+    def undone(self, scratch: Scratch) -> Iterator[None]:
+        assert self.kind is not None
+        numel, dtypes = self.chunk.extent, self.kind.dtypes
+        values = scratch.part("values", numel, self.flat.dtype).copy_(self.flat)
+        into = {key: scratch.part(f"state.{key}", numel, dtypes[key]) for key in self.kind.elementwise}
+        states = self.stepper.save([SavedState(into, [])])
+        try:
+            yield
+        finally:
+            self.flat.copy_(values)
+            self.stepper.rewind(states)
 
     def apply(self, settings: Settings) -> None:
         """Have the next step use `settings`."""
@@ -263,12 +292,31 @@ class ShardOptimizer:
         """
         if hyperparameters is not None:
             self.set_hyperparameters(hyperparameters)
+        self.step_by(chunk, gradients, present, self._groups)
+
+    def step_by(
+        self, chunk: int, gradients: Tensor, present: Iterable[bool | int], settings: Sequence[Settings]
+    ) -> None:
+        """As `step`, with what `settings` has made of hyperparameters, whichever were used before. Several
+        threads may step as many chunks at once."""
         held, here = self._chunks[chunk], tuple(bool(flag) for flag in present)
         held.open.clear()
         if not any(here):  # no parameter would change, nor any step count
             return
-        held.apply(self._groups[self._group_of[chunk]])
+        held.apply(settings[self._group_of[chunk]])
         held.step(gradients, here)
+
+    def settings(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[Settings]:
+        """Hyperparameters in the form that `step_by` takes; raises UserError as `check_hyperparameters`."""
+        self.check_hyperparameters(hyperparameters)
+        return [self._settings(group) for group in hyperparameters]
+
+    @contextlib.contextmanager
+    def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
+        """Within, a chunk that is trained may be stepped; at the end its values and its state are what they
+        were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
+        with self._chunks[chunk].undone(scratch):
+            yield
 
     def contribute(
         self,
@@ -339,6 +387,17 @@ class ShardOptimizer:
     def set_values(self, chunk: int, values: Tensor) -> None:
         self._chunks[chunk].open.clear()
         self._chunks[chunk].flat.copy_(values)
+
+    def state_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
+        """What the optimizer keeps for each element of a chunk ("exp_avg"), by dtype."""
+        kind = self._chunks[chunk].kind
+        return {} if kind is None else {key: kind.dtypes[key] for key in sorted(kind.elementwise)}
+
+    def number_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
+        """What it keeps for each parameter of a chunk as a tensor of one number ("step"), by dtype."""
+        kind = self._chunks[chunk].kind
+        rest = {} if kind is None else kind.dtypes
+        return {key: dtype for key, dtype in rest.items() if kind and key not in kind.elementwise}
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
         """The dtype of an element-wise state; raises UserError if the optimizer keeps none called `key`."""

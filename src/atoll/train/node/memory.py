@@ -1,0 +1,256 @@
+"""The host memory that a node's worker and its CPU side share: one file without a name.
+
+    slot 0, slot 1, ...       the node's own gradients of iteration k, in slot k % slots
+    buffer 0, buffer 1, ...   local parameters that the CPU side has published
+    frozen                    the chunks that nothing trains, once
+
+A slot, like a buffer, holds every trainable chunk in order, each at a multiple of 64 bytes: a run of
+`run_bytes`, which is also how a contribution that was received lies in the CPU side's own memory. The file
+is passed to the other process as a descriptor; when both are gone, however they ended, so is it.
+Source: S0, "Setting" (M_i).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.chunks import Chunk, ChunkMap, itemsize
+from atoll.core.errors import RunError
+from atoll.core.units import format_bytes
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+PAGE = 4096  # bytes; slots and buffers begin on pages, so that no two share one
+BUFFERS = 3  # one that the worker reads, one that is announced, one that is written
+
+
+def slots_for(stale_max: int) -> int:
+    """How many slots a worker needs: iterations from the global one to `stale_max` beyond, and the next."""
+    return stale_max + 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a chunk's `numel` values lie, from byte `offset` of a run of several chunks."""
+
+    chunk: int
+    offset: int
+    numel: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What lies where, in bytes; the same for the same layout on every node."""
+
+    slots: int
+    buffers: int
+    trained: tuple[Run, ...]  # of a slot and of a buffer, in the order of the layout
+    frozen: tuple[Run, ...]
+    run_bytes: int  # of a slot, or a buffer
+    frozen_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared memory."""
+        return (self.slots + self.buffers) * self.run_bytes + self.frozen_bytes
+
+    def slot(self, iteration: int) -> int:
+        """The offset of the slot of an iteration's gradients."""
+        return (iteration % self.slots) * self.run_bytes
+
+    def buffer(self, index: int) -> int:
+        """The offset of a buffer."""
+        assert 0 <= index < self.buffers
+        return (self.slots + index) * self.run_bytes
+
+
+def plan_memory(layout: ChunkMap, slots: int, buffers: int = BUFFERS) -> MemoryPlan:
+    """Lay the shared memory out for a model's layout."""
+    trained, run_bytes = _in_a_row(layout.trainable)
+    rest = [chunk for chunk in layout.chunks if not layout.groups[chunk.group].trainable]
+    frozen, frozen_bytes = _in_a_row(rest)
+    return MemoryPlan(slots, buffers, trained, frozen, run_bytes, frozen_bytes)
+
+
+def _in_a_row(chunks: Sequence[Chunk]) -> tuple[tuple[Run, ...], int]:
+    runs, end = [], 0
+    for chunk in chunks:
+        run = Run(chunk.id, _round_up(end, ALIGNMENT), chunk.extent, chunk.dtype)
+        runs.append(run)
+        end = run.offset + run.nbytes
+    return tuple(runs), _round_up(end, PAGE)
+
+
+def views(memory: Tensor, runs: Sequence[Run]) -> dict[int, Tensor]:
+    """The chunks that lie in `memory` (bytes, 1-D), by id: flat, of the chunks' dtypes, sharing it."""
+    return {
+        run.chunk: memory[run.offset : run.offset + run.nbytes].view(getattr(torch, run.dtype))
+        for run in runs
+    }
+
+
+class HostMemory:
+    """The shared memory of `plan`, mapped here; `fd` is the file's descriptor, this process's own."""
+
+    def __init__(self, plan: MemoryPlan, fd: int) -> None:
+        """Map the memory that another process has made; raises RunError where `fd` is of another size."""
+        size = os.fstat(fd).st_size
+        if size != plan.nbytes:
+            raise RunError(f"shared memory of {size} bytes, where this model's layout needs {plan.nbytes}")
+        self.plan, self.fd = plan, fd
+        memory = map_bytes(fd, size)
+        self._slots = [views(memory[plan.slot(slot) :], plan.trained) for slot in range(plan.slots)]
+        self._buffers = [views(memory[plan.buffer(each) :], plan.trained) for each in range(plan.buffers)]
+        self.frozen = views(memory[size - plan.frozen_bytes :], plan.frozen)
+
+    @classmethod
+    def create(cls, plan: MemoryPlan) -> HostMemory:
+        """Make it anew, filled with zeros; raises RunError where the machine has not got as much."""
+        return cls(plan, make_file(plan.nbytes, "the memory that a node's processes share"))
+
+    def gradients(self, iteration: int) -> Mapping[int, Tensor]:
+        """Where the node's own gradients of an iteration lie: each trainable chunk's, by its id."""
+        return self._slots[iteration % self.plan.slots]
+
+    def buffer(self, index: int) -> Mapping[int, Tensor]:
+        """A buffer of local parameters: each trainable chunk's, by its id."""
+        return self._buffers[index]
+
+    def close(self) -> None:
+        """Let go of it; the memory goes when no process and no tensor has it any more."""
+        self._slots, self._buffers, self.frozen = [], [], {}
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+
+class Buffers:
+    """At the CPU side: which buffers it may write. The worker has those announced until it releases them."""
+
+    def __init__(self, buffers: int) -> None:
+        self._announced = [False] * buffers
+
+    def free(self) -> int | None:
+        """A buffer that the worker does not look at; None: a Release will come."""
+        return next((index for index, taken in enumerate(self._announced) if not taken), None)
+
+    def announce(self, index: int) -> None:
+        self._announced[index] = True
+
+    def release(self, index: int) -> None:
+        self._announced[index] = False
+
+
+class Room:
+    """The CPU side's own memory for contributions that were received, and for its own whose slots are to be
+    written again: at most `most` runs, made when they are needed first, and used again."""
+
+    def __init__(self, plan: MemoryPlan, most: int) -> None:
+        self._plan, self._most = plan, most
+        self._free: list[Tensor] = []
+        self._made = 0
+
+    @property
+    def left(self) -> int:
+        """How many more can be taken."""
+        return self._most - self._made + len(self._free)
+
+    def take(self) -> Tensor | None:
+        """A run (bytes, 1-D, of `plan.run_bytes`; see `views`) whose contents are of no meaning; None where
+        there is no room."""
+        if self._free:
+            return self._free.pop()
+        if self._made == self._most:
+            return None
+        self._made += 1
+        return aligned(self._plan.run_bytes)
+
+    def give_back(self, run: Tensor) -> None:
+        """Nobody needs a run any more."""
+        self._free.append(run)
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Memory of this process alone (bytes, 1-D) that begins on a multiple of 64 bytes."""
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
+def make_file(nbytes: int, what: str) -> int:
+    """A new file of `nbytes` zeros without a name, in memory where the system has files there; returns its
+    descriptor. Raises RunError as `resize`."""
+    try:
+        fd = os.memfd_create("atoll", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else _unlinked_file()
+    except OSError as error:
+        raise RunError(f"no file for {what}: {error.strerror}") from None
+    try:
+        resize(fd, nbytes, what)
+    except RunError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def resize(fd: int, nbytes: int, what: str) -> None:
+    """Make a file `nbytes` long. All of it is reserved at once, so that no write finds the machine without
+    memory; raises RunError, saying `what` it is for, where there is not as much."""
+    try:
+        os.ftruncate(fd, nbytes)
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        raise RunError(
+            f"no {format_bytes(nbytes)} of memory for {what}: {error.strerror}; a smaller sync.stale_max "
+            "needs less"
+        ) from None
+
+
+def _unlinked_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def map_bytes(fd: int, nbytes: int) -> Tensor:
+    """A file as a tensor of bytes, 1-D, that shares it with whoever maps it; it lives as long as the tensor
+    or a view of it, whatever becomes of `fd`."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """A node's host memory by its parts, in bytes, where its Room has `contributions` at most; docs/peers.md
+    has the formula. What Python and torch themselves take is not in it."""
+
+    shared: int  # slots, buffers and frozen chunks
+    parameters: int  # the global parameters
+    optimizer: int  # the optimizer's state
+    scratch: int  # of a step, and of the overlay
+    contributions: int  # received, and kept for others
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.parameters + self.optimizer + self.scratch + self.contributions
+
+
+def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], runs: int) -> HostBytes:
+    """The host memory of a node whose GlobalParameters have `parameters` (their `nbytes`), and its Room at
+    most `runs` contributions."""
+    return HostBytes(plan.nbytes, contributions=runs * plan.run_bytes, **parameters)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

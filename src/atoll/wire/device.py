@@ -1,0 +1,351 @@
+"""What a node's training process and its CPU side say to one another, over one Unix socket of packets.
+
+Both are of one installation and of one machine, and each trusts the other; tensors lie in memory that they
+share (train/node/memory.py), so messages are small. `Post` (train/node/post.py) cuts a larger one into
+packets, and carries file descriptors with it.
+
+The order: Begin, Listening, Introduce; then meetings; SetUp, Ready; then iterations, until Leave and Left.
+Source: S0, "A node's iteration".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.wire.base import (
+    HEADER_BYTES,
+    Count,
+    Hyperparameters,
+    Message,
+    Name,
+    Seconds,
+    Text,
+    Weight,
+    WireError,
+)
+
+NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
+Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own words on a contribution
+Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
+
+
+class NodeAt(msgspec.Struct, frozen=True):
+    """A node of the run, and where its CPU side listens."""
+
+    node: Count
+    incarnation: Count
+    address: Name
+
+
+class Clip(msgspec.Struct, frozen=True):
+    """What the script asked of the mean's global norm: clip_grad_norm_'s arguments."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+class Begin(Message, frozen=True):
+    """The worker's first message: this is node `node` of `run`, alive for the `incarnation`-th time. Answered
+    by Listening.
+
+    It listens at `listen`, as what others reach at `address` (empty: where it listens). `keys` are the four
+    of net/keys.py: Keys, in its order; none where all nodes are of one machine. With `transport` "ltp" nodes
+    reach one another through tunnels that lose nothing, to UDP ports from `udp_port` on (0: any free ones).
+
+    Times are in seconds; -1 for `round_timeout` and `backoff`: adapted to what is measured. `timeout` is the
+    deadline of each wait for other nodes. `hub` is the witness's address, where there is one.
+    """
+
+    run: Name
+    node: Count
+    incarnation: Count
+    stale_max: Count
+    overlay: Name = "all"  # "own", "none"
+    listen: Name = "tcp://127.0.0.1:0"
+    address: Name = ""
+    keys: list[Name] = []
+    transport: Name = "tcp"
+    udp_port: Count = 0
+    round_timeout: float = -1.0
+    backoff: float = -1.0
+    timeout: Seconds = 600.0
+    hub: Name = ""
+
+
+class Listening(Message, frozen=True):
+    """The CPU side's door is open: where other nodes reach it."""
+
+    address: Name
+
+
+class Introduce(Message, frozen=True):
+    """The nodes that the run begins with, this one too; where it goes on (`late`), those who may know of it.
+    From here on meetings work, but for one that comes late, which takes part in them from Ready on.
+    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one."""
+
+    nodes: list[NodeAt]
+    late: bool = False
+    founding: Count = 0
+
+
+class SetUp(Message, frozen=True):
+    """What is trained. With it come the file descriptor of the shared memory, whose buffer 0 holds the
+    initial parameters, and where they come from a checkpoint (`packed`) one of its optimizer's state
+    (node/memory.py says how it is packed). It comes again, with the next `number` and all nodes between the
+    same two iterations, when a checkpoint is loaded into a run that goes on.
+
+    `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
+    the optimizer, the configuration and the processor's instruction set: nodes with another are refused.
+    `iteration`: made before, by the checkpoint. For one that comes late the initial parameters count for
+    nothing. `slots` and `buffers` are the shared memory's.
+    """
+
+    number: Count
+    digest: Name
+    layout: msgspec.Raw
+    optimizer: Text
+    hyperparameters: Hyperparameters
+    slots: Count
+    buffers: Count
+    batch: Weight = 0.0  # samples of a full batch, all nodes' together
+    iteration: Count = 0
+    packed: Count = 0  # bytes of optimizer state in the second descriptor
+    threads: Count = 1  # for the optimizer
+
+
+class Ready(Message, frozen=True):
+    """Set up; iteration `iteration` is the first that this node makes, its next meeting is `meeting`.
+    Parameters to begin with follow as Published. `script`: of one that comes late, what a member's Captured
+    had for that iteration."""
+
+    iteration: Count
+    incarnation: Count
+    meeting: Count = 0
+    script: bytes = b""
+
+
+class Contribute(Message, frozen=True):
+    """The gradients of `iteration` lie whole in slot `iteration` % slots. The slot stays as it is until Freed
+    says otherwise.
+
+    `taken` is the global iteration that the parameters stood at with which they were computed. `present`: for
+    each trainable chunk in order, one byte a slot, whether it has a gradient; zeros stand where not. `weight`
+    is 0 for gradients that are to be left out (NaN, policy "skip"). `note` (how long it took, say) goes to
+    all nodes as it is, and comes back with Applied.
+    """
+
+    iteration: Count
+    taken: Count
+    samples: Weight
+    weight: Weight
+    present: list[bytes]
+    hyperparameters: Hyperparameters
+    clip: Clip | None = None
+    note: Note = b""
+
+
+class Freed(Message, frozen=True):
+    """The slots of all iterations before `before` may be written again."""
+
+    before: Count
+
+
+class Applied(Message, frozen=True):
+    """`iteration` is in the global parameters, made of `parts` in order of node; comes before any Published
+    that has it. `skipped`: the step was left out, and why."""
+
+    iteration: Count
+    parts: list[Part]
+    digest: Name = ""  # of the global parameters after it, where it was made
+    skipped: Text = ""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A contribution that was applied: whose, and what its node said of it."""
+
+    node: Count
+    incarnation: Count
+    samples: float
+    weight: float
+    note: Note = b""
+
+
+class Published(Message, frozen=True):
+    """Buffer `buffer` holds local parameters: the global ones at iteration `taken`, and over them pending
+    contributions, of which this node's own are those before `through`. It stays as it is until Release."""
+
+    buffer: Buffer
+    taken: Count
+    through: Count
+
+
+class Release(Message, frozen=True):
+    """The worker has copied these buffers, or will not look at them."""
+
+    buffers: list[Buffer]
+
+
+class Want(Message, frozen=True):
+    """The worker waits: it may not begin `iteration` before the global iteration is `least`, or it wants to
+    see all that was contributed applied (a checkpoint, the end). Answered by Published, when it is so, and by
+    Waiting while it is not."""
+
+    iteration: Count
+    least: Count
+
+
+class Meet(Message, frozen=True):
+    """This node's part in the members' `number`-th meeting on `what`. Answered by Met.
+
+    `at` is the last iteration whose boundary (the end of its backward) the script has come to; `NO_MORE` once
+    it has made all of them. A node that comes in takes part from its first iteration's boundary on.
+    """
+
+    number: Count
+    what: Text
+    payload: bytes
+    at: Count = 0
+
+
+class Met(Message, frozen=True):
+    """All members' parts, in order of node: a value counts everywhere or nowhere."""
+
+    number: Count
+    nodes: list[Count]
+    payloads: list[bytes]
+
+
+class WantState(Message, frozen=True):
+    """For a checkpoint: pack the optimizer's state into the memory whose file descriptor comes with this. The
+    worker asks when all it knows of is applied, and no node is in an iteration. Answered by State."""
+
+
+class State(Message, frozen=True):
+    """What was wanted lies in the memory given: `packed` bytes, at global iteration `iteration`."""
+
+    iteration: Count
+    packed: Count
+
+
+class CaptureAt(Message, frozen=True):
+    """A node comes in with `iteration`: answer at exactly that boundary with Captured."""
+
+    iteration: Count
+
+
+class Captured(Message, frozen=True):
+    """The script's state (samplers, random numbers) before `iteration`, for one that comes late, and the
+    first meeting that it takes part in."""
+
+    iteration: Count
+    script: bytes
+    meeting: Count = 0
+
+
+class Waiting(Message, frozen=True):
+    """What keeps the global iteration where it is ("node 2's contribution of iteration 41"), while the worker
+    waits; for its deadline's error."""
+
+    what: Text
+
+
+class Members(Message, frozen=True):
+    """The members are others than before, from view `view` on. `known` are all nodes that this one knows, and
+    where: for whoever wants to come back later. `reason` is the decision's."""
+
+    view: Count
+    members: list[NodeAt]
+    known: list[NodeAt] = []
+    reason: Text = ""
+
+
+class Returned(Message, frozen=True):
+    """The others went on without this node, and it is a member anew: of another `incarnation`, and its next
+    iteration is `iteration`, its next meeting `meeting`; what it had contributed beyond what they hold counts
+    nowhere. Published follows. `script` as in Ready."""
+
+    incarnation: Count
+    iteration: Count
+    meeting: Count
+    script: bytes = b""
+    reason: Text = ""
+
+
+class Resumed(Message, frozen=True):
+    """The worker has taken Returned: what it says from here on is of that incarnation. What it said before
+    is dropped."""
+
+    incarnation: Count
+
+
+class Told(Message, frozen=True):
+    """A decision with its reason (core.events.Decided), or with `choice` empty a warning: `reason` alone."""
+
+    what: Name
+    choice: Text
+    reason: Text
+
+
+class Figures(Message, frozen=True):
+    """What the CPU side has counted since it began; sent about once a second while that changes. `staleness`
+    is by how much each applied contribution's iteration was past what its node had taken: counts by value,
+    the last for all above. Seconds and bytes are sums."""
+
+    applied: Count = 0
+    rounds: Count = 0  # synchronisation rounds that this node started
+    joined: Count = 0  # and took part in
+    refusals: Count = 0
+    fetched: Count = 0  # contributions that were asked for
+    waits: Count = 0  # of the worker's, for the global iteration
+    waited: Seconds = 0.0
+    no_room: Count = 0  # contributions that had to wait for room
+    bytes_in: Count = 0
+    bytes_out: Count = 0
+    applying: Seconds = 0.0
+    overlaying: Seconds = 0.0
+    staleness: list[Count] = []
+
+
+class Leave(Message, frozen=True):
+    """The worker is done, after `iteration` iterations: the others go on without this node. Answered by
+    Left."""
+
+    iteration: Count
+
+
+class Left(Message, frozen=True):
+    """This node has left, and nobody waits for it."""
+
+
+class Failed(Message, frozen=True):
+    """The CPU side cannot go on: the error's class (core/errors.py) and its line. It ends after this."""
+
+    error: Name
+    reason: Text
+
+
+DeviceMessage: TypeAlias = Union[
+    Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
+    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Resumed, Told, Figures, Leave, Left,
+    Failed,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[DeviceMessage] = msgspec.msgpack.Decoder(DeviceMessage)
+
+
+def encode(message: DeviceMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(packet: bytes | bytearray | memoryview) -> DeviceMessage:
+    """The message in `packet`; raises WireError, with one line, for anything that is none."""
+    if len(packet) > HEADER_BYTES:
+        raise WireError(f"a message of {len(packet)} bytes, where {HEADER_BYTES} is the most")
+    try:
+        return _decoder.decode(packet)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
