@@ -119,7 +119,7 @@ from atoll.wire.shards import (
     Staged,
     Standing,
 )
-from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
+from atoll.wire.tunnel import LinkLost, LinkOpened, OpenLink
 
 __all__ = [
     "HEADER_BYTES",
@@ -163,7 +163,6 @@ __all__ = [
     "JoinOver",
     "Lease",
     "Leased",
-    "LinkFigures",
     "LinkLost",
     "LinkMeasured",
     "LinkOpened",
