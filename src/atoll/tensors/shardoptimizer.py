@@ -124,6 +124,11 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has taken so far."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
     def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for `numel` values, 1-D, with what was left there."""
         memory = self._memory.get(name)
