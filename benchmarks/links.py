@@ -13,10 +13,8 @@ not keep up with is in them too: then links were worse than they shall be.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +29,7 @@ from atoll.lab.report import RECORD
 from atoll.observe.journal import JournalReader
 from common import ROOT, options, output_folder, write_results
 from links_worker import Plan, Record
+from runs import rate_of, read_records, run_in_lab
 
 WORKER = Path(__file__).with_name("links_worker.py")
 TOPOLOGY = ROOT / "examples" / "lab" / "two-by-three.toml"
@@ -84,28 +83,14 @@ def run(contestant: Contestant, seed: int, quick: bool) -> Outcome:
         text = re.sub(r"^group_by = .*$", f'group_by = "{contestant.by}"', text, flags=re.MULTILINE)
         (folder / "lab.toml").write_text(text, encoding="utf-8")
         (folder / "atoll.toml").write_text('[run]\nstrategy = "ps-hra"\n', encoding="utf-8")
-        plan = json.dumps(asdict(Plan(WIDTH, BATCH, samples, PASSES, seed)))
-        lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
-        ended = subprocess.run(
-            [*lab, sys.executable, str(WORKER), str(folder), plan],
-            cwd=folder,
-            env={**os.environ, "ATOLL_CONFIG": str(folder / "atoll.toml"), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if ended.returncode:
-            raise SystemExit(f"{contestant.name}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
+        plan = Plan(WIDTH, BATCH, samples, PASSES, seed)
+        run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
         return outcome(contestant, folder)
 
 
 def outcome(contestant: Contestant, folder: Path) -> Outcome:
     """What a run's records say."""
-    records = [
-        Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))) for rank in range(WORKERS)
-    ]
+    records = read_records(folder, Record, WORKERS)
     moved = [
         event.time
         for path in (folder / "lab" / "journals").iterdir()
@@ -119,7 +104,7 @@ def outcome(contestant: Contestant, folder: Path) -> Outcome:
     end = min(record.steps[-1] for record in records)
     # Who is left when others have no more data may be grouped anew: that is no start.
     begin = max([record.steps[WARM] for record in records] + [when for when in moved if when < end])
-    each = [_rate(record, begin, end) for record in records]
+    each = [rate_of(record.rank, record.steps, record.batch, begin, end) for record in records]
     lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
     return Outcome(
         contestant=contestant.name,
@@ -130,16 +115,6 @@ def outcome(contestant: Contestant, folder: Path) -> Outcome:
         links=re.findall(r"^\S+ links: (.*)$", log, flags=re.MULTILINE),
         behind=int(lab["emulator"]["behind_seconds"]),
     )
-
-
-def _rate(record: Record, begin: float, end: float) -> float:
-    """Samples per second between the first and the last step in the window, which ends with neither."""
-    inside = [when for when in record.steps if begin <= when <= end]
-    if len(inside) < 2:
-        raise SystemExit(
-            f"worker {record.rank} made {len(inside)} steps in {end - begin:.1f} s of steady state"
-        )
-    return record.batch * (len(inside) - 1) / (inside[-1] - inside[0])
 
 
 def cases(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:

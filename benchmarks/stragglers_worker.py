@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import atoll
 from common import MIB, leave_group
+from runs import write_record
 from workloads import gpt, gpt_adamw
 
 BATCH = 4  # windows of a worker's step
@@ -186,9 +187,7 @@ def main() -> None:
     torch.set_num_threads(1)
     record = Record(rank=-1)
     {"ddp": under_ddp, "atoll": under_atoll}[system](plan, record)
-    path = folder / f"{record.rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(asdict(record)), encoding="utf-8")
-    path.with_suffix(".new").replace(path)
+    write_record(folder, record.rank, record)
 
 
 if __name__ == "__main__":

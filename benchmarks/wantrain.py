@@ -15,9 +15,7 @@ is its time for a step times the steps. Each round is a seed, in a new random or
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from typing import Any
 
 from atoll.lab.report import RECORD
 from common import options, output_folder, write_results
+from runs import read_records, run_in_lab
 from wantrain_worker import Plan, Record
 
 WORKER = Path(__file__).with_name("wantrain_worker.py")
@@ -104,24 +103,9 @@ def run(contestant: Contestant, seed: int, steps: int) -> Outcome:
         folder = Path(name)
         (folder / "lab.toml").write_text(topology(contestant, seed), encoding="utf-8")
         (folder / "atoll.toml").write_text(configuration(contestant), encoding="utf-8")
-        plan = json.dumps(asdict(Plan(seed, WORKERS, BATCH, steps, stop, min(LOOK, steps))))
-        lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
-        ended = subprocess.run(
-            [*lab, sys.executable, str(WORKER), str(folder), plan],
-            cwd=folder,
-            env={**os.environ, "ATOLL_CONFIG": str(folder / "atoll.toml"), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if ended.returncode:
-            raise SystemExit(f"{contestant.name}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-        records = [
-            Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")))
-            for rank in range(WORKERS)
-        ]
+        plan = Plan(seed, WORKERS, BATCH, steps, stop, min(LOOK, steps))
+        run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
+        records = read_records(folder, Record, WORKERS)
         lab_record = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
     return outcome(seed, records, lab_record)
 

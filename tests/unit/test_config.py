@@ -104,6 +104,11 @@ def test_toml_comes_back_equal(tmp_path: Path) -> None:
         ("sync.compensation=-1", "--set sync.compensation=-1: sync.compensation: expected float"),
         ("sync.pipeline=2", "--set sync.pipeline=2: sync.pipeline: expected int <= 1, got 2"),
         ("sync.staleness=wieght", "--set sync.staleness=wieght: sync.staleness: no such choice 'wieght'"),
+        ("sync.stale_max=-1", "--set sync.stale_max=-1: sync.stale_max: expected int >= 0, got -1"),
+        ("sync.stale_max=few", "--set sync.stale_max=few: sync.stale_max: expected int, got 'few'"),
+        ("sync.overlay=al", "--set sync.overlay=al: sync.overlay: no such choice 'al'; did you mean 'all'?"),
+        ("sync.round_timeout=0", "--set sync.round_timeout=0: sync.round_timeout: must be more than 0"),
+        ("sync.backoff=soon", "--set sync.backoff=soon: sync.backoff: 'soon' is not a span of time"),
         ("sync.nonfinite=Skip", "--set sync.nonfinite=Skip: sync.nonfinite: no such choice 'Skip'"),
     ],
 )
@@ -120,6 +125,10 @@ def test_a_wrong_setting_is_one_line_that_names_it(setting: str, said: str) -> N
         (["sync.pipeline=1"], "sync.pipeline = 1 has a step begin before the one before it is"),
         (["sync.pipeline=1", "sync.consistency=asp", "sync.lazy=true"], "sync.pipeline = 1 and sync.lazy"),
         (["sync.pipeline=1", "sync.consistency=ssp", "run.sites=2"], "sync.pipeline = 1 is not for run"),
+        (["sync.stale_max=2"], "sync.stale_max is of strategy 'peers', and run.strategy is 'ring'"),
+        (["run.strategy=peers", "sync.consistency=asp"], "sync.consistency is for workers of a parameter"),
+        (["run.strategy=peers", "sync.lazy=true"], "sync.lazy is for workers of a parameter server"),
+        (["run.strategy=peers", "link.transport=ltp"], "strategy 'peers' keeps nodes equal to the bit"),
         (["sync.compensation=0.1"], "sync.compensation makes up for delay, of which sync.consistency bsp"),
     ],
 )
@@ -128,6 +137,15 @@ def test_keys_that_are_wrong_together_are_one_line(settings: list[str], said: st
         load_config(settings=settings, environment={})
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_of_peers_in_any_order() -> None:
+    for order in (1, -1):
+        given = ["sync.stale_max=0", "run.strategy=peers", "sync.overlay=own", "link.transport=ltp"]
+        given = [*given, "link.reliable=true", "sync.round_timeout=2", "sync.backoff=100ms"]
+        config = load_config(settings=given[::order], environment={})
+        assert (config.sync.stale_max, config.round_seconds, config.backoff_seconds) == (0, 2.0, 0.1)
+    assert load_config(settings=["run.strategy=peers"], environment={}).round_seconds is None
 
 
 def test_keys_that_are_right_together_in_any_order() -> None:

@@ -32,7 +32,7 @@ SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on
 LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
 
-Strategy = Literal["ring", "server", "hierarchical", "ps-hra"]
+Strategy = Literal["ring", "server", "hierarchical", "ps-hra", "peers"]
 SERVED = ("server", "ps-hra")  # the strategies with a parameter server
 GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
 Consistency = Literal["bsp", "ssp", "asp"]
@@ -42,6 +42,8 @@ Scaled = Literal["weight", "rate", "none"]
 Uplink = Literal["auto", "leader", "members"]
 Transport = Literal["tcp", "ltp"]
 Fill = Literal["zero", "last", "rescale"]
+Overlay = Literal["all", "own", "none"]
+MOST_STALE = 1024  # iterations: each keeps a gradient in memory
 MOST_STRIPES = 8  # UDP flows of one connection, as its datagrams can number them
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -79,6 +81,13 @@ class Sync(msgspec.Struct, forbid_unknown_fields=True):
     staleness: Scaled = "weight"
     compensation: Annotated[float, msgspec.Meta(ge=0, lt=1e30)] = 0.0
     pipeline: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0  # 1: exchanges go on while the next step computes
+    # Strategy peers: how many global iterations a node may be ahead of what its parameters stand at; what of
+    # the contributions that are not applied yet its parameters show; the limits of a synchronisation round,
+    # and of the pause after one was refused, or auto: by what was measured
+    stale_max: Annotated[int, msgspec.Meta(ge=0, le=MOST_STALE)] = 4
+    overlay: Overlay = "all"
+    round_timeout: str = "auto"
+    backoff: str = "auto"
 
 
 class Server(msgspec.Struct, forbid_unknown_fields=True):
@@ -168,6 +177,16 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
         return parse_seconds(self.sync.timeout)
 
     @property
+    def round_seconds(self) -> float | None:
+        """`sync.round_timeout` in seconds; None for auto."""
+        return None if self.sync.round_timeout == "auto" else parse_seconds(self.sync.round_timeout)
+
+    @property
+    def backoff_seconds(self) -> float | None:
+        """`sync.backoff` in seconds; None for auto."""
+        return None if self.sync.backoff == "auto" else parse_seconds(self.sync.backoff)
+
+    @property
     def snapshot_seconds(self) -> float:
         return parse_seconds(self.server.snapshot)
 
@@ -242,9 +261,15 @@ def load_config(
     return config
 
 
+# Keys of [sync] that say how workers meet at shards, or how nodes meet with none.
+_OF_SERVED = ("consistency", "slack", "lazy", "uplink", "staleness", "compensation", "pipeline")
+_OF_PEERS = ("stale_max", "overlay", "round_timeout", "backoff")
+
+
 def check_together(config: Config) -> None:
     """Raise ConfigError for keys that are right alone and not together."""
     sync = config.sync
+    _check_strategy(config)
     if sync.pipeline and sync.consistency == "bsp":
         raise ConfigError(
             "sync.pipeline = 1 has a step begin before the one before it is made, which sync.consistency bsp "
@@ -264,9 +289,32 @@ def check_together(config: Config) -> None:
     _check_link(config)
 
 
+def _check_strategy(config: Config) -> None:
+    """Raise ConfigError for what was set of another strategy's own: it would be without effect."""
+    sync, default, strategy = config.sync, Sync(), config.run.strategy
+    for key in _OF_SERVED if strategy == "peers" else _OF_PEERS:
+        if getattr(sync, key) == getattr(default, key):
+            continue
+        if strategy == "peers":
+            raise ConfigError(
+                f"sync.{key} is for workers of a parameter server, and strategy 'peers' has none: leave it "
+                "out; sync.stale_max says how far nodes may be ahead"
+            )
+        raise ConfigError(
+            f"sync.{key} is of strategy 'peers', and run.strategy is {strategy!r}: leave it out, or set "
+            "run.strategy to peers"
+        )
+
+
 def _check_link(config: Config) -> None:
     link, strategy = config.link, config.run.strategy
-    if link.transport == "ltp" and strategy not in SERVED:
+    if strategy == "peers":
+        if link.transport == "ltp" and not link.reliable:
+            raise ConfigError(
+                "strategy 'peers' keeps nodes equal to the bit, so nothing may be lost between them: set "
+                "link.reliable to true with link.transport 'ltp', or link.transport to tcp"
+            )
+    elif link.transport == "ltp" and strategy not in SERVED:
         raise ConfigError(
             f"link.transport 'ltp' is the way to the shards of a parameter server, which strategy "
             f"{strategy!r} has not: set run.strategy to {' or '.join(SERVED)}, or link.transport to tcp"
@@ -368,6 +416,8 @@ def _convert(table: dict[str, Any], where: str) -> Config:
     for name, parse in (
         ("chunks.size", lambda: config.chunk_bytes),
         ("sync.timeout", lambda: config.timeout_seconds),
+        ("sync.round_timeout", lambda: config.round_seconds),
+        ("sync.backoff", lambda: config.backoff_seconds),
         ("server.snapshot", lambda: config.snapshot_seconds),
         ("hub.patience", lambda: config.patience_seconds),
         ("groups.patience", lambda: config.probe_seconds),
@@ -422,6 +472,7 @@ def _choices(section: str, key: str) -> list[str]:
         "sync.consistency": Consistency,
         "sync.uplink": Uplink,
         "sync.staleness": Scaled,
+        "sync.overlay": Overlay,
         "groups.by": GroupBy,
         "link.transport": Transport,
         "link.fill": Fill,

@@ -35,13 +35,15 @@ class Expected(Event, frozen=True):
     steps: int
 
 
-class StepDone(Event, frozen=True):
+class StepDone(Event, frozen=True, omit_defaults=True):
     """A worker has finished an iteration.
 
     `samples` are the worker's own; `seconds` is the wall time since the step before; `waiting` is the part
     of it that was spent blocked on other workers; `bytes_sent` is what this worker sent for it, by the
     collective algorithm's own count. `phases` are the parts of the waiting, in seconds, where it has some:
-    "ring" inside the worker's group, "exchange" between groups.
+    "ring" inside the worker's group, "exchange" between groups. Under strategy peers `exchange` is the part
+    of `seconds` that the worker's process gave to handing gradients over and taking parameters, and was no
+    waiting, and `staleness` by how much its iteration was past the global one that its parameters stood at.
     """
 
     iteration: int
@@ -50,6 +52,8 @@ class StepDone(Event, frozen=True):
     waiting: float
     bytes_sent: int
     phases: dict[str, float] = {}
+    exchange: float = 0.0
+    staleness: int = 0
 
 
 class Logged(Event, frozen=True):
@@ -82,18 +86,15 @@ class Regrouped(Event, frozen=True):
     reason: str = ""
 
 
-class LinkSeen(Event, frozen=True):
-    """How the loss-tolerant link from `who` ("worker 0", "site paris") to `peer` ("shard 1") is doing.
+class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How this end's loss-tolerant link to `peer` is doing, for one connection, or over all of them.
 
     Rates are in bytes per second, times in seconds; `loss` is the path's share now, and `target` the one that
-    is aimed at. Counts are since the beginning, over all connections: `sent`, `lost`, `retransmitted` are
-    datagrams of this end, `repaired` blocks that the code gave back here, `borne` and `filled` blocks of
-    gradients that did not come: for now, or for good. `held` is what is held back now as a share of the
-    latest gradient, both as sums of absolute values. `bytes_in` and `bytes_out` are of messages. `reason` is
-    the rate's.
+    is aimed at. Counts are since the beginning: `sent`, `lost`, `retransmitted` are datagrams of this end,
+    `repaired` blocks that the code gave back here, `borne` and `filled` blocks of gradients that did not
+    come: for now, or for good. `bytes_in` and `bytes_out` are of messages. `reason` is the rate's.
     """
 
-    who: str
     peer: str
     site: str = ""
     rate: float = 0.0
@@ -108,10 +109,46 @@ class LinkSeen(Event, frozen=True):
     repaired: int = 0
     borne: int = 0
     filled: int = 0
-    held: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
     reason: str = ""
+
+
+class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
+    """The link from `who` ("worker 0", "site paris") to `peer` ("shard 1"), over all its connections.
+
+    `held` is what is held back now as a share of the latest gradient, both as sums of absolute values. An
+    event as the others are: a Struct has fields of one base only.
+    """
+
+    time: float
+    worker: int
+    who: str
+    held: float = 0.0
+
+
+class NodeSeen(Event, frozen=True):
+    """What a node's CPU side has counted since it began, under strategy peers.
+
+    `applied` are the iterations that it has put into the global parameters; `rounds` the synchronisation
+    rounds that it started, `joined` those that it took part in, `refusals` what it was refused; `waits` how
+    often its worker waited for the global iteration, for `waited` seconds in all; `staleness` counts the
+    applied contributions by how many iterations past their parameters they were, the last for all above.
+    """
+
+    applied: int = 0
+    rounds: int = 0
+    joined: int = 0
+    refusals: int = 0
+    fetched: int = 0
+    waits: int = 0
+    waited: float = 0.0
+    no_room: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    applying: float = 0.0
+    overlaying: float = 0.0
+    staleness: list[int] = []
 
 
 class Skipped(Event, frozen=True):
@@ -158,6 +195,7 @@ AnyEvent = Union[
     Decided,
     Regrouped,
     LinkSeen,
+    NodeSeen,
     Skipped,
     Saved,
     Warned,

@@ -24,19 +24,27 @@ class GradientNorm:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """torch.nn.utils.clip_grad_norm_, to the bit; returns the norm before."""
-        gradients = self._gradients()
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        if norm.device.type == "cpu" and not math.isfinite(norm):
-            self.culprit = self._first_nonfinite()  # afterwards, every gradient is NaN
+        norm = self.measure(norm_type, error_if_nonfinite)
         # Torch multiplies by 1 too, lest a GPU be waited for; on a CPU it is a pass over memory for nothing.
         self.coefficient = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
         if norm.device.type != "cpu" or float(self.coefficient) != 1.0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+            self._remember_finite(norm, norm_type)
+        return norm
+
+    def measure(self, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """The norm, with the gradients left as they are."""
+        norm = torch.nn.utils.get_total_norm(self._gradients(), norm_type, error_if_nonfinite)
+        if norm.device.type == "cpu" and not math.isfinite(norm):
+            self.culprit = self._first_nonfinite()  # once clipped, every gradient is NaN
+        self._remember_finite(norm, norm_type)
+        return norm
+
+    def _remember_finite(self, norm: Tensor, norm_type: float) -> None:
         # Those below 1 do not see every value: 0 counts, and negative ones take the least.
         self._finite = []
         if float(norm_type) >= 1 and norm.device.type == "cpu" and math.isfinite(norm):
-            self._finite = [(gradient, gradient._version) for gradient in gradients]
-        return norm
+            self._finite = [(gradient, gradient._version) for gradient in self._gradients()]
 
     def says_finite(self) -> bool:
         """Whether the latest norm was finite and is of the gradients as they now are."""

@@ -19,6 +19,7 @@ from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
 from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
+from atoll.train.node.exchange import PeerExchange
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.strategies import Strategy, Training
@@ -80,6 +81,7 @@ class Prepared:
                 optimizer=optimizer,
                 chunk_map=self.chunk_map,
                 chunks=trained,
+                frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 elementwise=elementwise,
                 calls=Calls(backward.arm, self.samples.contribution, self._committed, backward.settle),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),
@@ -88,7 +90,9 @@ class Prepared:
         )
         backward.add(self.reducer)
         self._lazy_hooks = []
-        if isinstance(self.reducer, Exchange) and config.sync.lazy:
+        lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
+        if lazy or isinstance(self.reducer, PeerExchange):
+            assert isinstance(self.reducer, Exchange | PeerExchange)
             touched = BesideCompiled(self.reducer.before_use)
             self._lazy_hooks = [
                 model.register_forward_pre_hook(touched),
@@ -121,8 +125,12 @@ class Prepared:
         self.stepper.close()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the gradients by their global norm; returns the norm before."""
+        """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's
+        own gradients)."""
         self.reducer.before_step()
+        if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
+            self.reducer.clip(max_norm, norm_type)
+            return self.norm.measure(norm_type, error_if_nonfinite)
         norms: list[Tensor] = []
 
         def clip() -> float:

@@ -5,15 +5,12 @@ They have no group of their own: a worker that dies is left out, and the others'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
 from atoll.core.errors import AtollError
+from atoll.train.meetings import MeetingWorkers
 from atoll.train.place import Place
 from atoll.train.shards import LOG, Shards
-from atoll.train.workers import Reduction, Workers
 from atoll.wire.messages import AnyMessage, Meet, Met
 
 MEETING = "meeting"  # what a Meet is sent again until
@@ -23,9 +20,8 @@ class CalledAwayError(AtollError):
     """A meeting was left before its end; what was brought to it is brought again."""
 
 
-class ServedWorkers(Workers):
-    """`Workers` over the shards' log: every live worker takes part in each call. While `late`, this one has
-    yet to enter a run under way, and is alone in each."""
+class ServedWorkers(MeetingWorkers):
+    """`Workers` over the shards' log."""
 
     def __init__(self, place: Place, shards: Shards) -> None:
         super().__init__(place, None)
@@ -37,16 +33,8 @@ class ServedWorkers(Workers):
         shards.on(Met, self._handle_met)
 
     @property
-    def alone(self) -> bool:
-        return False
-
-    @property
     def ranks(self) -> list[int]:
         return self._ranks
-
-    @property
-    def is_first(self) -> bool:
-        return super().is_first and not self.late
 
     @property
     def next_meeting(self) -> int:
@@ -94,35 +82,6 @@ class ServedWorkers(Workers):
         """Whether this worker is not to wait on in a meeting, but to come to it again."""
         return False
 
-    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
-        held = list(tensors)
-        if not held or self.late:
-            return
-        own = b"".join(_bytes_of(tensor) for tensor in held) if self.is_first else b""
-        values = memoryview(bytearray(self.gather_bytes(own, what)[0]))
-        offset = 0
-        for tensor in held:
-            size = tensor.numel() * tensor.element_size()
-            if size:
-                part = torch.frombuffer(values[offset : offset + size], dtype=tensor.dtype)
-                tensor.copy_(part.reshape(tensor.shape))
-            offset += size
-
-    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
-        if not tensor.numel():
-            return tensor
-        parts = [
-            torch.frombuffer(bytearray(part), dtype=tensor.dtype).reshape(tensor.shape)
-            for part in self.gather_bytes(_bytes_of(tensor), what)
-        ]
-        together = torch.stack(parts)
-        if op == "min":
-            return tensor.copy_(together.amin(0))
-        if op == "max":
-            return tensor.copy_(together.amax(0))
-        return tensor.copy_(together.sum(0, dtype=tensor.dtype))
-
     def _handle_met(self, _shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Met)
         parts, offset = [], 0
@@ -132,8 +91,3 @@ class ServedWorkers(Workers):
         self._met[message.number] = parts
         self._ranks = list(message.workers)
         self._told(message.clock)
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    host = tensor.detach().to("cpu").contiguous()
-    return bytes(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else b""

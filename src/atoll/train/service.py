@@ -6,12 +6,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from atoll.core.config import (
     HUB_VARIABLE,
     KEYS_VARIABLE,
-    RANK_VARIABLE,
     RUN_VARIABLE,
     SERVED,
     SITE_VARIABLE,
@@ -20,10 +18,11 @@ from atoll.core.config import (
 )
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
-from atoll.net.keys import Keys, read_keys
+from atoll.net.keys import Keys
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.node.introduction import keys_from_environment, wished_rank
 from atoll.train.place import Place
 from atoll.train.rendezvous import GroupRing, HubRing
 from atoll.train.shards import LOG, Shards
@@ -48,13 +47,13 @@ def enter(config: Config) -> Service | HubRing:
             f"run --strategy {strategy}`, or set {HUB_VARIABLE}=tcp://HOST:PORT (docs/several-machines.md)"
         )
     kept = keep_freed_memory(messages=True)
-    keys = _keys()
+    keys = keys_from_environment()
     hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
     hub.tell = print_warning
     try:
         # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
-        welcome = hub.join(_wish(), site)
+        welcome = hub.join(wished_rank(), site)
         if welcome.shards and config.run.strategy == "hierarchical":
             raise ConfigError(
                 f"strategy 'hierarchical' is a ring's, and the run at {address} has shards: set run.strategy "
@@ -202,21 +201,7 @@ def _tell_of_torchrun(workers: int) -> None:
         )
 
 
-def _wish() -> int:
-    """The rank that this worker wishes for; -1: any."""
-    given = os.environ.get(RANK_VARIABLE, "-1")
-    try:
-        return int(given)
-    except ValueError:
-        raise ConfigError(f"{RANK_VARIABLE} is {given!r}; it must be a whole number") from None
-
-
 def print_warning(line: str) -> None:
     """For a script that no `atoll run` watches."""
     with contextlib.suppress(OSError):  # what it says may go to a disk that is full
         print(f"atoll: {line}", file=sys.stderr, flush=True)
-
-
-def _keys() -> Keys | None:
-    path = os.environ.get(KEYS_VARIABLE, "")
-    return read_keys(Path(path)) if path else None

@@ -32,7 +32,7 @@ from atoll.core.config import (
     check_together,
     load_config,
 )
-from atoll.core.errors import ConfigError, PrepareError, UserError
+from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
@@ -41,6 +41,7 @@ from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
+from atoll.train.device import device_of
 from atoll.train.entering import Entrance, ServedEntrance
 from atoll.train.exchange import Exchange
 from atoll.train.groupexchange import GroupReducer
@@ -48,7 +49,13 @@ from atoll.train.groupworkers import GroupWorkers
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.linkreport import LinkReport
+from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
+from atoll.train.node.introduction import introduce
+from atoll.train.node.meetings import NodeWorkers
+from atoll.train.node.sampler import PeerBatches
+from atoll.train.node.strategy import Peers
+from atoll.train.node.worker import NodeWorker
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
@@ -65,6 +72,10 @@ from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 from atoll.wire.messages import Grouped as GroupedAnswer
 
+_END = (
+    "the end of the session, which it reached after {} iterations (every worker must make equally many, and "
+    "leave its `with` block)"
+)
 MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
 
 
@@ -93,6 +104,8 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     speed_from()  # a mistake in it is found before anybody is waited for
     config = config if isinstance(config, Config) else load_config(config)
     check_together(config)
+    if config.run.strategy == "peers":
+        return _join_peers(config, place)
     if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
         member = enter(config)
         if isinstance(member, Service) and member.ring is None:
@@ -107,13 +120,29 @@ def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place 
     return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
 
 
+def _join_peers(config: Config, place: Place | None) -> Session:
+    """As a node among others, or alone where there are none."""
+    met = introduce(config, place)
+    if met is None:
+        return Session(config, Place() if place is None else place)
+    node = NodeWorker(*met, config.timeout_seconds)
+    try:
+        return Session(config, node.introduction.place, node)
+    except BaseException:
+        node.close()
+        raise
+
+
 class Session:
     """One worker's part in a run; made by `join`, closed by `with` or `close`."""
 
-    def __init__(self, config: Config, place: Place, member: Service | HubRing | None = None) -> None:
+    def __init__(
+        self, config: Config, place: Place, member: Service | HubRing | NodeWorker | None = None
+    ) -> None:
         self.config, self._first_place, self._member = config, place, member
         self._service = service = member if isinstance(member, Service) else None
-        self.device = _device(place)
+        self._node = node = member if isinstance(member, NodeWorker) else None
+        self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
         self._logged: list[tuple[int, float, dict[str, Any]]] = []
         self._read_at = self._stepped_at = time.perf_counter()
@@ -130,6 +159,8 @@ class Session:
             self._workers: Workers = GroupWorkers(place, service.shards, self._group_ring)
         elif service is not None:
             self._workers = ServedWorkers(place, service.shards)
+        elif node is not None:
+            self._workers = NodeWorkers(node)
         else:
             self._workers = Workers(place, self._ring)
         self._state = TrainingState(self._workers, self.device)
@@ -138,6 +169,7 @@ class Session:
         if self._ring is not None:
             self._ring.state, self._ring.told = self._state, self._regrouped
         self._entrance: Entrance | None = self._ring  # where workers may come late
+        self._peers: Peers | None = None  # strategy peers
         self._strategy = self._make_strategy()
         self._links = self._make_link_report()
         self._stretch = self._make_stretch()
@@ -167,7 +199,10 @@ class Session:
                 choice=f"{speed_from():g} of this device's",
                 reason=f"{SPEED_VARIABLE}: what it computes is stretched by sleeping",
             )
-        if service is None:
+        if node is not None:
+            node.tell, node.decided = self._warn, self._decided_here
+            self._decided("nodes", f"{place.world}, without a server", node.describe(config))
+        elif service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
             self._tell_of_groups()
             self._tell_of_confirmations()
@@ -318,14 +353,14 @@ class Session:
 
     def batches(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
-    ) -> BatchesSampler | LeasedBatches:
+    ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
         are: for `DataLoader(dataset, batch_sampler=...)`.
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
-        follow it when workers are lost or come new. With the mean weighted by samples, any number of workers
-        trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
-        is not set.
+        follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
+        nodes' speeds. With the mean weighted by samples, any number of workers trains as one does.
+        Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:
@@ -333,6 +368,17 @@ class Session:
                 "session.batches makes batches of sync.global_batch samples over all workers, and that is "
                 "not set; write --set sync.global_batch=256, say, or use session.sampler"
             )
+        if self._peers is not None:
+            peer_batches = self._peers.batches(
+                dataset,
+                batch=whole,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                on_index=self._sampler_gives,
+            )
+            self._state.samplers.append(peer_batches)
+            return peer_batches
         if self._service is not None and not self._strategy.collective:
             leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
             return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
@@ -386,7 +432,7 @@ class Session:
 
         A GPU's tensors are copied at once but read later, so that it is not waited for.
         """
-        kept = {name: _loggable(name, value) for name, value in values.items()}
+        kept = {name: loggable(name, value) for name, value in values.items()}
         if self._journal is None and self._lab_journal is None:
             return
         weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
@@ -395,7 +441,8 @@ class Session:
             self._read_logged()
 
     def expect(self, steps: int) -> None:
-        """Say how many steps the run will take in all, for the display's estimate of the time left."""
+        """Say how many steps the run will take in all, for the display's estimate of the time left. Once a
+        worker has made more, as one may who leases, it is not shown."""
         self._emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:
@@ -521,6 +568,9 @@ class Session:
         if self._links is not None:
             self._links.tell()
         self._emit(events.Finished, iteration=self._state.iteration)
+        if self._node is not None:
+            self._end_peers(self._node)
+            return
         if not self._strategy.collective:  # workers end when they have no more data, one before the other
             if self._service is not None:
                 self._service.finished = True
@@ -530,12 +580,21 @@ class Session:
             self._entrance.ending()
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
-            self._workers.barrier(
-                f"the end of the session, which it reached after {self.iteration} iterations "
-                "(every worker must make equally many, and leave its `with` block)"
-            )
+            self._workers.barrier(_END.format(self.iteration))
             if self._member is not None:
                 self._member.finished = True
+        finally:
+            self._leave()
+
+    def _end_peers(self, node: NodeWorker) -> None:
+        """All that was contributed is applied, and the nodes part; one that comes in now is let in first."""
+        try:
+            if self._peers is not None and self._peers.exchange is not None:
+                self._peers.exchange.settle()
+                self._peers.exchange.ending()
+            self._workers.barrier(_END.format(self.iteration))
+            node.leave(self.iteration)
+            self._tell_of_node()
         finally:
             self._leave()
 
@@ -571,6 +630,12 @@ class Session:
     def _make_strategy(self) -> Strategy:
         if self._service is not None:
             return self._make_served(self._service)
+        if isinstance(self._workers, NodeWorkers):
+            assert self._node is not None
+            stale_max = self.config.sync.stale_max
+            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds, stale_max)
+            self._entrance = self._peers = peers
+            return peers
         return Alone() if self._ring is None else OverRing(self._ring)
 
     def _make_served(self, service: Service) -> Served:
@@ -792,11 +857,18 @@ class Session:
             waiting=waiting - self._counters[0],
             bytes_sent=sent - self._counters[1],
             phases=self._phases(waiting - self._counters[0]),
+            **(self._peers.figures() if self._peers is not None else {}),
         )
         self._stepped_at, self._counters = now, (waiting, sent)
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
+            self._tell_of_node()
             self._read_logged()
+
+    def _tell_of_node(self) -> None:
+        """What this node's CPU side has counted."""
+        if self._node is not None:
+            self._emit(events.NodeSeen, **msgspec.structs.asdict(self._node.figures))
 
     def _phases(self, waiting: float) -> dict[str, float]:
         """What the latest step's waiting was for, where a group's ring and its exchange are two things."""
@@ -813,7 +885,7 @@ class Session:
 
     def _read_logged(self) -> None:
         for iteration, weight, values in self._logged:
-            numbers = {name: _finite(float(value)) for name, value in values.items()}
+            numbers = {name: finite(float(value)) for name, value in values.items()}
             self._emit(events.Logged, iteration=iteration, weight=weight, values=numbers)
         self._logged.clear()
 
@@ -900,7 +972,10 @@ class Session:
 
     def _decided(self, what: str, choice: str, reason: str) -> None:
         if self.is_main:
-            self._emit(events.Decided, what=what, choice=choice, reason=reason)
+            self._decided_here(what, choice, reason)
+
+    def _decided_here(self, what: str, choice: str, reason: str) -> None:
+        self._emit(events.Decided, what=what, choice=choice, reason=reason)
 
     def _warn(self, line: str) -> None:
         """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
@@ -912,42 +987,6 @@ class Session:
         self._bus.emit(kind(time=time.time(), worker=self._place.name, **fields))
 
 
-def _device(place: Place) -> torch.device:
-    """This worker's CUDA (or ROCm) device, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type != "cuda":  # others lack float64, DLPack or a c10d backend
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if place.local_rank >= count:
-        raise ConfigError(
-            f"worker {place.rank} has no {accelerator.type} device of its own: this machine has {count}; "
-            f"start {count} workers here, or hide the devices (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-        )
-    torch.accelerator.set_device_index(place.local_rank)
-    return torch.device(accelerator.type, place.local_rank)
-
-
 def _part_of(whole: int, rank: int, members: int) -> int:
     """One member's part of `whole` samples, the remainder to the first; at least one."""
     return max(1, whole // members + (rank % members < whole % members))
-
-
-def _finite(value: float) -> float | None:
-    return value if value - value == 0 else None
-
-
-def _loggable(name: str, value: Any) -> float | Tensor:
-    """A logged value that nothing changes any more: a number, or a tensor's copy that is read later."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise UserError(
-                f"session.log({name}=...): a tensor of shape {tuple(value.shape)}; log one number, "
-                "such as its mean"
-            )
-        return value.item() if value.device.type == "cpu" else value.detach().clone()
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(
-            f"session.log({name}={value!r}): not a number; log numbers, or tensors of one"
-        ) from None

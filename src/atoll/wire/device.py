@@ -27,6 +27,7 @@ from atoll.wire.base import (
     WireError,
 )
 
+NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own words on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]
 
@@ -82,10 +83,12 @@ class Listening(Message, frozen=True):
 
 class Introduce(Message, frozen=True):
     """The nodes that the run begins with, this one too; where it goes on (`late`), those who may know of it.
-    From here on meetings work, but for one that comes late, which takes part in them from Ready on."""
+    From here on meetings work, but for one that comes late, which takes part in them from Ready on.
+    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one."""
 
     nodes: list[NodeAt]
     late: bool = False
+    founding: Count = 0
 
 
 class SetUp(Message, frozen=True):
@@ -195,11 +198,16 @@ class Want(Message, frozen=True):
 
 
 class Meet(Message, frozen=True):
-    """This node's part in the members' `number`-th meeting on `what`. Answered by Met."""
+    """This node's part in the members' `number`-th meeting on `what`. Answered by Met.
+
+    `at` is the last iteration whose boundary (the end of its backward) the script has come to; `NO_MORE` once
+    it has made all of them. A node that comes in takes part from its first iteration's boundary on.
+    """
 
     number: Count
     what: Text
     payload: bytes
+    at: Count = 0
 
 
 class Met(Message, frozen=True):
@@ -229,10 +237,12 @@ class CaptureAt(Message, frozen=True):
 
 
 class Captured(Message, frozen=True):
-    """The script's state (samplers, random numbers) before `iteration`, for one that comes late."""
+    """The script's state (samplers, random numbers) before `iteration`, for one that comes late, and the
+    first meeting that it takes part in."""
 
     iteration: Count
     script: bytes
+    meeting: Count = 0
 
 
 class Waiting(Message, frozen=True):
@@ -262,6 +272,13 @@ class Returned(Message, frozen=True):
     meeting: Count
     script: bytes = b""
     reason: Text = ""
+
+
+class Resumed(Message, frozen=True):
+    """The worker has taken Returned: what it says from here on is of that incarnation. What it said before
+    is dropped."""
+
+    incarnation: Count
 
 
 class Told(Message, frozen=True):
@@ -312,7 +329,8 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Told, Figures, Leave, Left, Failed,
+    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Resumed, Told, Figures, Leave, Left,
+    Failed,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,70 @@
+"""Workers who have no group of their own, and meet: what they tell one another, from a gathering of bytes
+alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from atoll.train.workers import Reduction, Workers
+
+
+class MeetingWorkers(Workers):
+    """`Workers` over `gather_bytes`: every live worker takes part in each call. While `late`, this one has
+    yet to enter a run under way, and is alone in each."""
+
+    late: bool
+
+    @abstractmethod
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Each live worker's bytes, in order of rank."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    @property
+    def is_first(self) -> bool:
+        return super().is_first and not self.late
+
+    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
+        held = list(tensors)
+        if not held or self.late:
+            return
+        own = b"".join(bytes_of(tensor) for tensor in held) if self.is_first else b""
+        put_bytes(held, memoryview(bytearray(self.gather_bytes(own, what)[0])))
+
+    def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        parts = [
+            torch.frombuffer(bytearray(part), dtype=tensor.dtype).reshape(tensor.shape)
+            for part in self.gather_bytes(bytes_of(tensor), what)
+        ]
+        together = torch.stack(parts)
+        if op == "min":
+            return tensor.copy_(together.amin(0))
+        if op == "max":
+            return tensor.copy_(together.amax(0))
+        return tensor.copy_(together.sum(0, dtype=tensor.dtype))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """A tensor's values, contiguous, as they lie in memory."""
+    host = tensor.detach().to("cpu").contiguous()
+    return bytes(host.reshape(-1).view(torch.uint8).numpy()) if host.numel() else b""
+
+
+def put_bytes(tensors: Iterable[Tensor], values: memoryview) -> None:
+    """Overwrite `tensors`, one after the other, by what `bytes_of` gave of each."""
+    offset = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            part = torch.frombuffer(values[offset : offset + size], dtype=tensor.dtype)
+            tensor.copy_(part.reshape(tensor.shape))
+        offset += size

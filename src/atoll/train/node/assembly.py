@@ -1,0 +1,132 @@
+"""Contributions on this node: its own, which lie in the shared memory, and others', put together from pieces.
+
+What comes from outside is checked against the layout before it is kept, and what is kept is bounded: whoever
+runs this says which contributions there is room for. A piece that comes is kept as it came, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from atoll.chunks import ChunkMap
+from atoll.chunks.specs import itemsize
+from atoll.net.endpoint import Buffer
+from atoll.wire.nodes import About, NodeMessage, Piece
+from atoll.wire.peers import Key
+
+
+@dataclass
+class Contribution:
+    """What is here of a contribution; `payloads` are its trainable chunks', in order."""
+
+    about: About | None
+    payloads: list[Buffer | None]
+    missing: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.about is not None and not self.missing
+
+
+class Assembly:
+    """The contributions to a model of this layout, with an optimizer of this many param groups.
+    `has_room(key)` says whether one that is not here yet may be kept."""
+
+    def __init__(self, layout: ChunkMap, groups: int, has_room: Callable[[Key], bool]) -> None:
+        chunks = layout.trainable
+        self.sizes = [chunk.extent * itemsize(chunk.dtype) for chunk in chunks]
+        self._slots = [len(chunk.slots) for chunk in chunks]
+        self._groups, self._has_room = groups, has_room
+        self._held: dict[Key, Contribution] = {}
+        self.refused = 0  # messages that were wrong
+        self.no_room = 0  # contributions' beginnings that there was no room for
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether it is here whole."""
+        held = self._held.get(key)
+        return held is not None and held.is_whole
+
+    def has_some(self, key: Key) -> bool:
+        """Whether it is here in part."""
+        held = self._held.get(key)
+        return held is not None and not held.is_whole
+
+    def __iter__(self) -> Iterator[Key]:
+        """Those that are here whole."""
+        return (key for key, held in self._held.items() if held.is_whole)
+
+    def __getitem__(self, key: Key) -> Contribution:
+        return self._held[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payloads that are held, the own ones' too."""
+        return sum(
+            memoryview(payload).nbytes
+            for held in self._held.values()
+            for payload in held.payloads
+            if payload is not None
+        )
+
+    def put(self, about: About, payloads: Sequence[Buffer]) -> Key:
+        """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
+        self._held[about.key] = Contribution(about, list(payloads), 0)
+        return about.key
+
+    def add(self, message: About | Piece, payload: memoryview | None) -> bool:
+        """Take what came of a contribution; whether that is whole now, and was not before."""
+        key = message.key
+        if self.why_not(message, payload):
+            self.refused += 1
+            return False
+        held = self._held.get(key)
+        if held is None:
+            if not self._has_room(key):
+                self.no_room += isinstance(message, About)
+                return False
+            held = self._held[key] = Contribution(None, [None] * len(self.sizes), len(self.sizes))
+        if held.is_whole:
+            return False
+        if isinstance(message, About):
+            held.about = message
+        elif held.payloads[message.chunk] is None:
+            held.payloads[message.chunk] = payload
+            held.missing -= 1
+        return held.is_whole
+
+    def why_not(self, message: About | Piece, payload: memoryview | None) -> str:
+        """Why a message cannot be part of a contribution to this model; empty where it can."""
+        size = 0 if payload is None else payload.nbytes
+        if isinstance(message, Piece):
+            if message.chunk >= len(self.sizes):
+                return f"chunk {message.chunk}, where there are {len(self.sizes)}"
+            if size != self.sizes[message.chunk]:
+                return f"{size} bytes of chunk {message.chunk}, which has {self.sizes[message.chunk]}"
+            return ""
+        if size:
+            return "a payload where none belongs"
+        if [len(flags) for flags in message.present] != self._slots:
+            return "presence of other slots than the layout's"
+        if len(message.hyperparameters) != self._groups:
+            return f"{len(message.hyperparameters)} groups of hyperparameters, where {self._groups} are right"
+        if not (math.isfinite(message.weight) and math.isfinite(message.samples)):
+            return "a weight or a number of samples that is no number"
+        return ""
+
+    def send(self, key: Key, send: Callable[[NodeMessage, Buffer | None], None]) -> None:
+        """Hand a whole contribution to `send`, message by message."""
+        held = self._held[key]
+        assert held.about is not None
+        send(held.about, None)
+        for chunk, payload in enumerate(held.payloads):
+            send(Piece(key=key, chunk=chunk), payload)
+
+    def drop(self, key: Key) -> None:
+        """Let a contribution go, or what is here of it."""
+        self._held.pop(key, None)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held.clear()

@@ -1,0 +1,310 @@
+"""The way of a gradient to its node's CPU side, and of new parameters back: through memory that both share.
+
+`step()` writes this node's own gradients into their slot, hands them over, and goes on with the newest local
+parameters that the CPU side has published, which is one copy. It waits only where the next iteration would
+begin with parameters that are staler than `sync.stale_max` allows. Source: S0, "A node's iteration".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from atoll.core.errors import UserError
+from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.node.memory import HostMemory
+from atoll.train.node.worker import NodeWorker
+from atoll.train.reducer import Calls, Reducer
+from atoll.train.samples import Contribution
+from atoll.wire.device import (
+    NO_MORE,
+    Captured,
+    Clip,
+    Contribute,
+    Freed,
+    Note,
+    Published,
+    Release,
+    Resumed,
+    Want,
+)
+from atoll.wire.messages import Hyperparameters
+
+
+class Said(msgspec.Struct):
+    """What a node says of a contribution to all others: seconds that a sample took to compute (0: not known),
+    which the dealing of data goes by."""
+
+    pace: float = 0.0
+
+
+def said_in(note: Note) -> Said:
+    """What stands in a contribution's note; nothing where it is none of ours."""
+    try:
+        return msgspec.msgpack.decode(note, type=Said)
+    except msgspec.DecodeError:
+        return Said()
+
+
+class PeerExchange(Reducer):
+    """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's.
+
+    `capture()` gives the script's state for a node that comes late; `returned(script)` takes it, where the
+    others went on without this node.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[BoundChunk],
+        calls: Calls,
+        worker: NodeWorker,
+        stale_max: int,
+        capture: Callable[[], bytes],
+        returned: Callable[[bytes], None],
+    ) -> None:
+        super().__init__(chunks, calls)
+        self._worker, self._stale_max = worker, stale_max
+        self._capture, self._returned = capture, returned
+        self._memory: HostMemory | None = None
+        self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
+        self.taken = 0  # the global iteration that the parameters stand at
+        self._newest: Published | None = None  # announced, and not copied
+        self._held: int | None = None  # the buffer that was copied last
+        self._freed = 0  # slots of earlier iterations may be written again
+        self._clip: Clip | None = None  # what the script asked of the mean in this iteration
+        self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        self._versions = self._seen()
+        self.seconds = 0.0  # in exchange and not waiting, of the latest step
+        self.staleness = 0  # of the latest step's iteration, at its start
+        self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample, as the session measures it
+        worker.left_behind = self._left_behind
+        worker.on(Published, self._handle_published)
+        worker.on(Freed, self._handle_freed)
+
+    # Set up
+
+    def attach(self, memory: HostMemory, iteration: int) -> None:
+        """Exchange through this memory from `iteration` on; parameters are published there next."""
+        self.detach()
+        self._memory, self.steps, self._freed = memory, iteration, iteration
+        self._slots = [
+            {
+                bound.chunk.id: Buffer(bound.chunk, bound.parameters, flats[bound.chunk.id])
+                for bound in self._chunks
+            }
+            for flats in (memory.gradients(slot) for slot in range(memory.plan.slots))
+        ]
+
+    def detach(self) -> None:
+        """Let the memory go."""
+        self._slots, self._newest, self._held = [], None, None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def begin_at(self, iteration: int) -> None:
+        """Take the parameters with which `iteration` begins."""
+        self.steps = self._freed = iteration
+        self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
+        self._take_newest()
+
+    def set_up(self) -> None:
+        """The CPU side has taken the model over: what it published before is of another set-up."""
+        self._newest = self._held = None
+
+    def close(self) -> None:
+        super().close()
+        self.detach()
+
+    # An iteration
+
+    def before_use(self, *_: object) -> None:
+        """A forward comes: where the others went on without this node, take up where they are."""
+        returned, self._worker.returned = self._worker.returned, None
+        if returned is None:
+            return
+        self._clip = None
+        self._worker.send(Resumed(incarnation=returned.incarnation))
+        self.begin_at(returned.iteration)
+        self._returned(returned.script)
+        self._worker.tell(
+            f"node {self._worker.node} was left out and came back: it goes on with iteration "
+            f"{returned.iteration}{': ' if returned.reason else ''}{returned.reason}"
+        )
+
+    def reduce(self) -> None:
+        """A backward has ended: nothing leaves before `step`."""
+        if self._worker.late:
+            raise UserError(
+                "this node comes late: the run is under way; call session.resume() before the loop, after "
+                "session.prepare and all that it puts back (schedulers, samplers, session.register)"
+            )
+        self._worker.take()
+        self._worker.at = max(self._worker.at, self.steps)
+        self.give_state(self.steps)
+        self._weighed = self._contribute()
+        super().reduce()
+
+    def before_step(self) -> None:
+        self.check_unchanged()
+        super().before_step()
+
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        """The CPU side clips the mean, whose norm this node does not know."""
+        self._clip = Clip(max_norm=max_norm, norm_type=norm_type)
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        """The script's `optimizer.step()`: hand the contribution over, and go on."""
+        self._calls.leaving()
+        began, waited = time.perf_counter(), self._worker.seconds_waited
+        self.staleness = max(0, self.steps - self.taken)
+        self._worker.take()
+        if self._worker.returned is None:  # else what was computed counts nowhere
+            self._hand_over(accepted, hyperparameters)
+        self._clip = None
+        self.go_on(self.steps + 1, self.steps + 1 - self._stale_max)
+        self.seconds = time.perf_counter() - began - (self._worker.seconds_waited - waited)
+
+    def settle(self) -> None:
+        """Wait until all that this node has contributed is applied, and take those parameters."""
+        if self._memory is not None:
+            self.go_on(self.steps, self.steps)
+
+    def go_on(self, iteration: int, least: int) -> None:
+        """Take the newest parameters; wait for them where `iteration` must not begin before the global
+        iteration is `least`."""
+        if self.at < least and self._worker.returned is None:
+            self._worker.send(Want(iteration=iteration, least=least))
+            self._worker.wait(
+                lambda: self.at >= least or self._worker.returned is not None,
+                lambda: f"the global iteration to be {least}, before iteration {iteration}; it is {self.at}",
+            )
+        if self._worker.returned is None:
+            self._take_newest()
+
+    @property
+    def at(self) -> int:
+        """The global iteration of the newest parameters that are there."""
+        return self.taken if self._newest is None else self._newest.taken
+
+    def give_state(self, boundary: int) -> None:
+        """Give the script's state to the nodes that come in at this boundary between two iterations, or at
+        one before."""
+        due = [each for each in self._worker.wanted if each <= boundary]
+        if due:
+            self._worker.wanted = [each for each in self._worker.wanted if each > boundary]
+            script = self._capture()
+            for iteration in due:
+                meeting = self._worker.coming_meeting
+                self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
+
+    def ending(self) -> None:
+        """All iterations are made: from now on any time is a boundary."""
+        self._worker.at = NO_MORE
+        self._worker.asked = lambda: self.give_state(NO_MORE)
+        self._worker.asked()
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the script has written to a parameter: the CPU side would not know.
+
+        What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
+        """
+        for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
+            if version != now and self._differs(name):
+                raise UserError(
+                    f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+                    "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
+                    "save and session.load it"
+                )
+
+    # Inside
+
+    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        """Write the gradients into their slot, and say so."""
+        own, memory = self._weighed, self._memory
+        assert memory is not None
+        slots = memory.plan.slots
+        self._worker.wait(
+            lambda: self._freed > self.steps - slots or self._worker.returned is not None,
+            f"room for iteration {self.steps}, in the slot of iteration {self.steps - slots}, which others "
+            "have yet to get",
+        )
+        if self._worker.returned is not None:
+            return
+        buffers = self._slots[self.steps % slots]
+        present = [self._write(bound, buffers[bound.chunk.id]) for bound in self._chunks]
+        self._worker.send(
+            Contribute(
+                iteration=self.steps,
+                taken=self.taken,
+                samples=own.samples,
+                weight=own.weight if accepted else 0.0,
+                present=present,
+                hyperparameters=hyperparameters,
+                clip=self._clip,
+                note=msgspec.msgpack.encode(Said(self.pace())),
+            )
+        )
+        sent_to = max(0, len(self._worker.members) - 1)
+        self.bytes_sent += sent_to * sum(run.nbytes for run in memory.plan.trained)
+
+    def _write(self, bound: BoundChunk, into: Buffer) -> bytes:
+        """A chunk's gradients, zeros where there are none; which there are, a byte each."""
+        present = []
+        for parameter, view in zip(bound.parameters, into.views, strict=True):
+            gradient = parameter.grad if self._weighed.weight > 0 else None
+            view.zero_() if gradient is None else view.copy_(gradient)
+            present.append(gradient is not None)
+        return bytes(present)
+
+    @torch.no_grad()
+    def _take_newest(self) -> None:
+        """Copy the newest parameters that were announced, if there are any."""
+        newest, self._newest = self._newest, None
+        if newest is None:
+            return
+        assert self._memory is not None
+        values = self._memory.buffer(newest.buffer)
+        for bound in self._chunks:
+            bound.flat[: bound.chunk.extent].copy_(values[bound.chunk.id])
+            torch.autograd.graph.increment_version(bound.parameters)
+        # The one that was copied last is kept: `check_unchanged` compares with it.
+        if self._held is not None and self._held != newest.buffer:
+            self._worker.send(Release(buffers=[self._held]))
+        self._held, self.taken = newest.buffer, newest.taken
+        self._versions = self._seen()
+
+    def _seen(self) -> list[tuple[str, int]]:
+        return [
+            (name, parameter._version)
+            for bound in self._chunks
+            for name, parameter in zip(bound.names, bound.parameters, strict=True)
+        ]
+
+    def _differs(self, name: str) -> bool:
+        bound = next(bound for bound in self._chunks if name in bound.names)
+        if self._memory is None or self._held is None:
+            return False
+        values = self._memory.buffer(self._held)[bound.chunk.id]
+        return not torch.equal(bound.flat[: bound.chunk.extent].cpu(), values)
+
+    def _left_behind(self) -> None:
+        if self._newest is not None:
+            self._worker.send(Release(buffers=[self._newest.buffer]))
+            self._newest = None
+
+    def _handle_published(self, message: Published, _descriptors: list[int]) -> None:
+        if self._newest is not None and self._newest.buffer != message.buffer:
+            self._worker.send(Release(buffers=[self._newest.buffer]))
+        self._newest = message
+
+    def _handle_freed(self, message: Freed, _descriptors: list[int]) -> None:
+        self._freed = max(self._freed, message.before)
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        """Which iteration this node makes next is the CPU side's to say."""

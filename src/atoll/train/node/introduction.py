@@ -1,0 +1,365 @@
+"""How the nodes of a run without a server come to know one another, once: through the hub's store, or the one
+in which torchrun's workers meet.
+
+After that nobody is needed for it. Each node keeps what it knows in the run's directory, so that one that is
+started again finds the others with the hub dead. Source: S0, "Members come and go"; design.md, "Processes,
+and who starts them".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
+from atoll.core.errors import ConfigError, DeadlineError, UserError
+from atoll.net.keys import Keys, read_keys
+from atoll.net.route import own_address
+from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.hub_client import HubClient
+from atoll.train.node.start import CpuSide
+from atoll.train.place import Place
+from atoll.train.rendezvous import HubStore
+from atoll.wire.device import Begin, Introduce, Listening, NodeAt
+
+FOLDER = "nodes"  # in the run's directory: what each node knows of the others
+_LOOPBACK = "127.0.0.1"
+_START_SECONDS = 120.0  # for the CPU side to import torch and listen, on a busy machine
+_WITHOUT_HUB = "the nodes go on without it"
+
+
+class Known(msgspec.Struct, forbid_unknown_fields=True):
+    """What a node leaves in the run's directory."""
+
+    run: str
+    node: int
+    incarnation: int
+    nodes: list[NodeAt]
+    hub: str = ""
+    founding: int = 0
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """What a node leaves in the store; `token` is a name that its process has made up for itself."""
+
+    incarnation: int
+    address: str
+    token: str
+
+
+class Meeting(Protocol):
+    """Where nodes meet for the first time. `late`: the others have begun without this one."""
+
+    run: str
+    node: int
+    world: int
+    incarnation: int
+    late: bool
+    host: str
+    hub: str
+    founding: int  # of the run's beginnings under one hub, which this is
+
+    def exchange(self, address: str) -> list[NodeAt]:
+        """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
+        not come."""
+
+    def close(self) -> None:
+        """Let go of what met."""
+
+
+class Introduction:
+    """What this node knows of the others, and where it is kept: `nodes` are those that the run began with."""
+
+    def __init__(self, meeting: Meeting, nodes: Sequence[NodeAt], kept: _Kept | None) -> None:
+        self.run, self.node, self.late = meeting.run, meeting.node, meeting.late
+        self.incarnation, self.nodes = meeting.incarnation, list(nodes)
+        self._meeting, self._kept = meeting, kept
+        self._known = {each.node: each for each in nodes}
+        self._keep()
+
+    @property
+    def place(self) -> Place:
+        """This node's place in the run; it never changes."""
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return Place(rank=self.node, world=len(self.nodes), local_rank=local)
+
+    def describe(self) -> str:
+        """Where the nodes have met, in a few words."""
+        return self._meeting.hub or "the store of the launch"
+
+    def remember(self, nodes: Sequence[NodeAt]) -> None:
+        """These are where other nodes are now."""
+        known = {**self._known, **{each.node: each for each in nodes}}
+        if known != self._known:
+            self._known = known
+            self._keep()
+
+    def lived(self, incarnation: int) -> None:
+        """This node lives for the `incarnation`-th time."""
+        if incarnation != self.incarnation:
+            self.incarnation = incarnation
+            self._keep()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            nodes = [self._known[node] for node in sorted(self._known)]
+            met = self._meeting
+            self._kept.write(Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding))
+
+    def close(self) -> None:
+        """Leave the hub, and the file to the next one of this name."""
+        self._meeting.close()
+        if self._kept is not None:
+            self._kept.close()
+
+
+def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide] | None:
+    """Start this node's CPU side, and introduce it to the others; None where there are none: alone.
+
+    Raises ConfigError for an environment that is wrong, UserError for a name that another node has or keys
+    that are others, DeadlineError when the others do not come within `sync.timeout`.
+    """
+    keys = keys_from_environment()
+    kept = None
+    meeting: Meeting | None = known_before(config) if place is None else None
+    if meeting is None:
+        meeting = _meet(config, place, keys)
+    if meeting is None:
+        return None
+    side = None
+    try:
+        folder = _folder(config) if place is None else None
+        kept = _Kept(folder, meeting.node) if folder is not None else None
+        side = CpuSide(meeting.node)
+        address = _open(side, meeting, config, keys)
+        nodes = meeting.exchange(address)
+        side.send(Introduce(nodes=nodes, late=meeting.late, founding=meeting.founding))
+        return Introduction(meeting, nodes, kept), side
+    except BaseException:
+        if side is not None:
+            side.close()
+        if kept is not None:
+            kept.close()
+        meeting.close()
+        raise
+
+
+def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) -> str:
+    """Begin with the CPU side; where it listens."""
+    sync, link = config.sync, config.link_options
+    host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+    side.send(
+        Begin(
+            run=meeting.run,
+            node=meeting.node,
+            incarnation=meeting.incarnation,
+            stale_max=sync.stale_max,
+            overlay=sync.overlay,
+            listen=f"tcp://{host}:0",
+            keys=[keys.server_public, keys.server_secret, keys.client_public, keys.client_secret]
+            if keys is not None
+            else [],
+            transport=link.transport,
+            round_timeout=-1.0 if config.round_seconds is None else config.round_seconds,
+            backoff=-1.0 if config.backoff_seconds is None else config.backoff_seconds,
+            timeout=config.timeout_seconds,
+            hub=meeting.hub,
+        )
+    )
+    answer, _ = side.await_message(_START_SECONDS, "its start")
+    assert isinstance(answer, Listening)
+    return answer.address
+
+
+def _meet(config: Config, place: Place | None, keys: Keys | None) -> Meeting | None:
+    address = os.environ.get(HUB_VARIABLE, "")
+    if place is None and address:
+        return HubMeeting(config, address, keys)
+    if place is None:
+        place = Place.from_environment(config.timeout_seconds)
+    return StoreMeeting(place, config.timeout_seconds) if place.store is not None else None
+
+
+class _InStore:
+    """What both meetings have: nodes leave their records in a store."""
+
+    def __init__(self, node: int, world: int, incarnation: int, timeout: float) -> None:
+        self.node, self.world, self.incarnation = node, world, incarnation
+        self._timeout = timeout
+        self.late, self.founding = False, 0
+
+    def _store(self) -> Store:
+        raise NotImplementedError
+
+    def exchange(self, address: str) -> list[NodeAt]:
+        store, key = self._store(), _key(self.node)
+        own = msgspec.json.encode(_Record(self.incarnation, address, secrets.token_hex(8)))
+        if self.late:
+            store.set(key, own.decode())
+        elif (there := bytes(store.compare_set(key, "", own.decode()))) != own:
+            other = msgspec.json.decode(there, type=_Record).address
+            raise UserError(
+                f"there are two nodes {self.node}: the other one listens at {other}; each needs a name of "
+                f"its own ({RANK_VARIABLE}, or torchrun's RANK)"
+            )
+        return [self._record(store, node) for node in range(self.world)]
+
+    def _record(self, store: Store, node: int) -> NodeAt:
+        try:
+            record = msgspec.json.decode(store.get(_key(node)), type=_Record)
+        except (DistStoreError, RuntimeError) as error:
+            raise DeadlineError(
+                f"node {self.node} waited {self._timeout:g} s for node {node} of {self.world} to say where "
+                f"it listens (deadline sync.timeout): {str(error).splitlines()[0]}"
+            ) from None
+        return NodeAt(node=node, incarnation=record.incarnation, address=record.address)
+
+
+class StoreMeeting(_InStore):
+    """In the store of a launch, torchrun's or the caller's."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        assert place.store is not None
+        super().__init__(place.rank, place.world, incarnation=1, timeout=timeout)
+        self._place = place
+        self.run, self.hub = os.environ.get("TORCHELASTIC_RUN_ID", "") or "run", ""
+        master = f"tcp://{os.environ.get('MASTER_ADDR', _LOOPBACK)}:{os.environ.get('MASTER_PORT', '1')}"
+        self.host = place.host or own_address(master) or _LOOPBACK
+
+    def _store(self) -> Store:
+        assert self._place.store is not None
+        return self._place.store
+
+    def close(self) -> None:
+        """The store is the launch's."""
+
+
+class HubMeeting(_InStore):
+    """In the store of the hub at `address`, which gives this node its name."""
+
+    def __init__(self, config: Config, address: str, keys: Keys | None) -> None:
+        timeout = config.timeout_seconds
+        self._client = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=timeout)
+        self._client.meanwhile = _WITHOUT_HUB
+        try:
+            welcome = self._client.join(wished_rank())
+            if welcome.shards:
+                raise ConfigError(
+                    f"strategy 'peers' has no server, and the run at {address} has shards: set run.strategy "
+                    "to server, or start the hub with --shards 0"
+                )
+            super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout)
+            self.founding = self._client.gather()
+            self._group = HubStore(address, keys, welcome, self.founding, timeout)
+        except BaseException:
+            self._client.goodbye()
+            self._client.close()
+            raise
+        self.run, self.hub, self.late = welcome.run, address, self._client.late
+        self.host = own_address(address) or _LOOPBACK
+
+    def _store(self) -> Store:
+        return self._group
+
+    def close(self) -> None:
+        self._group.close()
+        self._client.goodbye(finished=True)
+        self._client.close()
+
+
+class KnownMeeting:
+    """With none: what this node knew of the others when it lived before says where they are."""
+
+    def __init__(self, known: Known) -> None:
+        self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
+        self.incarnation, self.late = known.incarnation + 1, True
+        self.founding = known.founding
+        self._nodes = known.nodes
+        own = next((each.address for each in known.nodes if each.node == known.node), "")
+        self.host = own.removeprefix("tcp://").rpartition(":")[0].strip("[]") or _LOOPBACK
+
+    def exchange(self, address: str) -> list[NodeAt]:
+        own = NodeAt(node=self.node, incarnation=self.incarnation, address=address)
+        return [own if each.node == self.node else each for each in self._nodes]
+
+    def close(self) -> None:
+        """There is nobody to leave."""
+
+
+def known_before(config: Config) -> KnownMeeting | None:
+    """Where this node was introduced before, in this run: it is started again."""
+    folder, given = _folder(config), os.environ.get(RANK_VARIABLE, os.environ.get("RANK", ""))
+    if folder is None or not given.isdecimal():
+        return None
+    path = folder / f"{int(given)}.json"
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=Known)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{path}: not what a node leaves there: {error}") from None
+    run = os.environ.get(RUN_VARIABLE, "")
+    return KnownMeeting(known) if run in ("", known.run) else None
+
+
+class _Kept:
+    """The file of node `node` in `folder`, and a lock that says that the node lives.
+
+    The lock is the process's own: a child that it forks (a DataLoader's) does not hold it.
+    """
+
+    def __init__(self, folder: Path, node: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{node}.json"
+        self._lock: IO[str] = (folder / f"{node}.lock").open("a")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(
+                f"node {node} of the run in {folder.parent} is alive already; each node needs a name of its "
+                f"own ({RANK_VARIABLE}, or torchrun's RANK)"
+            ) from None
+
+    def write(self, known: Known) -> None:
+        """Replace the file at once or not at all; one that cannot be written costs a restart, not the run."""
+        new = self._path.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            new.write_bytes(msgspec.json.format(msgspec.json.encode(known)) + b"\n")
+            new.replace(self._path)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def _folder(config: Config) -> Path | None:
+    directory = os.environ.get(DIRECTORY_VARIABLE) or config.run.directory
+    return Path(directory) / FOLDER if directory else None
+
+
+def _key(node: int) -> str:
+    return f"peers/{node}"
+
+
+def keys_from_environment() -> Keys | None:
+    """The keys in the file that $ATOLL_KEY_FILE names, where it is set."""
+    path = os.environ.get(KEYS_VARIABLE, "")
+    return read_keys(Path(path)) if path else None
+
+
+def wished_rank() -> int:
+    """The rank that this worker wishes for; -1: any."""
+    given = os.environ.get(RANK_VARIABLE, "-1")
+    try:
+        return int(given)
+    except ValueError:
+        raise ConfigError(f"{RANK_VARIABLE} is {given!r}; it must be a whole number") from None

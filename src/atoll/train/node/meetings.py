@@ -1,0 +1,90 @@
+"""What the nodes of a run tell one another outside the iterations: through the members' meetings.
+
+A value counts everywhere or nowhere, and a node that is left out is not waited for (`peers`). Source: S0,
+"Members come and go".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import GivenUpError
+from atoll.train.meetings import MeetingWorkers, bytes_of, put_bytes
+from atoll.train.node.worker import NodeWorker
+from atoll.wire.device import Meet, Met
+
+_PIECE = 4 * 2**20  # bytes of values that one meeting carries: every member holds them until all have them
+
+
+class NodeWorkers(MeetingWorkers):
+    """`Workers` over the nodes' meetings. A rank is a node's number, which never changes."""
+
+    def __init__(self, worker: NodeWorker) -> None:
+        super().__init__(worker.introduction.place, None)
+        self._worker = worker
+        self._met: dict[int, Met] = {}
+        self._ranks = list(worker.members)
+        worker.on(Met, self._handle_met)
+
+    @property
+    def late(self) -> bool:  # type: ignore[override]
+        return self._worker.late
+
+    @property
+    def seconds_waited(self) -> float:
+        return self._worker.seconds_waited
+
+    @property
+    def ranks(self) -> list[int]:
+        return [self.place.rank] if self.late else self._ranks
+
+    def saw(self, members: list[int]) -> None:
+        """These are the members now, between two meetings."""
+        self._ranks = list(members)
+
+    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Each member's bytes, in order of node."""
+        self.check_open()
+        worker = self._worker
+        if worker.late:
+            return [payload]
+        number = worker.coming_meeting = worker.next_meeting
+        worker.next_meeting += 1
+        worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload))
+        worker.wait(
+            lambda: number in self._met or worker.returned is not None, f"every node's part in {what}"
+        )
+        worker.coming_meeting = worker.next_meeting
+        met = self._met.pop(number, None)
+        if met is None:
+            raise GivenUpError(
+                f"node {worker.node}: the others went on without this node while it was in {what}; start it "
+                "again, and it enters where they are"
+            )
+        self._ranks = list(met.nodes)
+        return list(met.payloads)
+
+    def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Overwrite `tensors` by those of the first node, where any node has others."""
+        held = [tensor for tensor in tensors if tensor.numel()]
+        if not held or self.late:
+            return
+        digest = hashlib.sha256()
+        for tensor in held:
+            digest.update(bytes_of(tensor))
+        if len(set(self.gather_bytes(digest.digest(), what))) == 1:
+            return
+        for tensor in held:
+            flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+            for start in range(0, flat.numel(), _PIECE):
+                piece = flat[start : start + _PIECE]
+                first = self.gather_bytes(bytes_of(piece) if self.is_first else b"", what)[0]
+                put_bytes([piece], memoryview(bytearray(first)))
+            tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+
+    def _handle_met(self, message: Met, _descriptors: list[int]) -> None:
+        self._met[message.number] = message

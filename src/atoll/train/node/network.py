@@ -1,0 +1,395 @@
+"""A node's connections to the other nodes: who is let in, words both ways, and chunks.
+
+A node listens at one address, and makes two connections to each other node: one for words, one for chunks, so
+that an acknowledgement does not wait behind a gradient. Over link.transport "ltp" the chunks go through a
+tunnel that loses nothing. A connection that breaks is made anew; what was under way on it is lost, and
+whoever sends is told that it is up again. Used from one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from atoll.core.errors import RunError, UserError
+from atoll.net.endpoint import SOON, Buffer, Client, Endpoint, Received, Server, poll
+from atoll.net.keys import Keys
+from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
+from atoll.wire.base import VERSION, WireError
+from atoll.wire.device import Begin, NodeAt
+from atoll.wire.messages import Ping, Refused
+from atoll.wire.nodes import (
+    Greet,
+    Greeted,
+    NodeMessage,
+    Trains,
+    Word,
+    decode_untrusted,
+    encode,
+)
+from atoll.wire.peers import PeerMessage
+from atoll.wire.peerviews import NODES
+
+LARGEST_FRAME = 2**31 - 1  # bytes
+_AT_ONCE = 64  # messages taken before everything else has its turn
+_REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
+_WORDS, _CHUNKS = 0, 1
+
+
+class Arrived(NamedTuple):
+    """What came from a node, as this incarnation of it."""
+
+    node: int
+    incarnation: int
+    message: NodeMessage
+    payload: memoryview | None
+
+
+class Met(NamedTuple):
+    """A node was greeted: `up` says that words and chunks reach it from now on, else it has come to us."""
+
+    node: NodeAt
+    up: bool
+
+
+@dataclass
+class _Way:
+    """A connection to a node, for words or for chunks."""
+
+    client: Client
+    greeted: bool = False
+
+
+@dataclass
+class _Link:
+    """What leads to a node."""
+
+    at: NodeAt
+    ways: list[_Way]
+    refusal: str = ""  # why it does not take us
+    digest: str = ""
+    number: int = 0
+    sent: int = 0  # bytes
+
+    @property
+    def is_up(self) -> bool:
+        return all(way.greeted and way.client.connected for way in self.ways)
+
+
+@dataclass
+class Counts:
+    """Since the beginning."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    refused: int = 0
+    reconnected: int = 0
+    by_node: dict[int, int] = field(default_factory=dict)  # bytes out
+
+
+class Network:
+    """The connections of node `begin.node`. It listens at once; raises UserError where it cannot.
+
+    `tell(what, choice, reason)` takes decisions (core.events.Decided); with an empty choice, warnings.
+    """
+
+    def __init__(self, begin: Begin, tell: Callable[[str, str, str], None]) -> None:
+        self._begin, self._tell = begin, tell
+        self._keys = Keys(*begin.keys) if begin.keys else None
+        self.node, self.incarnation = begin.node, begin.incarnation
+        self.name = f"node {begin.node}"
+        self.counts = Counts()
+        self._life = secrets.token_hex(8)
+        self._digest, self._number = "", 0
+        self._links: dict[int, _Link] = {}
+        self._guests: dict[bytes, Greet] = {}  # who has greeted on which connection
+        self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
+        self._met: list[Met] = []
+        self._server = self._open()
+        self.address = begin.address or self._server.address
+
+    def _open(self) -> Server:
+        begin = self._begin
+        if begin.transport == "ltp":
+            return TunnelServer(
+                begin.listen, self._keys, limit=LARGEST_FRAME, name=self.name, udp_port=begin.udp_port
+            )
+        return Server(begin.listen, self._keys, limit=LARGEST_FRAME, name=self.name)
+
+    # -- to whom ------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[NodeAt]:
+        """The nodes that this one has connections to, in order, and their latest incarnations."""
+        return [self._links[node].at for node in sorted(self._links)]
+
+    def is_up(self, node: int) -> bool:
+        """Whether both sides have greeted, and the connections stand."""
+        return node in self._links and self._links[node].is_up
+
+    def trains(self, node: int) -> tuple[str, int]:
+        """What a node says it trains, and of which set-up; ("", 0) before it does."""
+        link = self._links.get(node)
+        return (link.digest, link.number) if link is not None else ("", 0)
+
+    def trouble(self, node: int) -> str:
+        """Why words do not reach it, in words; empty when they do."""
+        link = self._links.get(node)
+        if link is None:
+            return "it is not known"
+        troubles = [way.client.trouble for way in link.ways]
+        return link.refusal or next(filter(None, troubles), "" if link.is_up else "it has not answered yet")
+
+    def connect(self, at: NodeAt) -> None:
+        """Have connections to this node, in place of any to an earlier incarnation or another address."""
+        if at.node == self._begin.node:
+            return
+        link = self._links.get(at.node)
+        if link is not None and link.at == at:
+            return
+        if link is None and len(self._links) >= NODES:
+            raise RunError(f"{self.name}: {NODES} other nodes, which is the most")
+        self.disconnect(at.node)
+        self._links[at.node] = link = _Link(at, [])
+        link.ways = [self._way(link, which) for which in (_WORDS, _CHUNKS)]
+
+    def disconnect(self, node: int) -> None:
+        """Drop the connections to a node, and whatever is not sent."""
+        link = self._links.pop(node, None)
+        for way in link.ways if link is not None else ():
+            way.client.abandon()
+
+    def drop_unsent(self, node: int) -> None:
+        """Drop the chunks that wait to be sent to a node, which is no member any more."""
+        if node in self._links:
+            self._reopen(self._links[node], _CHUNKS)
+
+    def set_up(self, digest: str, number: int) -> None:
+        """This node trains what `digest` names, from its `number`-th set-up on: all others are told."""
+        self._digest, self._number = digest, number
+        for node in self._links:
+            self.send(node, Trains(digest=digest, number=number))
+
+    def _way(self, link: _Link, which: int) -> _Way:
+        name = f"node {link.at.node}"
+        if which == _CHUNKS and self._begin.transport == "ltp":
+            wish = Wish(who=self.name)
+            client: Client = TunnelClient(
+                link.at.address, self._keys, limit=LARGEST_FRAME, name=name, wish=wish
+            )
+        else:
+            client = Client(link.at.address, self._keys, limit=LARGEST_FRAME, name=name, reconnect=SOON)
+        greet = Greet(
+            version=VERSION,
+            run=self._begin.run,
+            node=self._begin.node,
+            incarnation=self.incarnation,
+            to=link.at.node,
+            address=self.address,
+            life=self._life,
+            digest=self._digest,
+            number=self._number,
+        )
+        client.send(encode(greet))
+        return _Way(client)
+
+    # -- sending ------------------------------------------------------------------------------------------
+
+    def say(self, node: int, message: PeerMessage) -> None:
+        """Send a message of the decisions', or drop it where there is no connection."""
+        self.send(node, Word(body=message))
+
+    def send(self, node: int, message: NodeMessage) -> None:
+        """Send on the connection for words, or drop it where there is none."""
+        self._send(node, _WORDS, message, None)
+
+    def send_chunk(self, node: int, message: NodeMessage, payload: Buffer | None = None) -> None:
+        """Send on the connection for chunks, or drop it where there is none. The payload is not copied: it
+        must stay unchanged while its memory is held."""
+        self._send(node, _CHUNKS, message, payload)
+
+    def _send(self, node: int, which: int, message: NodeMessage, payload: Buffer | None) -> None:
+        link = self._links.get(node)
+        if link is None or not link.ways[which].greeted:
+            return
+        header = encode(message)
+        try:
+            link.ways[which].client.send(header, payload)
+        except RunError:  # far too many wait: whoever does not read them is not there
+            self._reopen(link, which)
+            return
+        size = len(header) + (memoryview(payload).nbytes if payload is not None else 0)
+        self.counts.bytes_out += size
+        self.counts.by_node[node] = self.counts.by_node.get(node, 0) + size
+
+    # -- receiving ----------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float, wake: int) -> None:
+        """Wait for up to `timeout` seconds for something to take, or until `wake` can be read from."""
+        endpoints: list[Endpoint] = [self._server]
+        endpoints += [way.client for link in self._links.values() for way in link.ways]
+        poll(endpoints, timeout, wake)
+
+    def take(self) -> Iterator[Arrived | Met]:
+        """What has come, a bounded number at a time. Raises UserError when a node refuses us before we were
+        ever among them (`is_member`), as for another run, or another model."""
+        for link in list(self._links.values()):
+            self._see(link)
+        yield from self._greetings()
+        for _ in range(_AT_ONCE):
+            received = self._server.receive(0)
+            if received is None:
+                return
+            arrived = self._handle(received)
+            yield from self._greetings()
+            if arrived is not None:
+                yield arrived
+
+    def _greetings(self) -> Iterator[Met]:
+        met, self._met = self._met, []
+        yield from met
+
+    def _handle(self, received: Received) -> Arrived | None:
+        size = len(received.header) + (received.payload.nbytes if received.payload is not None else 0)
+        self.counts.bytes_in += size
+        try:
+            message = decode_untrusted(received.header)
+        except WireError as error:
+            self._refuse(received.peer, str(error), "")
+            return None
+        if isinstance(message, Greet):
+            reason = self._greet(received.peer, message)
+            if reason:
+                self._refuse(received.peer, reason, "Greet")
+            return None
+        guest = self._guests.get(received.peer)
+        if guest is None:
+            self._refuse(received.peer, "say Greet first", type(message).__name__)
+            return None
+        if self._lives[guest.node] != (guest.incarnation, guest.life):
+            return None  # of a life that is over
+        if isinstance(message, Trains):
+            self._note_trains(guest.node, message.digest, message.number)
+            return None
+        return Arrived(guest.node, guest.incarnation, message, received.payload)
+
+    def _greet(self, peer: bytes, greet: Greet) -> str:
+        """Let a node in; or why not."""
+        begin = self._begin
+        if greet.version != VERSION:
+            return f"protocol version {greet.version}, and this is version {VERSION}: install the same Atoll"
+        if greet.run != begin.run:
+            return f"this is run {begin.run!r}, not {greet.run!r}"
+        if greet.to != begin.node:
+            return f"this is node {begin.node}, not node {greet.to}"
+        if greet.node == begin.node:
+            return f"two nodes with the name {begin.node}: the other one is at {self.address}"
+        incarnation, life = self._lives.get(greet.node, (-1, ""))
+        if greet.incarnation < incarnation:
+            return f"incarnation {greet.incarnation} of node {greet.node} is over: {incarnation} is here"
+        if greet.incarnation == incarnation and greet.life != life and self.is_up(greet.node):
+            place = self._links[greet.node].at.address
+            return f"two nodes with the name {greet.node}: the other one is at {place}"
+        if reason := self._other_model(greet.digest, greet.number):
+            return reason
+        if len(self._lives) >= NODES and greet.node not in self._lives:
+            return f"{NODES} nodes, which is the most"
+        new = (greet.incarnation, greet.life) != (incarnation, life)
+        self._lives[greet.node] = greet.incarnation, greet.life
+        if new:
+            self._guests = {
+                each: who
+                for each, who in self._guests.items()
+                if self._lives[who.node] == (who.incarnation, who.life)
+            }
+        self._guests[peer] = greet
+        self._server.send(
+            peer,
+            encode(
+                Greeted(
+                    node=begin.node, incarnation=self.incarnation, digest=self._digest, number=self._number
+                )
+            ),
+        )
+        at = NodeAt(greet.node, greet.incarnation, greet.address)
+        if new:
+            self.connect(at)
+            self._met.append(Met(at, up=False))
+        self._note_trains(greet.node, greet.digest, greet.number)
+        return ""
+
+    def _other_model(self, digest: str, number: int) -> str:
+        if digest and self._digest and number == self._number and digest != self._digest:
+            return (
+                "it trains another model, or with another optimizer, configuration or kind of processor: "
+                "give every node the same"
+            )
+        return ""
+
+    def _note_trains(self, node: int, digest: str, number: int) -> None:
+        link = self._links.get(node)
+        if link is not None and digest and number >= link.number:
+            link.digest, link.number = digest, number
+
+    def _refuse(self, peer: bytes, reason: str, request: str) -> None:
+        self.counts.refused += 1
+        if self.counts.refused <= _REFUSED_STRANGERS or request == "Greet":
+            self._server.send(peer, encode(Refused(reason=reason[:4000], request=request)))
+
+    # -- links --------------------------------------------------------------------------------------------
+
+    def _see(self, link: _Link) -> None:
+        """Take what came back on the connections to a node, and make those that broke anew."""
+        was_up = link.is_up
+        for which, way in enumerate(link.ways):
+            try:
+                way.client.check()
+            except UserError as error:
+                self._refused_by(link, str(error))
+                return
+            while (answer := way.client.receive(0)) is not None:
+                self._answer(link, way, answer[0])
+            if way.client.losses:
+                self._reopen(link, which)
+        if link.is_up and not was_up:
+            self._met.append(Met(link.at, up=True))
+
+    def _answer(self, link: _Link, way: _Way, header: bytes) -> None:
+        try:
+            message = decode_untrusted(header)
+        except WireError as error:
+            self._refused_by(link, f"node {link.at.node} at {link.at.address}: {error}")
+            return
+        if isinstance(message, Greeted):
+            way.greeted, link.refusal = True, ""
+            self._note_trains(link.at.node, message.digest, message.number)
+        elif isinstance(message, Refused) and message.request == "Greet":
+            self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {message.reason}")
+        elif not isinstance(message, (Ping, Refused)):
+            self._refused_by(
+                link, f"node {link.at.node} at {link.at.address} sent a {type(message).__name__}"
+            )
+
+    def _refused_by(self, link: _Link, reason: str) -> None:
+        if link.refusal != reason:
+            link.refusal = reason
+            self._tell("link", "", reason)
+
+    def refusals(self) -> list[str]:
+        """Why nodes do not take us, a line each."""
+        return [link.refusal for _, link in sorted(self._links.items()) if link.refusal]
+
+    def _reopen(self, link: _Link, which: int) -> None:
+        self.counts.reconnected += 1
+        link.ways[which].client.abandon()
+        link.ways[which] = self._way(link, which)
+
+    def close(self) -> None:
+        """Close all; what is unsent goes out in the background for up to a second."""
+        for link in self._links.values():
+            for way in link.ways:
+                way.client.close()
+        self._links.clear()
+        self._server.close()

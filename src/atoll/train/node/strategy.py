@@ -1,0 +1,268 @@
+"""Strategy `peers` for one model: brings it to the node's CPU side, and its optimizer's state back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sized
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from atoll.core.errors import CheckpointError, PrepareError, UserError
+from atoll.tensors.optimizer import RemoteOptimizer
+from atoll.train.node.cpu import fingerprint
+from atoll.train.node.exchange import PeerExchange, said_in
+from atoll.train.node.meetings import NodeWorkers
+from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
+from atoll.train.node.sampler import PeerBatches
+from atoll.train.node.state import pack_optimizer, unpack_optimizer
+from atoll.train.node.worker import NodeWorker
+from atoll.train.reducer import Reducer
+from atoll.train.resume import TrainingState
+from atoll.train.strategies import Stepper, Training
+from atoll.wire.device import Applied, Ready, SetUp, State, WantState
+from atoll.wire.messages import plain_hyperparameters
+
+
+class Peers:
+    """Nodes exchange their gradients, and each makes the same global parameters of them.
+
+    `pace()` is what the session measures: seconds that a sample takes to compute; 0: not known yet.
+    """
+
+    collective = False  # every node makes each step, with gradients of its own
+    brings_parameters = True
+
+    def __init__(
+        self,
+        worker: NodeWorker,
+        workers: NodeWorkers,
+        state: TrainingState,
+        pace: Callable[[], float],
+        stale_max: int,
+    ) -> None:
+        self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
+        self._stale_max = stale_max
+        self._batches: list[PeerBatches] = []
+        worker.applied = self._applied
+        self._model: PeerModel | None = None
+
+    @property
+    def exchange(self) -> PeerExchange | None:
+        """The model's; None until it is prepared."""
+        return None if self._model is None else self._model.exchange
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        """The reducer, and what steps."""
+        if self._model is not None:
+            raise PrepareError(
+                "strategy 'peers' trains one model in a session; put both into one nn.ModuleList and prepare "
+                "that, with one optimizer"
+            )
+        model = PeerModel(training, self._worker, self._workers, self._capture, self._returned)
+        model.exchange.pace = self._pace
+        self._model = model
+        model.begin()
+        return model.exchange, RemoteOptimizer(
+            training.optimizer,
+            training.hooks,
+            make=model.make_step,
+            fetch=model.fetch_state,
+            loaded=lambda: None,
+        )
+
+    def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
+        """This node's part of batches that all nodes share; `options` as in PeerBatches."""
+        batches = PeerBatches(
+            dataset,
+            node=self._worker.node,
+            nodes=[each.node for each in self._worker.introduction.nodes],
+            stale_max=self._stale_max,
+            iteration=lambda: 0 if self.exchange is None else self.exchange.steps,
+            **options,
+        )
+        self._batches.append(batches)
+        return batches
+
+    def _applied(self, message: Applied) -> None:
+        paces = {part.node: said_in(part.note).pace for part in message.parts}
+        for each in self._batches:
+            each.applied(message.iteration, paces)
+
+    def loaded(self) -> None:
+        """A checkpoint was loaded into model and optimizer, on every node."""
+        if self._model is not None:
+            self._model.set_up()
+
+    def refresh(self) -> None:
+        """Take the parameters in which all that this node has contributed is applied."""
+        if self.exchange is not None:
+            self.exchange.settle()
+
+    def figures(self) -> dict[str, Any]:
+        """Of the latest step, for its StepDone."""
+        exchange = self.exchange
+        return {} if exchange is None else {"exchange": exchange.seconds, "staleness": exchange.staleness}
+
+    # Entering a run under way
+
+    @property
+    def late(self) -> bool:
+        """Whether this node has come late, and has not entered."""
+        return self._worker.late
+
+    def enter(self) -> bool:
+        """Enter with the script's state of a member; what is trained has come already."""
+        if self.exchange is None:
+            raise UserError("session.resume needs a model; call session.prepare(model, optimizer) first")
+        self._returned(self._worker.script)
+        self._worker.late, self._worker.script = False, b""
+        return True
+
+    def _capture(self) -> bytes:
+        try:
+            return self._state.capture(fixed=True)
+        except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
+            self._worker.tell(f"a node that comes late gets no state of the script: {error}")
+            return b""
+
+    def _returned(self, script: bytes) -> None:
+        self._state.restore(script, fixed=True)
+
+
+class PeerModel:
+    """One model at the node's CPU side."""
+
+    def __init__(
+        self,
+        training: Training,
+        worker: NodeWorker,
+        workers: NodeWorkers,
+        capture: Callable[[], bytes],
+        returned: Callable[[bytes], None],
+    ) -> None:
+        self._training, self._worker, self._workers = training, worker, workers
+        stale_max = training.config.sync.stale_max
+        self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
+        self.exchange = PeerExchange(training.chunks, training.calls, worker, stale_max, capture, returned)
+        kind = type(training.optimizer)
+        self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
+        hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
+        self._fingerprint = fingerprint(self._optimizer, hyperparameters)
+        self._ready: Ready | None = None
+        self._state: State | None = None
+        self._number = 0  # of set-ups
+        worker.on(Ready, self._handle_ready)
+        worker.on(State, self._handle_state)
+
+    def begin(self) -> None:
+        """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
+        self._check_alike()
+        flats = [bound.flat[: bound.chunk.extent] for bound in self._training.chunks]
+        self._workers.take_from_first(flats, "node 0's parameters")
+        self.set_up()
+
+    def _check_alike(self) -> None:
+        """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
+        found = self._workers.gather(self._fingerprint, "the nodes' processors")
+        for node, other in zip(self._workers.ranks, found, strict=True):
+            if other != found[0]:
+                raise PrepareError(
+                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, "
+                    f"and node {node} {other}; strategy 'peers' needs one build of torch and one instruction "
+                    "set on all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                )
+
+    def set_up(self) -> None:
+        """Bring the model's values and the optimizer's state to the CPU side, as they are here."""
+        training, worker = self._training, self._worker
+        memory = HostMemory.create(self._plan)
+        for bound in training.chunks:
+            memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+        for bound in training.frozen:
+            memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+        self._number += 1
+        self._ready = None
+        packed, file = self._packed()
+        descriptors = [memory.fd] if file < 0 else [memory.fd, file]
+        self.exchange.attach(memory, self.exchange.steps)
+        worker.send(
+            SetUp(
+                number=self._number,
+                digest=self._digest(),
+                layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
+                optimizer=self._optimizer,
+                hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
+                slots=self._plan.slots,
+                buffers=self._plan.buffers,
+                batch=float(training.config.sync.global_batch),
+                iteration=self.exchange.steps,
+                packed=packed,
+                threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
+            ),
+            descriptors,
+        )
+        if file >= 0:
+            os.close(file)
+        worker.wait(
+            lambda: self._ready is not None, "its CPU side to be set up, and to be let in by the others"
+        )
+        assert self._ready is not None
+        worker.entered(self._ready)
+        if worker.late:
+            for bound in training.frozen:
+                bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
+        self.exchange.begin_at(self._ready.iteration)
+        training.optimizer.state.clear()
+
+    def make_step(self, accepted: bool) -> None:
+        self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
+
+    def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Each parameter's state, as plain torch would have it, with all that this node has contributed."""
+        self.exchange.settle()
+        self._state = None
+        file = make_file(0, "the optimizer's state")
+        try:
+            self._worker.send(WantState(), [file])
+            self._worker.wait(lambda: self._state is not None, "the optimizer's state")
+            assert self._state is not None
+            raw = map_bytes(file, self._state.packed)
+        finally:
+            os.close(file)
+        states = unpack_optimizer(memoryview(raw.numpy()), self._training.chunk_map, self._training.chunks)
+        # In torch's order: that in which the optimizer would have stepped them.
+        known = (p for group in self._training.optimizer.param_groups for p in group["params"])
+        return {parameter: states[parameter] for parameter in known if states.get(parameter)}
+
+    def _packed(self) -> tuple[int, int]:
+        """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""
+        optimizer = self._training.optimizer
+        if not any(optimizer.state.values()):
+            return 0, -1
+        file = make_file(0, "the optimizer's state")
+        packed = pack_optimizer(
+            optimizer,
+            self._training.chunks,
+            self._training.elementwise,
+            plain_hyperparameters(optimizer.param_groups),
+            self.exchange.steps,
+            file,
+        )
+        return packed, file
+
+    def _digest(self) -> str:
+        """What must be the same on every node, for one that comes late."""
+        training = self._training
+        sections = (training.config.chunks, training.config.sync, training.config.link)
+        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
+        return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
+
+    def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:
+        self._ready = message
+        self.exchange.set_up()
+
+    def _handle_state(self, message: State, _descriptors: list[int]) -> None:
+        self._state = message

@@ -1,0 +1,157 @@
+"""What the CPU sides of nodes say to one another below the decisions' own messages (wire/peers.py): who they
+are, contributions chunk by chunk, and the state that a node takes over. Source: S0, "A node's iteration".
+
+A node says all this on connections that it has made, and hears on those that others have made to it; back on
+them go only Greeted and Refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.wire.base import (
+    HEADER_BYTES,
+    Count,
+    Hyperparameters,
+    Message,
+    Name,
+    Ping,
+    Refused,
+    Text,
+    Weight,
+    WireError,
+)
+from atoll.wire.device import Clip, Note
+from atoll.wire.peers import Key, PeerMessage
+from atoll.wire.peerviews import Life
+
+
+class Greet(Message, frozen=True):
+    """The first message of a connection, from node `node` to node `to`, both of `run`. `life` is a name of
+    its process alone: two processes of one node and incarnation are two nodes with one name. `digest` names
+    what it trains, once it is set up for the `number`-th time (empty: not yet).
+    """
+
+    version: int
+    run: Name
+    node: Count
+    incarnation: Count
+    to: Count
+    address: Name
+    life: Name
+    digest: Name = ""
+    number: Count = 0
+
+
+class Greeted(Message, frozen=True):
+    """The answer: who this is, and what it trains."""
+
+    node: Count
+    incarnation: Count
+    digest: Name = ""
+    number: Count = 0
+
+
+class Trains(Message, frozen=True):
+    """The sender is set up for the `number`-th time, with what `digest` names."""
+
+    digest: Name
+    number: Count
+
+
+class Word(Message, frozen=True):
+    """A message of the decisions' (wire/peers.py: PeerMessage)."""
+
+    body: PeerMessage
+
+
+class About(Message, frozen=True):
+    """An iteration's contribution, and what its node says of it (wire/device.py: Contribute). Its chunks
+    follow as Piece."""
+
+    key: Key
+    taken: Count
+    samples: Weight
+    weight: Weight
+    present: Annotated[list[bytes], Meta(max_length=2**20)]
+    hyperparameters: Hyperparameters
+    clip: Clip | None = None
+    note: Note = b""
+
+
+class Piece(Message, frozen=True):
+    """The payload is a chunk of a contribution, up to the end of its last slot; `chunk` counts the trainable
+    ones."""
+
+    key: Key
+    chunk: Count
+
+
+class MeetingPart(Message, frozen=True):
+    """A node's part in a meeting on `what`: the payload. `since` is the first meeting that its node takes
+    part in."""
+
+    key: Key
+    what: Text
+    since: Count = 0
+
+
+class Stands(Message, frozen=True):
+    """The sender has applied iteration `iteration`, and what its global parameters are by their digest."""
+
+    iteration: Count
+    digest: Annotated[bytes, Meta(max_length=64)]
+
+
+class Lacks(Message, frozen=True):
+    """A node that joins, in this life, asks for the state at global iteration `base` or later: answered by
+    Takeover and its payloads, once it can be."""
+
+    life: Life
+    base: Count
+
+
+class Takeover(Message, frozen=True):
+    """The payload is what lies from byte `start` of the state, of `total` bytes (train/node/state.py), at
+    global iteration `iteration`. The script counts each iteration `shift` higher, or lower: it may have begun
+    from a checkpoint."""
+
+    iteration: Count
+    start: Count
+    total: Count
+    shift: int = 0
+
+
+class Script(Message, frozen=True):
+    """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it;
+    `meeting` is the next one's number there."""
+
+    iteration: Count
+    meeting: Count
+    script: Annotated[bytes, Meta(max_length=2**25)]
+
+
+NodeMessage: TypeAlias = Union[
+    Greet, Greeted, Refused, Ping, Trains, Word, About, Piece, MeetingPart, Stands, Lacks, Takeover, Script
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
+
+
+def encode(message: NodeMessage) -> bytes:
+    """The header's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_untrusted(header: bytes | memoryview) -> NodeMessage:
+    """The message in `header`; raises WireError, with one line, for anything that is none."""
+    if len(header) > HEADER_BYTES:
+        raise WireError(f"a header of {len(header)} bytes, where {HEADER_BYTES} is the most")
+    try:
+        return _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None

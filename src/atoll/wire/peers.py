@@ -1,0 +1,118 @@
+"""What nodes say to one another under strategy `peers`: reports, rounds, what is missing, and views.
+
+Whatever is counted here is "all below": a node that holds a member's iterations up to 7 says 8. Source: S0.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.wire.base import Count, Message, Name
+from atoll.wire.peerviews import NODES, Life, Report, ViewMessage
+
+WITNESS = -1  # the hub's node id, in views of two: it votes and holds nothing
+
+Stream: TypeAlias = Literal["iterations", "meetings"]
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
+    """What a node contributes: the `number`-th of a stream, which is an iteration's gradients or its part in
+    a meeting. Of an incarnation there is one for each number."""
+
+    stream: Stream
+    number: Count
+    life: Life
+
+
+class RoundId(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
+    """A synchronisation round. Of two that meet the lower wins: the lesser iteration, then the lower node."""
+
+    iteration: Count
+    node: Count
+    number: Count  # of the starter's rounds
+
+
+class NodeReport(Message, frozen=True):
+    """Where a node is: sent when an iteration has become whole, and at least each heartbeat. Reports ride on
+    all messages and acknowledge what is held; who takes part in a change of the view repeats the `held` of
+    before. `finished`: its script has ended, and it makes no other iteration."""
+
+    report: Report
+    finished: bool = False
+
+
+class AskRound(Message, frozen=True):
+    """a3: the starter's iteration and what it holds are the report's."""
+
+    report: Report
+    round: RoundId
+
+
+class AnswerRound(Message, frozen=True):
+    """a4: what the starter lacks, and the answerer holds, comes beside."""
+
+    report: Report
+    round: RoundId
+
+
+class RefuseRound(Message, frozen=True):
+    """a4: it takes part in another's round."""
+
+    report: Report
+    round: RoundId
+
+
+class EndRound(Message, frozen=True):
+    """a6: all have answered, and `iteration`, the least among them, is the new global iteration.
+    `reports` are the answers: they acknowledge to everyone who is told."""
+
+    report: Report
+    round: RoundId
+    iteration: Count
+    reports: Annotated[list[Report], Meta(max_length=NODES)]
+
+
+class AbortRound(Message, frozen=True):
+    """The starter gives its round up."""
+
+    report: Report
+    round: RoundId
+
+
+class FetchParts(Message, frozen=True):
+    """Asks for what is missing; who holds it sends it."""
+
+    report: Report
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=NODES)]
+
+
+class AskJoin(Message, frozen=True):
+    """From one who is in no view: it wants to be in the next. Answered by ViewDecided, once it is in one."""
+
+    node: Count
+    token: Name
+    address: Name
+
+
+class JoinOver(Message, frozen=True):
+    """To one who asks to join: it was in a view already, by this token, and was removed. So it must ask anew,
+    by another."""
+
+    token: Name
+
+
+PeerMessage: TypeAlias = Union[
+    NodeReport,
+    AskRound,
+    AnswerRound,
+    RefuseRound,
+    EndRound,
+    AbortRound,
+    FetchParts,
+    AskJoin,
+    JoinOver,
+    ViewMessage,
+]

@@ -1,0 +1,144 @@
+"""What the nodes of strategy `peers`, and the hub as their witness, say to one another about views.
+
+A view is a numbered list of members; the next one is decided by consensus (`peers/views.py`). All numbers of
+contributions are counts: below 7 are 0 to 6. Source: S0, "Members come and go".
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple, TypeAlias, Union
+
+import msgspec
+from msgspec import Meta
+
+from atoll.wire.base import Count, Message, Name
+
+NODES = 1024  # in a view, at most
+
+
+class Life(NamedTuple):
+    """A node in one of its lives: a restart is a new incarnation."""
+
+    node: Count
+    incarnation: Count
+
+
+class Ballot(NamedTuple):
+    """A proposer's attempt; the higher one wins. Two nodes never make the same."""
+
+    round: Count
+    node: Count
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What every part of these messages is."""
+
+
+class Member(Part, frozen=True):
+    """A node's place in a view: its contributions count from iteration `first` on.
+
+    Of a member, the view began with those below `held`, and its parts of meetings below `meetings`: who does
+    not hold them yet does not vote. Of one that was removed these are its cut: what is below counts, and
+    nothing else. A newcomer takes a state that stands at global iteration `base` or later; `token` is what
+    it called itself when it asked to join, `address` where others reach it.
+    """
+
+    life: Life
+    first: Count = 0
+    held: Count = 0
+    meetings: Count = 0
+    base: Count = 0
+    address: Name = ""
+    token: Name = ""
+
+
+Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=NODES)]
+
+
+class View(Part, frozen=True):
+    """`members` in node order, one of each node; `removed` are those whose contributions below their cuts
+    some member may still lack; `last` is the highest incarnation that each node has ever had.
+
+    `founding` numbers the run's beginning that the view descends from: a later one has a greater number.
+    """
+
+    founding: Count
+    number: Count
+    members: Members
+    removed: Members = ()
+    last: Annotated[dict[Count, Count], Meta(max_length=NODES)] = {}
+
+
+class Held(Part, frozen=True):
+    """All contributions of `life` below `iterations`, and its parts of meetings below `meetings`."""
+
+    life: Life
+    iterations: Count
+    meetings: Count = 0
+
+
+class Report(Part, frozen=True):
+    """Where a member stands in view number `view`: the `iteration` it contributes to next, how many
+    iterations it has `applied`, how many meetings it has `met`, and what it holds whole or has applied, of
+    all members and removed ones of that view."""
+
+    life: Life
+    view: Count
+    iteration: Count
+    applied: Count
+    met: Count
+    held: Annotated[tuple[Held, ...], Meta(max_length=2 * NODES)]
+
+
+class Prepare(Message, frozen=True):
+    """To the voters of `view`: take part in no lower ballot on what follows it. Answered by Promised, by
+    Outbid, by ViewDecided where what follows is known; by nothing from who does not hold yet what the view
+    began with."""
+
+    view: View
+    ballot: Ballot
+
+
+class Promised(Message, frozen=True):
+    """This voter acknowledges nothing more of view number `view`, the old one. `accepted` is what it has
+    accepted to follow it, in which ballot. The witness holds nothing, and has no `report`."""
+
+    founding: Count
+    view: Count
+    ballot: Ballot
+    accepted: tuple[Ballot, View] | None = None
+    report: Report | None = None
+
+
+class Accept(Message, frozen=True):
+    """Accept `next` to follow `view`. Answered by Accepted once this voter holds what the next view begins
+    with, or by Outbid, or by ViewDecided."""
+
+    view: View
+    ballot: Ballot
+    next: View
+
+
+class Accepted(Message, frozen=True):
+    """Done, for what follows view number `view`."""
+
+    founding: Count
+    view: Count
+    ballot: Ballot
+
+
+class Outbid(Message, frozen=True):
+    """No: this voter has promised more to `ballot`."""
+
+    founding: Count
+    view: Count
+    ballot: Ballot
+
+
+class ViewDecided(Message, frozen=True):
+    """This view is decided: told to its members, to whom it removes, and to who speaks of an older one."""
+
+    view: View
+
+
+ViewMessage: TypeAlias = Union[Prepare, Promised, Accept, Accepted, Outbid, ViewDecided]

@@ -1,0 +1,124 @@
+"""A node's CPU side inside a test: it has the memory that the worker shares, and says what the test says.
+
+By itself it answers what belongs to the beginning (Ready, the first parameters), to meetings of one, and to
+the end; all else is the test's to say.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.chunks import ChunkMap
+from atoll.core.config import Config
+from atoll.train.node.introduction import Introduction
+from atoll.train.node.memory import HostMemory, plan_memory
+from atoll.train.node.start import CpuSide
+from atoll.train.node.worker import NodeWorker
+from atoll.train.place import Place
+from atoll.wire.device import (
+    DeviceMessage,
+    Leave,
+    Left,
+    Meet,
+    Met,
+    NodeAt,
+    Published,
+    Ready,
+    Release,
+    SetUp,
+    Waiting,
+    Want,
+)
+
+
+class FakeSide:
+    """What a NodeWorker takes for its CPU side; `heard` is what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[DeviceMessage] = []
+        self._to_say: deque[DeviceMessage] = deque()
+        self.memory: HostMemory | None = None
+        self.layout: ChunkMap | None = None
+        self.free: list[int] = []  # buffers
+        self.first, self.script = 0, b""  # of Ready
+        self.holds_up = ""  # what keeps the global iteration where it is
+        self.closed = False
+
+    # As CpuSide
+
+    def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
+        self.heard.append(message)
+        if isinstance(message, SetUp):
+            self._set_up(message, descriptors[0])
+        elif isinstance(message, Release):
+            assert not set(message.buffers) & set(self.free), "a buffer was released twice"
+            self.free += message.buffers
+        elif isinstance(message, Meet):
+            self.say(Met(number=message.number, nodes=[0], payloads=[message.payload]))
+        elif isinstance(message, Want) and self.holds_up:
+            self.say(Waiting(what=self.holds_up))
+        elif isinstance(message, Leave):
+            self.say(Left())
+
+    def receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
+        if not self._to_say:
+            time.sleep(min(timeout, 0.001))
+            return None
+        return self._to_say.popleft(), []
+
+    def close(self) -> None:
+        self.closed = True
+
+    # What a test says
+
+    def say(self, *messages: DeviceMessage) -> None:
+        self._to_say += messages
+
+    def publish(self, taken: int, through: int, values: float | None = None) -> None:
+        """Announce parameters, all of them `values` (None: as they were brought)."""
+        assert self.memory is not None
+        buffer = self.free.pop(0)
+        for flat in self.memory.buffer(buffer).values():
+            if values is not None:
+                flat.fill_(values)
+        self.say(Published(buffer=buffer, taken=taken, through=through))
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def slot(self, iteration: int) -> Tensor:
+        """The gradients that were handed over, one chunk after the other."""
+        assert self.memory is not None
+        return torch.cat([flat.clone() for flat in self.memory.gradients(iteration).values()])
+
+    def _set_up(self, message: SetUp, descriptor: int) -> None:
+        self.layout = msgspec.msgpack.decode(message.layout, type=ChunkMap)
+        plan = plan_memory(self.layout, message.slots, message.buffers)
+        self.memory = HostMemory(plan, os.dup(descriptor))
+        self.free = list(range(1, message.buffers))
+        self.say(
+            Ready(iteration=self.first or message.iteration, incarnation=1, script=self.script),
+            Published(buffer=0, taken=self.first or message.iteration, through=message.iteration),
+        )
+
+
+def fake_session(config: Config, late: bool = False) -> tuple[atoll.Session, FakeSide]:
+    """A session of node 0 of three, with a CPU side that says what the test says."""
+    side = FakeSide()
+    nodes = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{node + 1}") for node in range(3)]
+    meeting = SimpleNamespace(
+        run="test", node=0, late=late, incarnation=1, hub="", founding=0, close=lambda: None
+    )
+    introduction = Introduction(cast(Any, meeting), nodes, None)
+    worker = NodeWorker(introduction, cast(CpuSide, side), config.timeout_seconds)
+    return atoll.Session(config, Place(rank=0, world=3), worker), side

@@ -1,0 +1,304 @@
+"""What a node's worker hands to its CPU side and takes from it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from peer_side import fake_session
+from torch import nn
+
+import atoll
+from atoll.core.config import Config, Run, Sync
+from atoll.core.errors import DeadlineError, NonFiniteGradientError, PrepareError, UserError
+from atoll.train.node.exchange import said_in
+from atoll.wire.device import (
+    NO_MORE,
+    CaptureAt,
+    Captured,
+    Clip,
+    Contribute,
+    Freed,
+    Meet,
+    Members,
+    NodeAt,
+    Release,
+    Resumed,
+    Returned,
+    SetUp,
+    Want,
+)
+
+
+def config(stale_max: int = 1, timeout: str = "200ms", nonfinite: str = "stop") -> Config:
+    sync = Sync(stale_max=stale_max, timeout=timeout, nonfinite=nonfinite)  # type: ignore[arg-type]
+    return Config(run=Run(strategy="peers"), sync=sync)
+
+
+class Node:
+    """A session with one small model."""
+
+    def __init__(self, settings: Config, late: bool = False, first: int = 0, script: bytes = b"") -> None:
+        self.session, self.side = fake_session(settings, late)
+        self.side.first, self.side.script = first, script
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        self.before = [p.detach().clone() for p in self.model.parameters()]
+        self.session.prepare(self.model, self.optimizer)
+
+    def backward(self, samples: int = 4, scale: float = 1.0) -> None:
+        self.model(scale * torch.ones(samples, 2)).mean().backward()
+
+    def step(self, samples: int = 4) -> Contribute:
+        self.backward(samples)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.last()
+
+    def last(self) -> Contribute:
+        contribution: Contribute = self.side.of(Contribute)[-1]
+        return contribution
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node(config())
+    yield made
+    made.session._leave()
+
+
+def test_the_model_is_brought_with_its_values(node: Node) -> None:
+    assert node.side.memory is not None
+    (set_up,) = node.side.of(SetUp)
+    assert (set_up.optimizer, set_up.iteration, set_up.slots) == ("torch.optim.sgd.SGD", 0, 3)
+    assert set_up.hyperparameters[0]["momentum"] == 0.9
+    brought = torch.cat(list(node.side.memory.buffer(0).values()))
+    assert sorted(brought[brought != 0].tolist()) == sorted(
+        torch.cat([p.flatten() for p in node.before]).tolist()
+    )
+    assert all(torch.equal(a, b) for a, b in zip(node.before, node.model.parameters(), strict=True))
+
+
+def test_a_step_hands_the_nodes_own_gradients_over(node: Node) -> None:
+    node.backward(samples=4)
+    own = [p.grad.clone() for p in node.model.parameters() if p.grad is not None]
+    node.optimizer.step()
+    said = node.last()
+    assert (said.iteration, said.taken, said.samples, said.weight, said.clip) == (0, 0, 4.0, 4.0, None)
+    assert said.hyperparameters[0]["lr"] == 0.5
+    assert [set(each) for each in said.present] == [{1}] * len(said.present)
+    handed = node.side.slot(0)
+    assert sorted(handed[handed != 0].tolist()) == sorted(v for g in own for v in g.flatten().tolist() if v)
+    assert all(
+        torch.equal(g, p.grad)
+        for g, p in zip(own, node.model.parameters(), strict=True)
+        if p.grad is not None
+    )
+
+
+def test_what_has_no_gradient_is_zero_and_said_so(node: Node) -> None:
+    node.step()
+    node.side.publish(1, 1)
+    node.model[0].requires_grad_(False)
+    said = node.step()
+    assert sorted(b for each in said.present for b in each) == [0, 0, 1, 1]
+    named = dict(node.model.named_parameters())
+    trained = {v for name in ("1.weight", "1.bias") for v in (named[name].grad or torch.zeros(0)).tolist()}
+    assert node.side.slot(1).count_nonzero() <= 4
+    assert trained == set()
+
+
+def test_the_newest_parameters_are_taken_and_older_ones_given_back(node: Node) -> None:
+    node.side.publish(0, 1, values=3.0)
+    node.side.publish(1, 1, values=5.0)
+    node.step()
+    assert {v for p in node.model.parameters() for v in p.flatten().tolist()} == {5.0}
+    assert sorted(b for release in node.side.of(Release) for b in release.buffers) == [0, 1]
+    node.side.publish(2, 2, values=7.0)
+    said = node.step()
+    assert (said.iteration, said.taken) == (1, 1)
+    assert {v for p in node.model.parameters() for v in p.flatten().tolist()} == {7.0}
+    assert node.side.of(Want) == []
+
+
+def test_it_waits_where_the_next_iteration_would_be_too_stale_and_says_for_what(node: Node) -> None:
+    node.step()  # iteration 1 may begin at W = 0
+    node.side.holds_up = "node 2's contribution of iteration 0"
+    node.backward()
+    with pytest.raises(DeadlineError) as caught:
+        node.optimizer.step()
+    assert str(caught.value).startswith(
+        "node 0 waited 0.2 s for the global iteration to be 1, before iteration 2; it is"
+    )
+    assert "it waits for node 2's contribution of iteration 0 (deadline sync.timeout, 0.2 s)" in str(
+        caught.value
+    )
+    assert node.side.of(Want) == [Want(iteration=2, least=1)]
+
+
+def test_without_staleness_each_step_waits_for_its_own_iteration() -> None:
+    node = Node(config(stale_max=0))
+    node.side.publish(1, 1, values=2.0)
+    node.step()
+    assert {v for p in node.model.parameters() for v in p.flatten().tolist()} == {2.0}
+    node.session._leave()
+
+
+def test_a_slot_is_written_again_when_it_is_free() -> None:
+    node = Node(config(stale_max=1))
+    for iteration in range(3):  # three slots
+        node.side.publish(iteration + 1, iteration + 1)
+        node.step()
+    node.backward()
+    with pytest.raises(DeadlineError, match="room for iteration 3, in the slot of iteration 0"):
+        node.optimizer.step()
+    node.side.say(Freed(before=1))
+    node.side.publish(4, 4)
+    node.optimizer.step()
+    assert node.last().iteration == 3
+    node.session._leave()
+
+
+def test_clipping_is_the_means_and_the_gradients_stay(node: Node) -> None:
+    node.backward()
+    own = [p.grad.clone() for p in node.model.parameters() if p.grad is not None]
+    norm = node.session.clip_grad_norm_(1e-3)
+    assert float(norm) == pytest.approx(float(torch.nn.utils.get_total_norm(own)))
+    node.optimizer.step()
+    assert node.last().clip == Clip(max_norm=1e-3, norm_type=2.0)
+    grads = [p.grad for p in node.model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(own, grads, strict=True))
+    node.side.publish(2, 2)
+    assert node.step().clip is None
+
+
+def test_accumulated_gradients_are_one_contribution(node: Node) -> None:
+    with node.session.no_sync():
+        node.backward(samples=3)
+    node.backward(samples=2)
+    node.optimizer.step()
+    assert [(said.iteration, said.samples) for said in node.side.of(Contribute)] == [(0, 5.0)]
+
+
+def test_nan_ends_the_run_or_weighs_nothing() -> None:
+    node = Node(config())
+    node.backward(scale=float("nan"))
+    with pytest.raises(NonFiniteGradientError, match=r"the gradient of .* on worker 0 holds NaN or infinity"):
+        node.optimizer.step()
+    node.session._leave()
+    node = Node(config(nonfinite="skip"))
+    node.backward(scale=float("nan"))
+    node.optimizer.step()
+    assert (node.last().weight, node.last().samples) == (0.0, 4.0)
+    node.session._leave()
+
+
+def test_a_parameter_that_the_script_changes_is_found(node: Node) -> None:
+    node.side.publish(1, 1)
+    node.step()
+    weight = node.model[0].weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1.0)
+        weight.copy_(before)
+    node.side.publish(2, 2)
+    node.step()  # changed back
+    with torch.no_grad():
+        weight.add_(1.0)
+    node.backward()
+    with pytest.raises(
+        UserError, match=r"parameter '0.weight' was changed by the script after session.prepare"
+    ):
+        node.optimizer.step()
+
+
+def test_the_state_for_a_newcomer_is_that_of_its_first_iterations_boundary(node: Node) -> None:
+    node.side.say(CaptureAt(iteration=1))
+    node.side.publish(1, 1)
+    node.step()
+    assert node.side.of(Captured) == []
+    node.backward()
+    (captured,) = node.side.of(Captured)
+    assert captured.iteration == 1
+    node.optimizer.step()
+
+    late = Node(config(), late=True, first=1, script=captured.script)
+    assert late.side.of(Meet) == []  # whoever is late takes part in no meeting
+    assert late.session.resume() == 1
+    late.side.publish(2, 2)
+    assert late.step().iteration == 1
+    late.session._leave()
+
+
+def test_one_that_comes_late_must_resume() -> None:
+    late = Node(config(), late=True, first=7)
+    with pytest.raises(UserError, match=r"call session.resume\(\) before the loop"):
+        late.backward()
+    late.session._leave()
+
+
+def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
+    giver = Node(config())
+    giver.session._state.iteration = 41
+    script = giver.session._state.capture(fixed=True)
+    giver.session._leave()
+    node = Node(config())
+    node.backward()
+    node.side.publish(0, 0, values=1.0)  # of before
+    node.side.say(Returned(incarnation=2, iteration=41, meeting=3, script=script, reason="it was silent"))
+    node.side.publish(40, 40, values=9.0)
+    node.optimizer.step()  # counts nowhere
+    assert node.side.of(Contribute) == []
+    node.backward()
+    node.side.publish(42, 42, values=11.0)
+    node.optimizer.step()
+    said = node.last()
+    assert node.side.of(Resumed) == [Resumed(incarnation=2)]
+    assert (said.iteration, said.taken) == (41, 40)
+    assert node.session.iteration == 42
+    node.session._leave()
+
+
+def test_at_the_end_whoever_comes_is_let_in_at_once(node: Node) -> None:
+    node.side.publish(1, 1)
+    node.step()
+    node.side.say(CaptureAt(iteration=9))
+    node.session.close()
+    (captured,) = node.side.of(Captured)
+    met = [meet for meet in node.side.of(Meet) if meet.at == NO_MORE]
+    assert [meet.number for meet in met] == [captured.meeting]
+    assert node.side.closed
+
+
+def test_members_that_go_and_come_are_told(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    members = [NodeAt(node=0, incarnation=1, address="a"), NodeAt(node=2, incarnation=1, address="c")]
+    node.side.say(Members(view=2, members=members, reason="it was silent for 3.1 s"))
+    node.side.publish(1, 1)
+    node.step()
+    said = capsys.readouterr().err
+    assert "atoll: node 1 was left out: it was silent for 3.1 s; 2 of 3 nodes go on" in said
+
+
+def test_two_models_are_refused(node: Node) -> None:
+    other = nn.Linear(1, 1)
+    with pytest.raises(
+        PrepareError, match="strategy 'peers' trains one model in a session; put both into one"
+    ):
+        node.session.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_what_a_note_says() -> None:
+    assert said_in(msgspec.msgpack.encode({"pace": 0.25})).pace == 0.25
+    assert said_in(b"\x00").pace == 0.0
+
+
+def test_alone_there_is_no_cpu_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "ATOLL_HUB"):
+        monkeypatch.delenv(name, raising=False)
+    with atoll.join(config()) as session:
+        model = nn.Linear(2, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert session.world == 1
