@@ -26,7 +26,6 @@ from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
-_BLOCK = 2**16  # elements that are added up at once: the sum stays in the processor's cache meanwhile
 _COLUMNS = 1024  # of 8 bytes each: the width by which a chunk's bits are summed
 
 
@@ -229,13 +228,9 @@ class GlobalParameters:
         first = step.counted[0].gradients[chunk]
         if len(step.counted) == 1:
             return first
-        mean = scratch.part("mean", first.numel(), first.dtype)
-        every = [each.gradients[chunk] for each in step.counted]
-        for start in range(0, len(mean), _BLOCK):
-            part = mean[start : start + _BLOCK]
-            torch.mul(first[start : start + _BLOCK], step.shares[0], out=part)
-            for gradients, share in zip(every[1:], step.shares[1:], strict=True):
-                part.add_(gradients[start : start + _BLOCK], alpha=share)
+        mean = torch.mul(first, step.shares[0], out=scratch.part("mean", first.numel(), first.dtype))
+        for each, share in zip(step.counted[1:], step.shares[1:], strict=True):
+            mean.add_(each.gradients[chunk], alpha=share)
         return mean
 
     def _norm(self, step: Step, clip: Clip) -> Tensor:
