@@ -99,8 +99,8 @@ class Node:
         self._rng, self._asking = rng, asking
         self._iterations, self._meetings = Ledger("iterations"), Ledger("meetings")
         self._watch = Watch(settings)
-        self._answer = Limit("a round's answers", *settings.round)
-        self._backoff = Limit("back-off", *settings.backoff)
+        self._answer = Limit("a round's answers", *settings.round, start=settings.heartbeat)
+        self._backoff = Limit("back-off", *settings.backoff, start=settings.heartbeat)
         self._rest = Limit("W's rise", *settings.rest, start=settings.heartbeat)
         self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._change: views.Change | None = None
@@ -262,6 +262,8 @@ class Node:
 
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):
+            if message.whole:
+                self._watch.handle_whole(message.report.life)
             if message.finished:
                 self._watch.handle_finished(message.report.life)
                 self._watch_at = -math.inf
@@ -607,6 +609,10 @@ class Node:
         met = self.met if self._has_met else 0
         return Report(self.life, self.view.number, self.iteration, self.applied, met, held)
 
+    def _node_report(self) -> NodeReport:
+        is_finished = self._finished_at < math.inf
+        return NodeReport(report=self._report(), finished=is_finished, whole=self.is_whole)
+
     def _acknowledge(self, now: float) -> None:
         """Say what is held, when an iteration has become whole, and at least each heartbeat."""
         ledger = self._iterations
@@ -617,7 +623,7 @@ class Node:
         if self._tell or now >= self._heartbeat_at:
             self._tell = False
             self._heartbeat_at = now + self.settings.heartbeat
-            self._to_all(NodeReport(report=self._report(), finished=self._finished_at < math.inf))
+            self._to_all(self._node_report())
 
     def _is_current(self, now: float, sender: int, report: Report) -> bool:
         """Whether a report is of a member of this view, in this view."""
@@ -628,7 +634,7 @@ class Node:
         if now >= self._newest_told.get(sender, -math.inf) + self.settings.heartbeat / 2:
             self._newest_told[sender] = now
             if report.view > self.view.number:  # whoever is asked in an old view answers with the newest
-                self._out.append(Send(sender, NodeReport(report=self._report())))
+                self._out.append(Send(sender, self._node_report()))
             else:
                 self._out.append(Send(sender, ViewDecided(view=self.view)))
         return False
@@ -695,7 +701,10 @@ class Node:
         self._watch_at = self._watch.deadline(lacking, since)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
-        wish = views.Wish(remove, tuple(joiner for joiner, _ in self._joiners.values()))
+        joiners = tuple(joiner for joiner, _ in self._joiners.values())
+        if self._watch.without_state() - remove.keys() - self._joiners.keys():
+            joiners = ()  # one newcomer after the other: or a majority might be left that has no state
+        wish = views.Wish(remove, joiners)
         old = self._wish
         if (wish.remove.keys(), wish.join) == (old.remove.keys(), old.join) or self._change is None:
             return
@@ -838,7 +847,7 @@ class Node:
         if missing and now < self._finished_at + self.settings.linger:
             return
         names = ", ".join(_name(life) for life in missing)
-        self._to_all(NodeReport(report=self._report(), finished=True))
+        self._to_all(self._node_report())
         self._out.append(Finished(f"{names} did not take all in time" if missing else "all have taken all"))
         self._is_over = True
 
