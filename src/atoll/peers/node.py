@@ -99,10 +99,10 @@ class Node:
         self._rng, self._asking = rng, asking
         self._iterations, self._meetings = Ledger("iterations"), Ledger("meetings")
         self._watch = Watch(settings)
-        self._answer = Limit("a round's answers", *settings.round)
-        self._backoff = Limit("back-off", *settings.backoff)
-        self._rest = Limit("between two rounds", *settings.rest)
-        self._fetching = Fetching(Limit("a contribution's way", *settings.fetch))
+        self._answer = Limit("a round's answers", *settings.round, start=settings.heartbeat)
+        self._backoff = Limit("back-off", *settings.backoff, start=settings.heartbeat)
+        self._rest = Limit("W's rise", *settings.rest, start=settings.heartbeat)
+        self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
         self._wish = views.Wish()
@@ -117,6 +117,8 @@ class Node:
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
+        self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
+        self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
         self._moved = True  # it holds more than when the change of the view was last polled
@@ -187,6 +189,7 @@ class Node:
         if self._wanted is None:
             self._wanted_since = now
         self._wanted = (iteration, least)
+        self._watch_at = -math.inf
         return self._advance(now)
 
     def handle_applied(self, now: float, iteration: int) -> list[Output]:
@@ -197,7 +200,7 @@ class Node:
             )
         self._iterations.done = iteration + 1
         self._rest.note(now - self._risen)
-        self._risen = now
+        self._risen, self._watch_at = now, -math.inf
         return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int) -> list[Output]:
@@ -214,6 +217,7 @@ class Node:
             for life in self._meetings.prefix:
                 self._meetings.settle(life, number)
         self._has_met, self._own_meeting = True, (number, at)
+        self._watch_at = -math.inf
         self._give(Key("meetings", number, self.life))
         self._tell = True
         return self._advance(now)
@@ -258,8 +262,11 @@ class Node:
 
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):
+            if message.whole:
+                self._watch.handle_whole(message.report.life)
             if message.finished:
                 self._watch.handle_finished(message.report.life)
+                self._watch_at = -math.inf
         elif isinstance(message, FetchParts):
             for key in message.keys:
                 if self._ledger(key).has(key):
@@ -350,7 +357,7 @@ class Node:
             return {"ask to join": self._ask_at} if self._asking is not None else {}
         timers = {
             "heartbeat": self._heartbeat_at,
-            "a member's silence or standstill": self._watch.deadline(self._lacking(), self._since()),
+            "a member's silence or standstill": self._watch_at,
             "own round": self.rounds.until,
             "another's round": self.rounds.flag_until,
             "fetch": self._fetching.deadline,
@@ -451,14 +458,15 @@ class Node:
 
     def _drop(self) -> None:
         """What every member has applied is kept no longer."""
-        keys = self._iterations.unneeded(min([self.applied, *self._floors(self._iterations)]))
-        floor = min(
-            [self.met if self._has_met else math.inf, *self._floors(self._meetings)], default=math.inf
-        )
-        for life in self._meetings.prefix:  # what all have met needs no other holder
-            if floor < math.inf:
-                self._meetings.settle(life, int(floor))
-        keys += self._meetings.unneeded(floor)
+        applied = min([self.applied, *self._floors(self._iterations)])
+        met = min([self.met if self._has_met else math.inf, *self._floors(self._meetings)])
+        if (applied, met) == self._dropped:
+            return
+        self._dropped = (applied, met)
+        if met < math.inf:  # what all have met needs no other holder
+            for life in self._meetings.prefix:
+                self._meetings.settle(life, int(met))
+        keys = self._iterations.unneeded(applied) + self._meetings.unneeded(met)
         if keys:
             self._out.append(Drop(tuple(keys)))
 
@@ -511,6 +519,8 @@ class Node:
             else:
                 rounds.go("due")
         if rounds.state == "idle":
+            rounds.go("wanted", now + self._rest.seconds)
+        if rounds.state == "looking":
             self._seek_round(now)
 
     def _seek_round(self, now: float) -> None:
@@ -599,6 +609,10 @@ class Node:
         met = self.met if self._has_met else 0
         return Report(self.life, self.view.number, self.iteration, self.applied, met, held)
 
+    def _node_report(self) -> NodeReport:
+        is_finished = self._finished_at < math.inf
+        return NodeReport(report=self._report(), finished=is_finished, whole=self.is_whole)
+
     def _acknowledge(self, now: float) -> None:
         """Say what is held, when an iteration has become whole, and at least each heartbeat."""
         ledger = self._iterations
@@ -609,7 +623,7 @@ class Node:
         if self._tell or now >= self._heartbeat_at:
             self._tell = False
             self._heartbeat_at = now + self.settings.heartbeat
-            self._to_all(NodeReport(report=self._report(), finished=self._finished_at < math.inf))
+            self._to_all(self._node_report())
 
     def _is_current(self, now: float, sender: int, report: Report) -> bool:
         """Whether a report is of a member of this view, in this view."""
@@ -620,7 +634,7 @@ class Node:
         if now >= self._newest_told.get(sender, -math.inf) + self.settings.heartbeat / 2:
             self._newest_told[sender] = now
             if report.view > self.view.number:  # whoever is asked in an old view answers with the newest
-                self._out.append(Send(sender, NodeReport(report=self._report())))
+                self._out.append(Send(sender, self._node_report()))
             else:
                 self._out.append(Send(sender, ViewDecided(view=self.view)))
         return False
@@ -631,9 +645,8 @@ class Node:
         if life not in self._iterations.acks:
             return
         for held in report.held:
-            for ledger, below in ((self._iterations, held.iterations), (self._meetings, held.meetings)):
-                acks = ledger.acks[life]
-                acks[held.life] = max(below, acks.get(held.life, 0))
+            self._iterations.acknowledge(life, held.life, held.iterations)
+            self._meetings.acknowledge(life, held.life, held.meetings)
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
         self._watch.handle_iteration(now, life, report.iteration)
@@ -646,7 +659,10 @@ class Node:
                 if life != self.life:
                     numbers = ledger.missing(life, self._room(life, ledger))
                     keys += [Key(ledger.stream, number, life) for number in numbers]
-        self._fetching.update(now, keys + [key for key in self._wanted_keys() if key not in keys])
+        keys += [key for key in self._wanted_keys() if key not in keys]
+        # What was made before the others knew a newcomer was never sent to it.
+        is_new = self._asking is not None and not self._iterations.here.get(self.life)
+        self._fetching.update(now, keys, hurry=is_new)
         if now >= self._fetching.deadline:
             for node, asked in self._fetching.poll(now, self._sources).items():
                 self._note(
@@ -678,10 +694,17 @@ class Node:
 
     def _wish_for(self, now: float) -> None:
         """Whom this node would have removed, and who wants to join."""
-        remove = self._watch.suspects(now, self._lacking(), self._since(), self._absent())
+        if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
+            return
+        lacking, since = self._lacking(), self._since()
+        remove = self._watch.suspects(now, lacking, since, self._absent())
+        self._watch_at = self._watch.deadline(lacking, since)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
-        wish = views.Wish(remove, tuple(joiner for joiner, _ in self._joiners.values()))
+        joiners = tuple(joiner for joiner, _ in self._joiners.values())
+        if self._watch.without_state() - remove.keys() - self._joiners.keys():
+            joiners = ()  # one newcomer after the other: or a majority might be left that has no state
+        wish = views.Wish(remove, joiners)
         old = self._wish
         if (wish.remove.keys(), wish.join) == (old.remove.keys(), old.join) or self._change is None:
             return
@@ -745,6 +768,7 @@ class Node:
         waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._frozen, self._wish = None, views.Wish()
+        self._dropped, self._watch_at = (-1, -1), -math.inf
         self.rounds.go("reset")
         self.rounds.stop()
         self.rounds.clear(None)
@@ -823,7 +847,7 @@ class Node:
         if missing and now < self._finished_at + self.settings.linger:
             return
         names = ", ".join(_name(life) for life in missing)
-        self._to_all(NodeReport(report=self._report(), finished=True))
+        self._to_all(self._node_report())
         self._out.append(Finished(f"{names} did not take all in time" if missing else "all have taken all"))
         self._is_over = True
 

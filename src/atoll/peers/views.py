@@ -57,7 +57,8 @@ from atoll.wire.peerviews import (
 )
 
 _NONE = Ballot(0, 0)  # below every proposer's
-_DOUBLINGS = 6  # of a wait, at most
+_DOUBLINGS = 3  # of a wait, at most
+_TIMES = 4  # that a voter is asked within the time for its answer: a message may be lost
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Acceptor:
         self.promised = ballot
         return True
 
-    def accept(self, ballot: Ballot, following: View) -> bool:
+    def vote(self, ballot: Ballot, following: View) -> bool:
         """Whether it accepts."""
         if not self.promise(ballot):
             return False
@@ -137,6 +138,7 @@ class _Proposal:
     ballot: Ballot
     until: float  # then it is given up, or makes do with a majority
     late: float  # then the last voters are asked too
+    again: float  # then whoever has not answered is asked again
     promises: dict[int, Promised] = field(default_factory=dict)
     following: View | None = None
     told: bool = False
@@ -242,7 +244,7 @@ class Change:
         if self._lacking(report, asked.next):
             return
         self._asked = None
-        if self._acceptor.accept(asked.ballot, asked.next):
+        if self._acceptor.vote(asked.ballot, asked.next):
             self._send(sender, Accepted, asked.ballot)
 
     def _learn(self, view: View) -> None:
@@ -273,7 +275,7 @@ class Change:
         self._acceptor.promise(ballot)
         self.promised = True
         self._asked = None
-        self._proposal = _Proposal(ballot, now + wait, math.inf)
+        self._proposal = _Proposal(ballot, now + wait, math.inf, now + wait / _TIMES)
         self._proposal.promises[self._me] = self._promise(report)
         self._tell(self._voters - {self._me}, Prepare(view=self.view, ballot=ballot))
         wishes = [f"node {node} out ({why})" for node, why in self._wish.remove.items()]
@@ -298,6 +300,8 @@ class Change:
             if len(proposal.accepted) >= majority(self.view):
                 self._decide(following)
                 return
+        if now >= proposal.again:
+            self._ask_again(now, proposal)
         if now >= proposal.until:
             answered = proposal.accepted if proposal.told else proposal.promises.keys()
             names = ", ".join(_name(node) for node in sorted(self._voters - answered))
@@ -331,12 +335,22 @@ class Change:
         if len(staying) < majority(self.view):  # they cannot be enough
             self._ask_last(proposal, following)
 
+    def _ask_again(self, now: float, proposal: _Proposal) -> None:
+        """A question or its answer may have been lost: whoever has not answered is asked once more."""
+        proposal.again = now + self._wait(self.settings.answer) / _TIMES
+        if proposal.following is None:
+            silent = self._voters - proposal.promises.keys()
+            self._tell(silent, Prepare(view=self.view, ballot=proposal.ballot))
+        elif proposal.told:
+            nodes = self._voters if proposal.asked_last else self._staying(proposal.following)
+            self._ask_to_accept(proposal, proposal.following, nodes - proposal.accepted)
+
     def _ask_last(self, proposal: _Proposal, following: View) -> None:
         proposal.asked_last = True
         self._ask_to_accept(proposal, following, self._voters - self._staying(following))
 
     def _ask_to_accept(self, proposal: _Proposal, following: View, nodes: set[int]) -> None:
-        if self._me in nodes and self._acceptor.accept(proposal.ballot, following):
+        if self._me in nodes and self._acceptor.vote(proposal.ballot, following):
             proposal.accepted.add(self._me)
         self._tell(nodes - {self._me}, Accept(view=self.view, ballot=proposal.ballot, next=following))
 
@@ -385,7 +399,7 @@ class Change:
             return math.inf
         if self._proposal is not None:
             last = self._proposal.late if not self._proposal.asked_last else math.inf
-            return min(self._proposal.until, last)
+            return min(self._proposal.until, self._proposal.again, last)
         # What holds an attempt up ends with a report: who polls with a new one is not kept to a time.
         return self._attempt_at if self._attempt_at > now else now + self.settings.answer
 
@@ -458,13 +472,17 @@ def voters(view: View) -> set[int]:
 
 
 def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> View:
-    """What follows `view` by the reports of a majority of its members, with `wish` granted."""
+    """What follows `view` by the reports of a majority of its members, with `wish` granted; of those who ask
+    to join as many as can be let in at a time."""
     joiners = {joiner.node: joiner for joiner in reversed(wish.join)}
     out = wish.remove.keys() | joiners.keys()
     top = _top(reports)
     entries = [_with_top(member, top) for member in view.members]
     staying = [member for member in entries if member.life.node not in out]
     removed = [member for member in entries if member.life.node in out]
+    voted = {report.life for report in reports} & {member.life for member in staying}
+    while len(staying) > 1 and joiners and len(voted) < (len(staying) + len(joiners)) // 2 + 1:
+        joiners.popitem()  # or a majority might be left that has no state
     removed = [each for each in view.removed if not _is_done(each, staying, reports)] + removed
     highest = max(
         [report.iteration for report in reports]

@@ -22,6 +22,7 @@ class _Seen:
     iteration: int = 0  # its k, as it last said
     advanced: float = 0.0  # when that rose
     finished: bool = False
+    whole: bool = False  # it has a state, as far as is known
 
 
 class Watch:
@@ -59,6 +60,14 @@ class Watch:
     def handle_finished(self, life: Life) -> None:
         if life in self._seen:
             self._seen[life].finished = True
+
+    def handle_whole(self, life: Life) -> None:
+        if life in self._seen:
+            self._seen[life].whole = True
+
+    def without_state(self) -> set[int]:
+        """The nodes of newcomers that have no state yet, as far as is known."""
+        return {life.node for life, seen in self._seen.items() if not seen.whole}
 
     def iteration(self, life: Life) -> int:
         """The k of another."""

@@ -38,10 +38,12 @@ class RoundId(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_u
 class NodeReport(Message, frozen=True):
     """Where a node is: sent when an iteration has become whole, and at least each heartbeat. Reports ride on
     all messages and acknowledge what is held; who takes part in a change of the view repeats the `held` of
-    before. `finished`: its script has ended, and it makes no other iteration."""
+    before. `finished`: its script has ended, and it makes no other iteration. Not `whole`: a newcomer that
+    has no state yet."""
 
     report: Report
     finished: bool = False
+    whole: bool = True
 
 
 class AskRound(Message, frozen=True):
