@@ -29,6 +29,7 @@ MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
 STEP = 0.1  # seconds, of an iteration: the median
 FAR = 0.2  # seconds, which no message takes: then it is lost
 PATIENCE = 400.0  # seconds in which the world must have come together again
+DOUBTS = 6.0  # seconds in which the others may remove a node that goes on again
 GOES_ON = 6  # iterations that it makes after the last fault
 
 _encoder = msgspec.msgpack.Encoder()
@@ -113,6 +114,7 @@ class World:
         self.apart: frozenset[int] = frozenset()  # these are cut off from the others
         self.limits: dict[Life, int] = {}  # of those with a minority, the first that they must not apply
         self._limits_at = -1
+        self.doubtful: dict[int, float] = {}  # by node, until when the others may remove it
         self.slowed: dict[int, float] = {schedule.nodes - 1: schedule.slow}
         self.witness = Witness()
         self.counts: defaultdict[str, int] = defaultdict(int)
@@ -501,22 +503,33 @@ class World:
             self._return_at(until, process)
         elif fault.kind == "stops":
             process.stands_until = max(process.stands_until, until)
+            self._doubt(name, until)
         elif fault.kind == "cut off" and not self.apart:
             names = range(name, name + 1 + fault.others % self.schedule.nodes)
             self.apart = frozenset(each % self.schedule.nodes for each in names)
+            for each in self.apart:
+                self._doubt(each, until)
             self._limits_at = self.clock.call_at(self.now + 4 * FAR, self._limit)
             self.clock.call_at(until, self._heal)
         elif fault.kind == "slow":
             self.slowed[name] = 5.0
+            self._doubt(name, until)
             self.clock.call_at(until, lambda: self.slowed.update({name: 1.0}))
         elif fault.kind == "device hangs":
             process.hangs_until = until
+            self._doubt(name, until)
+
+    def _doubt(self, name: int, until: float) -> None:
+        """The others may remove a node, until some time after this."""
+        self.doubtful[name] = max(until + DOUBTS, self.doubtful.get(name, 0.0))
 
     def _may_die(self, process: Process) -> bool:
-        """Whether a majority of each view that somebody is in would go on living: a majority that is dead
-        takes with it what only it knew."""
+        """Whether a majority of each view that somebody is in would go on living, of nodes that hold what it
+        began with: a majority that is dead takes with it what only it knew. Whom the others may be about to
+        remove is not counted."""
         others = [each for each in self.processes.values() if each is not process and each.alive]
-        living = {each.node.life for each in others if each.node.is_whole}
+        sure = [each for each in others if self.doubtful.get(each.name, 0.0) < self.now]
+        living = {each.node.life for each in sure if each.node.is_ready}
         views = [each.node.view for each in (*others, process) if each.node.is_member]
         if not process.node.is_member and any(len(living) < len(view.members) for view in views):
             return False  # it may be in the next view, which then has another dead one

@@ -25,15 +25,30 @@ from atoll.hub.records import (
     Knows,
     Left,
     Told,
+    Voted,
     decode_record,
     encode_record,
 )
 from atoll.hub.rings import Rings
 from atoll.store.frames import encode_frame
-from atoll.wire.messages import Fenced, Gather, Lease, StoreCall, Used
+from atoll.wire.messages import Accept, Fenced, Gather, Lease, Prepare, StoreCall, Used
+from atoll.wire.peerviews import Ballot, Life, Member, View
 
 SITES = {"paris": 1, "berlin": 1}
-KINDS = ("worker", "shard", "site", "left", "died", "lease", "news", "fenced", "gather", "key", "beat")
+KINDS = (
+    "worker",
+    "shard",
+    "site",
+    "left",
+    "died",
+    "lease",
+    "news",
+    "fenced",
+    "gather",
+    "key",
+    "beat",
+    "vote",
+)
 
 # Two workers with samples, in a ring where the run is one.
 BEGIN = [("worker", 1, 0, 1), ("worker", 2, 0, 2), ("gather", 0, 0, 0), ("gather", 0, 1, 0)]
@@ -95,6 +110,8 @@ class Hub:
             self.answers.append(gone)
         elif kind == "lease":
             self.lease(who, what, small)
+        elif kind == "vote":
+            self.vote(who % 2, what, small)
         elif kind in ("news", "fenced"):
             self.told(kind == "news", who, what, small)
         else:
@@ -137,6 +154,18 @@ class Hub:
         told = Told(at=self.now, log=log, fenced=fenced)
         self.answers.append(self.book.told(told))
         self.records.append(told)
+
+    def vote(self, node: int, what: int, small: int) -> None:
+        """Of two nodes, in one of two views; small: whether it asks for a promise or for more."""
+        members = tuple(Member(Life(each, 0)) for each in range(2))
+        view, ballot = View(1, 1 + what // 5, members), Ballot(what % 5, node)
+        following = View(1, view.number + 1, (members[node],))
+        accept = Accept(view=view, ballot=ballot, next=following)
+        voted = Voted(at=self.now, node=node, message=accept if small else Prepare(view=view, ballot=ballot))
+        before = self.book.witness.state
+        self.answers.append(self.book.vote(voted))
+        if self.book.witness.state != before:
+            self.records.append(voted)
 
     def ring(self, kind: str, what: int, small: int) -> None:
         live = sorted(self.book.members.live().values())

@@ -30,7 +30,9 @@ from atoll.hub.records import (
     Promoted,
     TimePassed,
     Told,
+    Voted,
 )
+from atoll.peers.witness import Answer, Witness
 from atoll.store.leases import Key, Leases
 from atoll.store.members import FLOOR_SECONDS, Admission, Membership
 from atoll.wire.messages import AnyMessage, Lease, Leased, Used
@@ -120,6 +122,7 @@ class Book:
         self.groups: GroupsOf | None = None
         self.fences: dict[str, set[Key]] = {GLOBAL: set(), **{site: set() for site in self.members.sites}}
         self.begun = self.over = False
+        self.witness = Witness()
         self._site_of: dict[Key, str] = {}  # of every worker that has ever come
         self._dealt: dict[tuple[int, int], Counter[int]] = {}  # (sampler, epoch) under way -> rank -> samples
 
@@ -145,6 +148,8 @@ class Book:
             self.pair(record)
         elif isinstance(record, Promoted):
             self.members.pairs[record.shard].promote()
+        elif isinstance(record, Voted):
+            self.vote(record)
         elif isinstance(record, Over):
             self.over = True
         elif isinstance(record, Knows):
@@ -235,6 +240,10 @@ class Book:
         """To the global log a site is one worker."""
         self.fences[GLOBAL].add((list(self.members.sites).index(site), incarnation))
 
+    def vote(self, record: Voted) -> Answer | None:
+        """A node wants the witness's vote; None to who has no business to ask."""
+        return self.witness.handle(record.node, record.message)
+
     # -- samples ------------------------------------------------------------------------------------------
 
     def lease(self, record: Asked) -> tuple[Leased, bool]:
@@ -308,6 +317,7 @@ class Book:
             self.over,
             self.rings.state() if self.rings is not None else b"",
             self.groups.state() if self.groups is not None else b"",
+            self.witness.state,
         )
 
     def restore(self, now: float, state: BookState) -> None:
@@ -318,6 +328,7 @@ class Book:
         self.fences = {log: set(map(tuple, fences)) for log, fences in state.fences.items()}  # type: ignore[arg-type]
         self._dealt = {key: Counter(dealt) for key, dealt in state.dealt.items()}
         self.begun, self.over = state.begun, state.over
+        self.witness = Witness(state.witness)
         if self.rings is not None:
             self.rings.restore(now, state.rings)
         if self.groups is not None and state.groups:

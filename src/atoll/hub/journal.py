@@ -1,8 +1,9 @@
 """The hub's journal: a file to which records are appended before anybody is answered out of them.
 
 Each record is a frame (`store/frames.py`) without a payload. Records are written whole by one call where the
-system lets them, and not synced: what was written outlives the process (kill -9), and not a loss of power. A
-record at the end that is not whole was answered to nobody, and is cut off.
+system lets them, and not synced: what was written outlives the process (kill -9), and not a loss of power.
+Votes alone are synced: a hub that forgot one could vote twice differently. A record at the end that is not
+whole was answered to nobody, and is cut off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from atoll.core.errors import UserError
 from atoll.core.points import reach
-from atoll.hub.records import AnyRecord, Began, DamagedError, decode_record, encode_record
+from atoll.hub.records import AnyRecord, Began, DamagedError, Voted, decode_record, encode_record
 from atoll.store.frames import Kind, encode_frame, frames, is_damaged, is_other_kind
 
 FILE = "hub.journal"  # in the hub's directory
@@ -81,6 +82,8 @@ class HubJournal:
         raw = _encode(records, self._stamp)
         try:
             _write(self._file, raw)
+            if any(isinstance(record, Voted) for record in records):
+                os.fsync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._end)
@@ -97,6 +100,7 @@ class HubJournal:
         try:
             os.ftruncate(file, 0)
             _write(file, raw)
+            os.fsync(file)  # votes are in it
             reach("hub.compacted", self.commits)
             beside.replace(self.path)
         except OSError:

@@ -12,9 +12,10 @@ from typing import Union
 import msgspec
 
 from atoll.core.errors import AtollError
+from atoll.peers.witness import WitnessState
 from atoll.store.leases import Key, LeasesState
 from atoll.store.members import MembershipState
-from atoll.wire.messages import AnyMessage, Fenced, InGroup, JoinGroup, Lease
+from atoll.wire.messages import Accept, AnyMessage, Fenced, InGroup, JoinGroup, Lease, Prepare
 
 
 class DamagedError(AtollError):
@@ -134,6 +135,13 @@ class InGroups(Record, frozen=True):
     patience: float = 0.0
 
 
+class Voted(Record, frozen=True):
+    """A node of a run without a server asked for the hub's vote on a view, and got it."""
+
+    node: int
+    message: Prepare | Accept
+
+
 class TimePassed(Record, frozen=True):
     """By `at`, groups were given up, or opened."""
 
@@ -155,6 +163,7 @@ class BookState:
     over: bool
     rings: bytes
     groups: bytes = b""
+    witness: WitnessState | None = None
 
 
 class Knows(Record, frozen=True):
@@ -165,7 +174,7 @@ class Knows(Record, frozen=True):
 
 AnyRecord = Union[
     Began, Came, Left, Died, Asked, Told, InRing, Paired, Promoted, Paced, Linked, Decided, InGroups,
-    TimePassed, Over, Knows,
+    TimePassed, Voted, Over, Knows,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,15 +33,19 @@ from atoll.hub.records import (
     Left,
     Over,
     Told,
+    Voted,
 )
 from atoll.hub.rings import Rings
 from atoll.hub.sites import Sites
 from atoll.net.endpoint import Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
+from atoll.peers.views import describe
 from atoll.store.members import Admission
 from atoll.wire import messages
 from atoll.wire.messages import (
     VERSION,
+    Accept,
+    Accepted,
     AnyMessage,
     Enter,
     Fenced,
@@ -57,6 +61,7 @@ from atoll.wire.messages import (
     LinkPlace,
     Looked,
     LostTouch,
+    Prepare,
     Reform,
     Refused,
     Serves,
@@ -70,10 +75,12 @@ from atoll.wire.messages import (
 )
 
 GUEST = "guest"  # the role of who only asks which run this is
+NODE = "node"  # the role of who only wants votes on views
 LIMIT = 2**21  # bytes of a message: the addresses of the most shards
 _LOOK_SECONDS = 0.25  # the longest wait for a message
 _MESSAGES = 256  # handled in one go, before deaths are looked for
 _WAITING = 4096  # peers that wait for an answer: no more are kept
+_NODES = 4096  # connections for votes: of more, the oldest are forgotten
 _MISSING_SECONDS = 5.0  # that shards are waited for before people are told
 _RETRY_SECONDS = 5.0  # before a journal that could not be written is tried again
 
@@ -142,6 +149,10 @@ class Hub:
         self._journal = journal
         self._new: list[AnyRecord] = []  # records of this turn
         self._outgoing: list[tuple[bytes, AnyMessage]] = []  # this turn's answers
+        self._votes: list[
+            tuple[bytes, AnyMessage]
+        ] = []  # answers that are given only if they are written down
+        self._nodes: dict[bytes, int] = {}  # who wants votes: whose connection is which node's
         self._journal_fails_until = 0.0  # by the clock; 0: it does not fail
         self._log = LogLink(
             keys,
@@ -312,6 +323,9 @@ class Hub:
         written = bool(self._new)
         if self._journal is not None:
             self._write(self._journal)
+            if not self._journal_fails_until:
+                self._outgoing += self._votes
+        self._votes.clear()
         self._new.clear()
         outgoing, self._outgoing = self._outgoing, []
         for peer, message in outgoing:
@@ -372,6 +386,8 @@ class Hub:
         elif isinstance(message, (LinkPlace, LinkMeasured)):
             if self._groups is not None:
                 self._groups.handle_links(message)
+        elif isinstance(message, (Prepare, Accept)):
+            self._handle_vote(peer, message)
         elif isinstance(message, Goodbye):
             self._handle_goodbye(peer, message)
         elif isinstance(message, WhereAreShards):
@@ -390,6 +406,12 @@ class Hub:
             return
         if hello.role == GUEST:
             self._welcome(peer, hello.role, "", -1, 0)
+            return
+        if hello.role == NODE:
+            self._nodes.pop(peer, None)
+            self._nodes[peer] = hello.worker
+            if len(self._nodes) > _NODES:
+                del self._nodes[next(iter(self._nodes))]
             return
         if hello.role == "shard" and self._members.pairs:
             self._pairs.handle_hello(peer, hello)
@@ -530,6 +552,30 @@ class Hub:
         if gone is not None:
             self._new.append(left)
             self._see_off(incarnation, gone, "left", "it said goodbye")
+
+    # -- views of a run without a server ------------------------------------------------------------------
+
+    def _handle_vote(self, peer: bytes, message: Prepare | Accept) -> None:
+        """A node asks the witness. Without a journal the hub has no vote: one that is started again under the
+        run's name would not know what it has voted."""
+        name = type(message).__name__
+        if self._journal is None:
+            self._refuse(peer, "this hub has no directory to keep votes in; give it --directory", name)
+        elif peer not in self._nodes:
+            self._refuse(peer, "say Hello first", name)
+        else:
+            voted = Voted(at=self._clock.now(), node=self._nodes[peer], message=message)
+            before = self._book.witness.state
+            answer = self._book.vote(voted)
+            if answer is None:
+                self._refuse(peer, "the hub votes on what follows views of two nodes, for these two", name)
+                return
+            self._votes.append((peer, answer))
+            if self._book.witness.state != before:
+                self._new.append(voted)
+                if isinstance(message, Accept) and isinstance(answer, Accepted):
+                    reason = f"node {voted.node} asked for the hub's vote: of two nodes and it two decide"
+                    self._decisions.add("view", describe(message.view, message.next), reason)
 
     # -- shards -------------------------------------------------------------------------------------------
 

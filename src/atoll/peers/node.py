@@ -161,6 +161,12 @@ class Node:
         return self.is_member and self._source is None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it holds all that its view began with, and so votes on the next. A majority that is not
+        ready cannot go on without the others."""
+        return self.is_whole and self._change is not None and self._change.ready
+
+    @property
     def met(self) -> int:
         return self._meetings.done
 

@@ -24,7 +24,7 @@ class Settings:
     round: tuple[float, float] = (0.05, 10.0)  # for the answers to a round
     backoff: tuple[float, float] = (0.01, 2.0)  # T, after a refusal, before jitter
     rest: tuple[float, float] = (0.2, 30.0)  # for W to rise, before a round and between two
-    fetch: tuple[float, float] = (0.05, 10.0)  # until what others hold is asked for (again)
+    fetch: tuple[float, float] = (0.25, 10.0)  # until what others hold is asked for (again)
     linger: float = 30.0  # at the end, for those who have not got everything
 
     def __post_init__(self) -> None:

@@ -506,7 +506,7 @@ def next_view(view: View, wish: Wish, reports: Sequence[Report], ahead: int) -> 
     return View(view.founding, view.number + 1, members, tuple(removed), last)
 
 
-def describe(before: View, after: View, reasons: Mapping[int, str]) -> str:
+def describe(before: View, after: View, reasons: Mapping[int, str] = {}) -> str:
     """What has changed from view to view, in words."""
     was, now = ({member.life for member in view.members} for view in (before, after))
     words = [

@@ -8,6 +8,8 @@ Source: S0, "Members come and go"; `views.py` says why two halves never both dec
 
 from __future__ import annotations
 
+from typing import TypeAlias, Union
+
 from atoll.peers.views import Acceptor, voters
 from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import (
@@ -21,6 +23,8 @@ from atoll.wire.peerviews import (
     View,
     ViewDecided,
 )
+
+Answer: TypeAlias = Union[Promised, Accepted, Outbid, ViewDecided]
 
 
 class WitnessState(Part, frozen=True):
@@ -46,9 +50,7 @@ class Witness:
             return None
         return WitnessState(self._view, self._acceptor.promised, self._acceptor.accepted)
 
-    def handle(
-        self, sender: int, message: Prepare | Accept
-    ) -> Promised | Accepted | Outbid | ViewDecided | None:
+    def handle(self, sender: int, message: Prepare | Accept) -> Answer | None:
         """The answer to a member's question; None to who has no business here: a view that does not have two
         members, a node that is not in it, or an older founding of the run."""
         view, ballot = message.view, message.ballot

@@ -45,13 +45,15 @@ class Hello(Message, frozen=True):
     From the hub to shard 0, `role` is "hub"; from a shard's primary to its standby, "primary". Where the run
     has sites, a worker names its own, also to its shard, which knows by it who has come to an old port; a
     site's shard is a "site" to the hub, and to the global shards a worker, whose rank is the site's index.
+    A node of strategy `peers` says it to the hub, over a connection for votes alone, as "node", with its
+    number as `worker`; that is answered only where it is refused.
     A group of several says Hello to shards as one worker, with what the hub gave the group; `member` tells
     its connections apart: the rank in the run of the member whose connection it is.
     """
 
     version: int
     run: Name
-    role: Name  # "worker", "shard", "site", "hub", "primary"
+    role: Name  # "worker", "shard", "site", "hub", "primary", "node"
     worker: int = -1
     incarnation: Count = 0
     shard: int = -1

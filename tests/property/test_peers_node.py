@@ -1,0 +1,146 @@
+"""Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, comes
+twice or out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peers_world import Fault, Schedule, World, run
+
+FAULTS = st.builds(
+    Fault,
+    kind=st.sampled_from(["dies", "stops", "cut off", "slow", "device hangs"]),
+    after=st.floats(0.0, 2.0),
+    who=st.integers(0, 4),
+    lasts=st.sampled_from([0.3, 1.0, 3.0, 6.0]),
+    others=st.integers(0, 2),
+)
+SCHEDULES = st.builds(
+    Schedule,
+    seed=st.integers(0, 2**32 - 1),
+    nodes=st.integers(1, 5),
+    stale_max=st.sampled_from([0, 1, 2, 4]),
+    faults=st.lists(FAULTS, max_size=4).map(tuple),
+    loss=st.sampled_from([0.0, 0.05, 0.2]),
+    repeats=st.sampled_from([0.0, 0.2]),
+    slow=st.sampled_from([1.0, 4.0]),
+    hub=st.booleans(),
+)
+
+
+def drawn(seed: int, most: int = 3, iterations: int = 6) -> Schedule:
+    """A schedule of a seed: small ones, so that there can be many."""
+    rng = random.Random(seed)
+    faults = tuple(
+        Fault(
+            rng.choice(["dies", "dies", "stops", "cut off", "slow", "device hangs"]),
+            rng.random() * 2,
+            rng.randrange(5),
+            rng.choice([0.3, 1.0, 3.0, 6.0]),
+            rng.randrange(3),
+        )
+        for _ in range(rng.randrange(most + 1))
+    )
+    return Schedule(
+        seed,
+        nodes=rng.choice([1, 2, 2, 3, 3, 3, 4, 5]),
+        stale_max=rng.choice([0, 1, 2, 4]),
+        faults=faults,
+        loss=rng.choice([0.0, 0.0, 0.05, 0.2]),
+        repeats=rng.choice([0.0, 0.2]),
+        slow=rng.choice([1.0, 4.0]),
+        hub=rng.random() < 0.5,
+        iterations=iterations,
+    )
+
+
+@settings(max_examples=150)
+@given(schedule=SCHEDULES)
+def test_what_must_always_hold(schedule: Schedule) -> None:
+    run(schedule)
+
+
+@pytest.mark.parametrize("start", range(0, 1400, 200))
+def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
+    for seed in range(start, start + 200):
+        run(drawn(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(8))
+def test_a_million_steps(start: int) -> None:
+    """Steps of all eight together: each is one call of a node."""
+    steps, seed = 0, 10**6 * (start + 1)
+    while steps < 125_000:
+        steps += run(drawn(seed, most=8, iterations=20)).steps
+        seed += 1
+
+
+# Every schedule that ever failed, and what was wrong then.
+FAILED = {
+    "a member that is silent was looked for again and again": Schedule(
+        0,
+        4,
+        0,
+        (Fault("dies", 0.52, 7, 6.0, 1), Fault("slow", 0.72, 3, 1.0, 1), Fault("stops", 1.51, 4, 1.0, 1)),
+        repeats=0.2,
+        slow=4.0,
+    ),
+    "a change of the view was begun, and nobody ended it": Schedule(
+        118, 2, 1, (Fault("dies", 1.41, 4, 0.3, 1), Fault("cut off", 1.77, 7, 3.0, 2))
+    ),
+    "voters were asked once, and waited for ever longer": Schedule(
+        279,
+        4,
+        1,
+        (Fault("dies", 0.98, 2, 3.0), Fault("cut off", 1.15, 3, 6.0)),
+        loss=0.2,
+        repeats=0.2,
+        hub=True,
+    ),
+    "a newcomer took the state that it had asked for before": Schedule(
+        646, 3, 2, (Fault("device hangs", 0.77, 5, 6.0),), loss=0.05, repeats=0.2, hub=True
+    ),
+    "a newcomer was let in and removed before it knew": Schedule(
+        5076,
+        3,
+        1,
+        (Fault("dies", 0.177, 1, 0.3, 2), Fault("cut off", 0.704, 4, 6.0), Fault("slow", 0.308, 5, 0.3, 1)),
+        repeats=0.2,
+        slow=4.0,
+        hub=True,
+    ),
+    "what a newcomer had not made was taken for what it had applied": Schedule(
+        5017, 3, 2, (Fault("dies", 0.9, 0, 1.0),), loss=0.05
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", FAILED.values(), ids=FAILED.keys())
+def test_a_schedule_that_failed_once(schedule: Schedule) -> None:
+    run(schedule)
+
+
+def test_what_the_properties_are_about_does_happen() -> None:
+    """Rounds that end, that are refused and that meet, fetches, removals, returns, changes of views."""
+    counts: dict[str, int] = {}
+    for seed in range(40):
+        for what, count in run(drawn(seed, most=5)).counts.items():
+            counts[what] = counts.get(what, 0) + count
+    for what in ("round ended", "round refused", "round late", "round given up", "round over", "fetched"):
+        assert counts.get(what, 0) >= 5, (what, counts)
+    for what in ("removed", "joined", "suspected", "view", "dies", "cut off", "stops", "device hangs"):
+        assert counts.get(what, 0) >= 3, (what, counts)
+
+
+def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> None:
+    for stale_max in (0, 4):
+        world = World(Schedule(1, 4, stale_max, iterations=40))
+        world.settings = world.settings
+        world.run()
+        assert world.counts["round started"] <= 2, world.counts
+        assert not world.counts["suspected"], world.counts
+        assert not world.counts["view"], world.counts
