@@ -142,7 +142,7 @@ class Network:
         troubles = [way.client.trouble for way in link.ways]
         return link.refusal or next(filter(None, troubles), "" if link.is_up else "it has not answered yet")
 
-    def connect(self, at: NodeAt) -> None:
+    def link_to(self, at: NodeAt) -> None:
         """Have connections to this node, in place of any to an earlier incarnation or another address."""
         if at.node == self._begin.node:
             return
@@ -316,7 +316,7 @@ class Network:
         )
         at = NodeAt(greet.node, greet.incarnation, greet.address)
         if new:
-            self.connect(at)
+            self.link_to(at)
             self._met.append(Met(at, up=False))
         self._note_trains(greet.node, greet.digest, greet.number)
         return ""

@@ -217,7 +217,7 @@ class CpuSideProcess:
         assert begin is not None
         self._nodes = [each for each in message.nodes if each.node != begin.node]
         for each in self._nodes:
-            self._network.connect(each)
+            self._network.link_to(each)
         if message.late:
             self._entering = Entering(begin.timeout, returned=False)
             return
@@ -317,7 +317,7 @@ class CpuSideProcess:
         if self._is_over:
             return
         node = self._node
-        self._model.put(node.life, message)
+        self._model.keep_own(node.life, message)
         if self._publishes_own:
             self._dirty = True
         self._counting.waits(False)
@@ -350,7 +350,7 @@ class CpuSideProcess:
         node = self._node
         at = message.at if message.at >= d.NO_MORE else max(0, message.at - self._shift)
         key = Key("meetings", message.number, node.life)
-        self._meetings.put(key, message.what, message.payload, self._meetings.since)
+        self._meetings.keep(key, message.what, message.payload, self._meetings.since)
         self._do(node.handle_met(time.monotonic(), message.number, at))
 
     def _handle_want_state(self, _: d.WantState, descriptors: list[int]) -> None:
@@ -525,7 +525,7 @@ class CpuSideProcess:
     def _hear_meeting_part(self, message: n.MeetingPart, payload: memoryview | None) -> None:
         key = message.key
         if key.stream == "meetings" and key not in self._meetings and self._wants(key):
-            self._meetings.put(key, message.what, bytes(payload or b""), message.since)
+            self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
 
     def _compare(self, sender: int, iteration: int, digest: bytes) -> None:
@@ -628,7 +628,7 @@ class CpuSideProcess:
         life, members = self._node.life, output.view.members
         for each in members:
             if each.life.node != life.node:
-                self._network.connect(d.NodeAt(each.life.node, self._process_of(each), each.address))
+                self._network.link_to(d.NodeAt(each.life.node, self._process_of(each), each.address))
             elif self._entering is not None:
                 self._entering.first = each.first
         here = {each.life.node for each in members}
