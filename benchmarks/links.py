@@ -13,10 +13,8 @@ not keep up with is in them too: then links were worse than they shall be.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,10 +25,10 @@ from statistics import median
 from typing import Any
 
 from atoll.core.events import Regrouped
-from atoll.lab.report import RECORD
 from atoll.observe.journal import JournalReader
 from common import ROOT, options, output_folder, write_results
 from links_worker import Plan, Record
+from runs import in_lab, steady_rate
 
 WORKER = Path(__file__).with_name("links_worker.py")
 TOPOLOGY = ROOT / "examples" / "lab" / "two-by-three.toml"
@@ -82,26 +80,13 @@ def run(contestant: Contestant, seed: int, quick: bool) -> Outcome:
         text = TOPOLOGY.read_text(encoding="utf-8")
         text = re.sub(r"^groups = .*$", f"groups = {contestant.groups}", text, flags=re.MULTILINE)
         text = re.sub(r"^group_by = .*$", f'group_by = "{contestant.by}"', text, flags=re.MULTILINE)
-        (folder / "lab.toml").write_text(text, encoding="utf-8")
-        (folder / "atoll.toml").write_text('[run]\nstrategy = "ps-hra"\n', encoding="utf-8")
         plan = json.dumps(asdict(Plan(WIDTH, BATCH, samples, PASSES, seed)))
-        lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
-        ended = subprocess.run(
-            [*lab, sys.executable, str(WORKER), str(folder), plan],
-            cwd=folder,
-            env={**os.environ, "ATOLL_CONFIG": str(folder / "atoll.toml"), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if ended.returncode:
-            raise SystemExit(f"{contestant.name}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-        return outcome(contestant, folder)
+        command = [sys.executable, str(WORKER), str(folder), plan]
+        lab = in_lab(folder, text, '[run]\nstrategy = "ps-hra"\n', command, DEADLINE)
+        return outcome(contestant, folder, lab)
 
 
-def outcome(contestant: Contestant, folder: Path) -> Outcome:
+def outcome(contestant: Contestant, folder: Path, lab: dict[str, Any]) -> Outcome:
     """What a run's records say."""
     records = [
         Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))) for rank in range(WORKERS)
@@ -119,8 +104,10 @@ def outcome(contestant: Contestant, folder: Path) -> Outcome:
     end = min(record.steps[-1] for record in records)
     # Who is left when others have no more data may be grouped anew: that is no start.
     begin = max([record.steps[WARM] for record in records] + [when for when in moved if when < end])
-    each = [_rate(record, begin, end) for record in records]
-    lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
+    each = [
+        steady_rate(record.rank, record.steps, [record.batch] * len(record.steps), (begin, end))
+        for record in records
+    ]
     return Outcome(
         contestant=contestant.name,
         samples_per_second=sum(each),
@@ -130,16 +117,6 @@ def outcome(contestant: Contestant, folder: Path) -> Outcome:
         links=re.findall(r"^\S+ links: (.*)$", log, flags=re.MULTILINE),
         behind=int(lab["emulator"]["behind_seconds"]),
     )
-
-
-def _rate(record: Record, begin: float, end: float) -> float:
-    """Samples per second between the first and the last step in the window, which ends with neither."""
-    inside = [when for when in record.steps if begin <= when <= end]
-    if len(inside) < 2:
-        raise SystemExit(
-            f"worker {record.rank} made {len(inside)} steps in {end - begin:.1f} s of steady state"
-        )
-    return record.batch * (len(inside) - 1) / (inside[-1] - inside[0])
 
 
 def cases(outcomes: dict[str, list[Outcome]]) -> list[dict[str, Any]]:

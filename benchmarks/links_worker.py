@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
+from runs import write_record
 
 INPUTS = 16
 
@@ -78,9 +79,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             record.steps.append(time.time())
-    path = folder / f"{record.rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(asdict(record)), encoding="utf-8")
-    path.with_suffix(".new").replace(path)
+    write_record(record, folder / f"{record.rank}.json")
 
 
 if __name__ == "__main__":

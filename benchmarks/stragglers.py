@@ -36,6 +36,7 @@ from atoll.core.events import Regrouped
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from common import options, output_folder, write_results
+from runs import spread, steady_rate
 from stragglers_worker import BATCH, Plan, Record
 
 WORKER = Path(__file__).with_name("stragglers_worker.py")
@@ -180,7 +181,10 @@ def outcome(
     first = max(record.steps[0] for record in records)
     begin = max(grouped, *(record.steps[min(WARM, len(record.steps) // 4)] for record in records))
     end = min(record.steps[-1] for record in records)
-    each = [_rate(record, begin, end) for record in records]
+    each = [
+        steady_rate(record.rank, record.steps, [record.samples] * len(record.steps), (begin, end))
+        for record in records
+    ]
     curve = sorted((when - first, loss) for record in records for when, loss in record.held_out)
     return Outcome(
         contestant=contestant,
@@ -194,16 +198,6 @@ def outcome(
         groups=groups,
         groupings=groupings,
     )
-
-
-def _rate(record: Record, begin: float, end: float) -> float:
-    """Samples per second between the first and the last step in the window, which ends with neither."""
-    inside = [when for when in record.steps if begin <= when <= end]
-    if len(inside) < 2:
-        raise SystemExit(
-            f"worker {record.rank} made {len(inside)} steps in {end - begin:.1f} s of steady state"
-        )
-    return record.samples * (len(inside) - 1) / (inside[-1] - inside[0])
 
 
 def time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
@@ -230,7 +224,7 @@ def case(setting: Setting, name: str, own: list[Outcome], rival: list[Outcome]) 
         "computing": setting.computing,
         "samples_per_second": median(each.samples_per_second for each in own),
         "rival_samples_per_second": median(each.samples_per_second for each in rival),
-        "ratio": _spread(speeds),
+        "ratio": spread(speeds),
         "most": setting.ideal(name) / setting.ideal(DDP),
         "target": target,
         "met": None if target is None else median(speeds) >= target,
@@ -258,15 +252,11 @@ def _to_loss(own: list[Outcome], rival: list[Outcome]) -> dict[str, Any]:
         "held_out": [mine.held_out[-1][1] for mine in own],
         "rival_seconds": median(other.seconds for other in rival),
         "parts": parts,
-        "part": _spread(there) if there else None,
+        "part": spread(there) if there else None,
         "not_reached": len(parts) - len(there),
         "target": TIME_TARGET,
         "met": whole and median(there) <= TIME_TARGET,
     }
-
-
-def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    return {"median": median(ratios), "least": min(ratios), "most": max(ratios), "rounds": len(ratios)}
 
 
 def _rounded(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -15,9 +15,7 @@ is its time for a step times the steps. Each round is a seed, in a new random or
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +25,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from atoll.lab.report import RECORD
 from common import options, output_folder, write_results
+from runs import in_lab
 from wantrain_worker import Plan, Record
 
 WORKER = Path(__file__).with_name("wantrain_worker.py")
@@ -102,28 +100,14 @@ def run(contestant: Contestant, seed: int, steps: int) -> Outcome:
     stop = min(steps, SHORT) if contestant.timed else steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "lab.toml").write_text(topology(contestant, seed), encoding="utf-8")
-        (folder / "atoll.toml").write_text(configuration(contestant), encoding="utf-8")
         plan = json.dumps(asdict(Plan(seed, WORKERS, BATCH, steps, stop, min(LOOK, steps))))
-        lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
-        ended = subprocess.run(
-            [*lab, sys.executable, str(WORKER), str(folder), plan],
-            cwd=folder,
-            env={**os.environ, "ATOLL_CONFIG": str(folder / "atoll.toml"), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if ended.returncode:
-            raise SystemExit(f"{contestant.name}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
+        command = [sys.executable, str(WORKER), str(folder), plan]
+        lab = in_lab(folder, topology(contestant, seed), configuration(contestant), command, DEADLINE)
         records = [
             Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")))
             for rank in range(WORKERS)
         ]
-        lab_record = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
-    return outcome(seed, records, lab_record)
+    return outcome(seed, records, lab)
 
 
 def outcome(seed: int, records: Sequence[Record], lab: dict[str, Any]) -> Outcome:

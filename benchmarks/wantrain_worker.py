@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
 
 import atoll
+from runs import write_record
 from workloads import gpt, gpt_adamw
 
 CONTEXT = 64
@@ -82,9 +83,7 @@ def main() -> None:
                 looked += time.monotonic() - start
             if made == plan.stop:
                 break
-    path = folder / f"{record.rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(asdict(record)), encoding="utf-8")
-    path.with_suffix(".new").replace(path)
+    write_record(record, folder / f"{record.rank}.json")
 
 
 if __name__ == "__main__":
