@@ -64,3 +64,12 @@ def steady_rate(
 def spread(ratios: Sequence[float]) -> dict[str, float]:
     """The ratios of the rounds, in numbers."""
     return {"median": median(ratios), "least": min(ratios), "most": max(ratios), "rounds": len(ratios)}
+
+
+def time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """When a held-out loss of at most `loss` is first reached, and the mean of the rest is no worse."""
+    for place, (when, reached) in enumerate(curve):
+        rest = [value for _, value in curve[place:]]
+        if reached <= loss and sum(rest) / len(rest) <= loss:
+            return when
+    return None

@@ -36,7 +36,7 @@ from atoll.core.events import Regrouped
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from common import options, output_folder, write_results
-from runs import spread, steady_rate
+from runs import spread, steady_rate, time_to
 from stragglers_worker import BATCH, Plan, Record
 
 WORKER = Path(__file__).with_name("stragglers_worker.py")
@@ -198,15 +198,6 @@ def outcome(
         groups=groups,
         groupings=groupings,
     )
-
-
-def time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """When a held-out loss of at most `loss` is first reached, and the mean of the rest is no worse."""
-    for place, (when, reached) in enumerate(curve):
-        rest = [value for _, value in curve[place:]]
-        if reached <= loss and sum(rest) / len(rest) <= loss:
-            return when
-    return None
 
 
 # -- the cases ---------------------------------------------------------------------------------------------
