@@ -96,7 +96,7 @@ class Part:
     def plan(self, seed: int, quick: bool) -> Plan:
         steps = DEALT_STEPS if self.dealt else STEPS
         steps = round(QUICK * steps) if quick else steps
-        return Plan(steps, MEDIAN, self.shares, list(self.slow), seed, self.dealt)
+        return Plan(steps, MEDIAN, BATCH, list(self.slow), self.shares, seed, self.dealt)
 
     def configuration(self, contestant: Contestant) -> str:
         batch = f"global_batch = {sum(self.shares)}\n" if self.dealt else ""

@@ -4,16 +4,16 @@
 
 Four peers train a small byte-level GPT on the standard library's source, over TCP on loopback: the same
 model, data, optimizer and seed, 16 windows in each step of the model (benchmarks/peers_rivals_worker.py).
-Computing is emulated, by sleeping: 100 ms for a peer's four windows; then 400 ms on one of them. Under peers a
-batch is dealt by speed (`session.batches`); in hivemind, whoever is fast brings more gradients into a step, by
-its own design.
+Computing is emulated, by sleeping: 100 ms for a peer's four windows; then 400 ms on one of them. Under peers
+a batch is dealt by speed (`session.batches`); in hivemind, whoever is fast brings more gradients into a step,
+by its own design.
 
-The loss to reach is within 2 % of what DistributedDataParallel has after so many steps of the same round, with
-no slow peer; all may take half as many steps more. Time counts from when the last worker began its first batch.
-The runs take turns, in a new random order in each round.
+The loss to reach is within 2 % of what DistributedDataParallel has after so many steps of the same round,
+with no slow peer; all may take half as many steps more. Time counts from when the last worker began its first
+batch. The runs take turns, in a new random order in each round.
 
 PYTHON is an interpreter in whose environment hivemind, or torchft, is installed beside the same torch, and
-Atoll, whose models and data they use. A system that is not given, or fails, is in the results with the reason.
+Atoll, whose models and data they use. A system that is not given, or fails, is in the results with why.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def outcome(system: System, records: Sequence[Record]) -> Outcome:
     last = [record.held_out[-1][1] for record in records]
     return Outcome(
         system=system.name,
-        seconds=max(record.end for record in records) - begin,
+        seconds=min(record.end for record in records) - begin,
         steps=records[0].steps,
         batches=[record.batches for record in records],
         held_out=[(round(when - begin, 2), round(loss, 5)) for when, loss in records[0].held_out],
@@ -285,8 +285,8 @@ def main() -> int:
     wanted = [loss_wanted(each) if isinstance(each, Outcome) else float("nan") for each in references]
     cases = []
     for setting in COMPUTING:
-        own = outcomes.get((setting, ATOLL[0].name))
-        ours = times_to(own, wanted) if own else [None] * len(wanted)
+        mine = outcomes.get((setting, ATOLL[0].name))
+        ours = times_to(mine, wanted) if mine else [None] * len(wanted)
         cases += [case(setting, system, outcomes[setting, system.name], wanted, ours) for system in pythons]
     for each in cases:
         print(line(each), flush=True)

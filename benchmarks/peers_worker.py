@@ -37,14 +37,15 @@ TRIES = 5  # of each exchange that is measured before the training
 @dataclass(frozen=True)
 class Plan:
     """What a training is. A node takes a draw of its own from the lognormal for each step, times its `slow`,
-    for a batch of its `shares`, and in proportion for others."""
+    for `batch` samples, and in proportion for others."""
 
     steps: int
     median: float  # seconds of a step's computing
-    shares: list[int]  # samples of a node's batch that take so long; without synchronisation it has these
+    batch: int
     slow: list[float]  # by node
+    shares: list[int]  # samples of each node's batch, where they are not dealt
     seed: int
-    dealt: bool = False  # under Atoll: by session.batches, in place of the plan's shares
+    dealt: bool = False  # under Atoll: by session.batches
 
     def draws(self, node: int) -> Any:
         """The seconds of this node's steps, the same for every contestant."""
@@ -114,9 +115,9 @@ def train(
     batches: Iterable[list[Tensor]],
 ) -> None:
     """Train on `batches`; `trained` is what is called: the model, or a wrapper of it."""
-    slow, share, draws = plan.slow[record.node], plan.shares[record.node], plan.draws(record.node)
-    for seconds, (inputs,) in zip(draws, batches, strict=False):
-        model.seconds = slow * seconds * len(inputs) / share
+    slow = plan.slow[record.node]
+    for seconds, (inputs,) in zip(plan.draws(record.node), batches, strict=False):
+        model.seconds = slow * seconds * len(inputs) / plan.batch
         step(trained, optimizer, inputs)
         record.steps.append(time.time())
         record.samples.append(len(inputs))
