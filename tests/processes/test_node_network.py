@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from atoll.core.errors import UserError
@@ -16,7 +15,7 @@ from atoll.train.node.network import Arrived, Met, Network
 from atoll.wire import nodes as w
 from atoll.wire.base import VERSION
 from atoll.wire.device import Begin, NodeAt
-from atoll.wire.peers import Key
+from atoll.wire.peers import AskJoin, Key
 from atoll.wire.peerviews import Life
 
 DEADLINE = 20.0  # seconds
@@ -87,7 +86,7 @@ def test_words_and_chunks_reach_all_others(some: Some, secured: bool) -> None:
     chunk = memoryview(bytes(range(256)) * 4096)
     for network in some.networks:
         for other in {0, 1, 2} - {network.node}:
-            network.say(other, msgspec.msgpack.encode({"from": network.node}))
+            network.say(other, AskJoin(node=network.node, token="t", address=""))
             piece = w.Piece(key=Key("iterations", 4, Life(network.node, 0)), chunk=2)
             network.send_chunk(other, piece, chunk)
     some.until(lambda: all(len(got) == 4 for got in some.got), "four messages each")
@@ -96,7 +95,7 @@ def test_words_and_chunks_reach_all_others(some: Some, secured: bool) -> None:
         assert sorted(each.node for each in words) == sorted({0, 1, 2} - {node})
         for each in words:
             assert isinstance(each.message, w.Word)
-            assert msgspec.msgpack.decode(each.message.body) == {"from": each.node}
+            assert each.message.body == AskJoin(node=each.node, token="t", address="")
         for each in got:
             if isinstance(each.message, w.Piece):
                 assert each.payload == chunk
@@ -130,11 +129,11 @@ def test_who_comes_back_elsewhere_is_found_there(some: Some) -> None:
     anew.connect(NodeAt(0, 0, one.address))
     some.until(lambda: one.is_up(1) and anew.is_up(0), "connections")
     assert one.nodes == [NodeAt(1, 1, anew.address)]
-    one.say(1, b"\x01")
-    other.say(0, b"\x02")  # of a life that is over
-    anew.say(0, b"\x03")
+    one.say(1, AskJoin(node=0, token="one", address=""))
+    other.say(0, AskJoin(node=1, token="other", address=""))  # of a life that is over
+    anew.say(0, AskJoin(node=1, token="anew", address=""))
     some.until(lambda: bool(some.got[0]) and bool(some.got[2]), "words")
-    assert [bytes(each.message.body) for each in some.got[0]] == [b"\x03"]  # type: ignore[union-attr]
+    assert [each.message.body.token for each in some.got[0]] == ["anew"]  # type: ignore[union-attr]
 
 
 def test_another_run_is_refused(some: Some) -> None:
@@ -182,7 +181,7 @@ def test_a_wrong_key_is_refused(some: Some) -> None:
     ("header", "reason"),
     [
         (b"\xc1", "no message of this protocol"),
-        (w.encode(w.Word(body=msgspec.Raw(b"\x01"))), "say Greet first"),
+        (w.encode(w.Word(body=AskJoin(node=1, token="", address=""))), "say Greet first"),
         (
             w.encode(w.Greet(version=VERSION + 1, run="r", node=1, incarnation=0, to=0, address="", life="")),
             f"protocol version {VERSION + 1}, and this is version {VERSION}",

@@ -20,6 +20,7 @@ READS: dict[str, str] = {
     "hub/main.py": "a new name, and the time of a line, for people",
     "lab/inside.py": _RECORDED,
     "lab/runner.py": _NAMED,
+    "launch/peers.py": _RECORDED,
     "launch/run.py": "a new name; and whether a failure was before Ctrl-C, which only words the last line",
     "launch/served.py": _RECORDED,
     "launch/worker.py": _RECORDED,

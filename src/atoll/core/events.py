@@ -118,6 +118,30 @@ class LinkSeen(Event, frozen=True):
     reason: str = ""
 
 
+class NodeSeen(Event, frozen=True):
+    """What a node's CPU side has counted since it began, under strategy peers.
+
+    `applied` are the iterations that it has put into the global parameters; `rounds` the synchronisation
+    rounds that it started, `joined` those that it took part in, `refusals` what it was refused; `waits` how
+    often its worker waited for the global iteration, for `waited` seconds in all; `staleness` counts the
+    applied contributions by how many iterations past their parameters they were, the last for all above.
+    """
+
+    applied: int = 0
+    rounds: int = 0
+    joined: int = 0
+    refusals: int = 0
+    fetched: int = 0
+    waits: int = 0
+    waited: float = 0.0
+    no_room: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    applying: float = 0.0
+    overlaying: float = 0.0
+    staleness: list[int] = []
+
+
 class Skipped(Event, frozen=True):
     """An iteration that no worker applied."""
 
@@ -162,6 +186,7 @@ AnyEvent = Union[
     Decided,
     Regrouped,
     LinkSeen,
+    NodeSeen,
     Skipped,
     Saved,
     Warned,

@@ -37,7 +37,7 @@ def check_run(config: Config) -> None:
             f"server.optimizer: {config.server.optimizer}: write it as module:Class, such as my.optim:Lion"
         )
     _check_groups(config)
-    if run.strategy in SERVED or run.elastic:  # there is a hub
+    if run.strategy in (*SERVED, "peers") or run.elastic:  # there is a hub
         check_counts(run.workers, run.shards)
 
 

@@ -30,6 +30,7 @@ from atoll.core.events import Decided, Failed, Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
 from atoll.launch.launcher import read_ends
+from atoll.launch.peers import PeerLaunch
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.tail import Tail
@@ -37,6 +38,7 @@ from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
 from atoll.observe.groups import group_lines
 from atoll.observe.links import link_lines
+from atoll.observe.nodes import node_lines
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
 from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
@@ -171,8 +173,10 @@ class _Watch:
     @contextlib.contextmanager
     def _launcher(self, script: str, arguments: Sequence[str], spared: set[int]) -> Iterator[Launch]:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
-        if self._config.run.strategy in SERVED or self._config.run.elastic:
-            launcher: Launch = ServedLaunch(
+        run = self._config.run
+        if run.strategy in (*SERVED, "peers") or run.elastic:
+            kind = PeerLaunch if run.strategy == "peers" else ServedLaunch
+            launcher: Launch = kind(
                 self._directory, self._config, [script, *arguments], self._environment(), self._hub_module
             )
         else:
@@ -325,7 +329,9 @@ def closing_lines(
     lines += [f"atoll: {line}" for line in losses]
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
-    lines += [f"atoll: {line}" for line in [*group_lines(summary), *link_lines(summary)]]
+    lines += [
+        f"atoll: {line}" for line in [*group_lines(summary), *link_lines(summary), *node_lines(summary)]
+    ]
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
     lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")
     return lines

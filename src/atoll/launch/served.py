@@ -64,6 +64,8 @@ class ServedLaunch:
     `hub_module` is what the hub's process runs, with the same arguments as SERVICE.
     """
 
+    given_up = "was given up by the hub"  # how a worker ended that was
+
     def __init__(
         self,
         directory: RunDirectory,
@@ -222,7 +224,7 @@ class ServedLaunch:
         """A worker has ended with an error, or was killed."""
         lost_site = self._sites[rank] in self._lost_sites
         given_up = code > 0 and not lost_site and self._ends_given_up(rank)
-        how = "was given up by the hub" if given_up else f"was killed by {signal_name(-code)}"
+        how = self.given_up if given_up else f"was killed by {signal_name(-code)}"
         if (code < 0 or given_up) and self._starts_again(rank, how):
             return
         self._ends.append(WorkerEnd(rank, self._workers[rank].pid, code))

@@ -31,6 +31,7 @@ from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.links import LinkRecords
 from atoll.observe.metrics import Line, Merger
+from atoll.observe.nodes import NodeRecords
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import Summary, WorkerTotals, write_summary
 
@@ -145,6 +146,7 @@ class Recorder:
         self._readers = {worker: JournalReader(run.journal(worker)) for worker in range(workers)}
         self._grouped = GroupRecords()
         self.links = LinkRecords()
+        self._nodes = NodeRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -217,6 +219,7 @@ class Recorder:
     def _take(self, event: AnyEvent) -> None:
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
         self._grouped.take(event)
+        self._nodes.take(event)
         for line in self._merger.add(event):
             self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
@@ -228,6 +231,7 @@ class Recorder:
             totals.seconds += event.seconds
             totals.waiting += event.waiting
             totals.bytes_sent += event.bytes_sent
+            totals.exchange += event.exchange
         elif isinstance(event, Started):
             self._started.add(event.worker)
             self._strategy, self._groups, totals.device = event.strategy, event.groups, event.device
@@ -300,6 +304,7 @@ class Recorder:
             groupings=groupings,
             each_group=each_group,
             links=self.links.shown(),
+            nodes=self._nodes.shown(),
         )
 
 

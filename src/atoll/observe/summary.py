@@ -21,6 +21,7 @@ class WorkerTotals(msgspec.Struct):
     seconds: float = 0.0
     waiting: float = 0.0
     bytes_sent: int = 0
+    exchange: float = 0.0  # strategy peers: of `seconds`, in handing over and taking, and no waiting
 
 
 class Staleness(msgspec.Struct):
@@ -93,6 +94,31 @@ class LinkTotals(msgspec.Struct):
         return f"{self.who} to {self.peer}"
 
 
+class NodeTotals(msgspec.Struct):
+    """A node of strategy peers as it was seen last: see core's event NodeSeen, which says what each is. Of
+    its own iterations' staleness the mean, the 95th percentile and the most; `exchange_share` is the part of
+    its steps' time that its device's process gave to the exchange, `waiting_share` the part that it waited.
+    """
+
+    node: int
+    applied: int = 0
+    rounds: int = 0
+    joined: int = 0
+    refusals: int = 0
+    fetched: int = 0
+    waits: int = 0
+    no_room: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    applying: float = 0.0
+    overlaying: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_p95: int = 0
+    staleness_most: int = 0
+    exchange_share: float = 0.0
+    waiting_share: float = 0.0
+
+
 class Summary(msgspec.Struct, omit_defaults=True):
     """summary.json.
 
@@ -101,7 +127,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     workers' mean of the time spent blocked on others; `last` has the last logged value of each name (null:
     NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
     plain objects. A run whose workers were in groups has `groupings` and `each_group`; others have neither.
-    `links` are those over which parts of gradients may be lost.
+    `links` are those over which parts of gradients may be lost. `nodes` are those of a run without a server.
     """
 
     strategy: str
@@ -118,6 +144,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     groupings: list[GroupingShown] = []
     each_group: list[GroupTotals] = []
     links: list[LinkTotals] = []
+    nodes: list[NodeTotals] = []
 
     @property
     def samples_per_second(self) -> float:

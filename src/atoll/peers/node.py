@@ -2,12 +2,70 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
-from atoll.peers.outputs import Output
+from atoll.peers import views
+from atoll.peers.fetching import Fetching
+from atoll.peers.ledger import Ledger
+from atoll.peers.outputs import (
+    Apply,
+    Drop,
+    FetchState,
+    Finished,
+    Grant,
+    Meet,
+    Note,
+    Output,
+    Removed,
+    Send,
+    SendPart,
+    ViewChanged,
+)
+from atoll.peers.pace import Limit
+from atoll.peers.rounds import Event, Rounds
 from atoll.peers.settings import Settings
-from atoll.wire.peers import Key, PeerMessage
-from atoll.wire.peerviews import Life, View
+from atoll.peers.watch import Watch
+from atoll.wire.messages import Message
+from atoll.wire.peers import (
+    AbortRound,
+    AnswerRound,
+    AskJoin,
+    AskRound,
+    EndRound,
+    FetchParts,
+    Key,
+    NodeReport,
+    PeerMessage,
+    RefuseRound,
+    RoundId,
+)
+from atoll.wire.peerviews import (
+    Accept,
+    Accepted,
+    Held,
+    Life,
+    Outbid,
+    Prepare,
+    Promised,
+    Report,
+    View,
+    ViewDecided,
+)
+
+_OF_VIEWS = (Prepare, Promised, Accept, Accepted, Outbid, ViewDecided)
+_NOBODY = View(0, 0, ())
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """What a joiner says of itself, and to whom."""
+
+    token: str
+    address: str
+    contacts: tuple[int, ...]
 
 
 class Node:
@@ -16,22 +74,62 @@ class Node:
 
     Payloads are the runtime's, under their keys. Iterations are numbered without ever going back: where a
     script loads an earlier checkpoint the runtime keeps the difference. Source: S0.
+
+    `view` is the newest that it is in; `life` its own (of a joiner incarnation 0, until it is in a view);
+    `iteration` k, that it makes next; `met` the meetings that have taken place here; `is_member`: False for a
+    joiner that is in no view yet, and for one that was removed.
     """
 
-    view: View
-    life: Life  # of a joiner: incarnation 0, until it is in a view
-    iteration: int  # k: that this node makes next
-    applied: int  # W_i: iterations whose Apply is done (handle_applied)
-    met: int  # meetings that have taken place here
-    deadline: float  # when to call `poll`; infinity: no need to
-    is_member: bool  # False: a joiner that is in no view yet, or one that was removed
-
     def __init__(
-        self, life: Life, view: View, settings: Settings, rng: np.random.Generator, now: float
+        self,
+        life: Life,
+        view: View,
+        settings: Settings,
+        rng: np.random.Generator,
+        now: float,
+        asking: _Asking | None = None,
     ) -> None:
         """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. Raises ValueError where it is not in `view`."""
-        raise NotImplementedError
+        and so is its W. Raises ValueError where it is not in `view`. (`asking` is `joining`'s own.)"""
+        self.life, self.view, self.settings = life, _NOBODY, settings
+        self.iteration = 0
+        self.is_member = False
+        self.rounds = Rounds(life.node)
+        self._rng, self._asking = rng, asking
+        self._iterations, self._meetings = Ledger("iterations"), Ledger("meetings")
+        self._watch = Watch(settings)
+        self._answer = Limit("a round's answers", *settings.round)
+        self._backoff = Limit("back-off", *settings.backoff)
+        self._rest = Limit("between two rounds", *settings.rest)
+        self._fetching = Fetching(Limit("a contribution's way", *settings.fetch))
+        self._change: views.Change | None = None
+        self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
+        self._wish = views.Wish()
+        self._joiners: dict[int, tuple[views.Joiner, float]] = {}  # by node, and when it last asked
+        self._known_tokens: set[str] = set()
+        self._wanted: tuple[int, int] | None = None  # an iteration, and the least W for it
+        self._wanted_since = math.inf
+        self._risen = now  # when W last rose
+        self._own_meeting: tuple[int, int] | None = None  # number, at
+        self._has_met = False  # it has been in a meeting of its own
+        self._stateless = ""  # a joiner: whose state it waits for
+        self._refused_state: set[Life] = set()
+        self._finished_at = math.inf
+        self._is_over = False
+        self._whole = -1  # what was last acknowledged by a report of its own
+        self._tell = True  # a report is due
+        self._moved = True  # it holds more than when the change of the view was last polled
+        self._heartbeat_at = now
+        self._ask_at = now
+        self._newest_told: dict[int, float] = {}  # by node, when it was last told of the view
+        self._out: list[Output] = []
+        if asking is None:
+            entry = next((member for member in view.members if member.life == life), None)
+            if entry is None:
+                raise ValueError(f"{_name(life)} is not in view {view.number}")
+            self.iteration = entry.first
+            self._iterations = Ledger("iterations", entry.first)
+            self._install(now, view, None)
 
     @classmethod
     def joining(
@@ -46,74 +144,710 @@ class Node:
     ) -> Node:
         """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
         out ViewChanged, and FetchState. `token` is a name that no other process has."""
-        raise NotImplementedError
+        asking = _Asking(token, address, tuple(contact for contact in contacts if contact != node))
+        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking)
+
+    @property
+    def applied(self) -> int:
+        """W_i: iterations whose Apply is done."""
+        return self._iterations.done
+
+    @property
+    def met(self) -> int:
+        return self._meetings.done
 
     # -- the devices --------------------------------------------------------------------------------------
 
     def handle_contributed(self, now: float, iteration: int) -> list[Output]:
         """The node's own contribution is in M_i, whole; k becomes `iteration` + 1. Raises ValueError where it
         is not this node's next."""
-        raise NotImplementedError
+        if not self.is_member or self._stateless:
+            return self._flush()  # what it computed counts nowhere
+        if iteration != self.iteration:
+            raise ValueError(
+                f"{_name(self.life)} contributes iteration {iteration}; its next is {self.iteration}"
+            )
+        self.iteration += 1
+        self._give(Key("iterations", iteration, self.life))
+        return self._advance(now)
 
     def handle_wanted(self, now: float, iteration: int, least: int) -> list[Output]:
         """The devices wait: to compute `iteration` they need parameters of global iteration `least` or later
         (iteration - stale_max; more, where the script wants all applied). Answered by a Grant, now or later,
         and while there is none a synchronisation round is started by the rules. Said again: the latest
         counts. Raises ValueError for a `least` above `iteration`."""
-        raise NotImplementedError
+        if least > iteration:
+            raise ValueError(f"iteration {iteration} cannot need global iteration {least}")
+        if self._wanted is None:
+            self._wanted_since = now
+        self._wanted = (iteration, least)
+        return self._advance(now)
 
     def handle_applied(self, now: float, iteration: int) -> list[Output]:
         """An Apply is done: W_i is `iteration` + 1."""
-        raise NotImplementedError
+        if iteration != self.applied or iteration >= self._iterations.ordered:
+            raise ValueError(
+                f"iteration {iteration} is applied at {_name(self.life)}, whose W is {self.applied}"
+            )
+        self._iterations.done = iteration + 1
+        self._rest.note(now - self._risen)
+        self._risen = now
+        return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int) -> list[Output]:
         """The node's own part in its `number`-th meeting is in M_i. `at` is the iteration whose beginning the
         script was last at: of members that joined later, those take part whose first is `at` or before.
         A joiner's first `number` is what the others' scripts were at when they came to its first iteration.
         Raises ValueError where it is not this node's next."""
-        raise NotImplementedError
+        if not self.is_member:
+            return self._flush()
+        if self._own_meeting is not None or (self._has_met and number != self.met) or number < self.met:
+            raise ValueError(f"{_name(self.life)} comes to meeting {number}; its next is {self.met}")
+        if not self._has_met:
+            self._meetings.done = self._meetings.ordered = number
+            for life in self._meetings.prefix:
+                self._meetings.settle(life, number)
+        self._has_met, self._own_meeting = True, (number, at)
+        self._give(Key("meetings", number, self.life))
+        self._tell = True
+        return self._advance(now)
 
     def handle_finished(self, now: float) -> list[Output]:
         """The script has ended: no other iteration and no other meeting. Finished is handed out when every
         member has all that this one has made (or has gone), or `linger` seconds have passed."""
-        raise NotImplementedError
+        if self._finished_at == math.inf:
+            self._finished_at = now
+            self._wanted, self._tell = None, True
+        return self._advance(now)
+
+    def _give(self, key: Key) -> None:
+        """A contribution of its own goes to everybody."""
+        self._ledger(key).hold(key)
+        self._moved = True
+        for life in self._others():
+            self._out.append(SendPart(life.node, key))
 
     # -- the network --------------------------------------------------------------------------------------
 
     def handle_message(self, now: float, sender: int, message: PeerMessage) -> list[Output]:
         """A message from a node, by its id (WITNESS: the hub). One of an old view changes nothing, and is
         answered by the newest; one of another incarnation than the view's is dropped."""
-        raise NotImplementedError
+        if isinstance(message, AskJoin):
+            self._handle_join(now, sender, message)
+        elif isinstance(message, ViewDecided):
+            self._learn(now, message.view)
+        elif isinstance(message, _OF_VIEWS):
+            if self._change is not None and self.is_member:
+                self._watch.handle_heard(now, sender)
+                report = self._report(live=True)
+                self._after_change(now, report, self._change.handle_message(now, sender, message, report))
+        elif self._is_current(now, sender, message.report):
+            self._watch.handle_heard(now, sender)
+            self._absorb(now, message.report)
+            self._dispatch(now, sender, message)
+        return self._advance(now)
+
+    def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
+        if isinstance(message, NodeReport):
+            if message.finished:
+                self._watch.handle_finished(message.report.life)
+        elif isinstance(message, FetchParts):
+            for key in message.keys:
+                if self._ledger(key).has(key):
+                    self._out.append(SendPart(sender, key))
+        elif isinstance(message, AskRound):
+            self._handle_ask(now, sender, message.round)
+        elif isinstance(message, AnswerRound):
+            self._handle_answer(now, message)
+        elif isinstance(message, RefuseRound):
+            if message.round == self.rounds.round:
+                self._give_up(now, "refused", f"node {sender} takes part in another's")
+        elif isinstance(message, EndRound):
+            for report in message.reports:
+                if report.view == self.view.number and report.life != self.life:
+                    self._absorb(now, report)
+            self._handle_over(message.round, f"ended: the least iteration is {message.iteration}")
+        elif isinstance(message, AbortRound):
+            self._handle_over(message.round, "given up by its starter")
 
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
         allocated. What is refused for want of room is asked for again in time; iteration W_i never is."""
-        raise NotImplementedError
+        ledger = self._ledger(key)
+        if key.life not in ledger.cuts or not self.is_member:
+            return f"{_name(key.life)} is in no view that is known here"
+        if key.number >= ledger.cuts[key.life]:
+            return f"of {_name(key.life)} only what is below {ledger.cuts[key.life]} counts"
+        if ledger.is_settled(key) or (key.stream == "iterations" and key.number < ledger.firsts[key.life]):
+            return f"{key.stream} {key.number} of {_name(key.life)} is not needed"
+        if key.number >= self._room(key.life, ledger):
+            return (
+                f"no room for iteration {key.number} of {_name(key.life)} while {self.applied} is not applied"
+            )
+        return ""
+
+    def _room(self, life: Life, ledger: Ledger) -> float:
+        """Below which a contributor's numbers are taken."""
+        if ledger is self._meetings:
+            return math.inf
+        wanted = self._change.wanted if self._change is not None else ()
+        asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
+        return max(self.applied + self.settings.slots, asked)
+
+    def handle_arriving(self, now: float, key: Key) -> list[Output]:
+        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
+        self._fetching.handle_arriving(now, key)
+        return self._flush()
 
     def handle_part(self, now: float, key: Key, since: int = 0) -> list[Output]:
         """The payload of `key` is here, whole, from whomever. `since`, of a part in a meeting: the first
         number of its node's meetings (0, but for joiners). What nobody needs comes back in a Drop."""
-        raise NotImplementedError
-
-    def handle_state(self, now: float, iteration: int) -> list[Output]:
-        """A joiner: the state is here, and stands at global iteration `iteration`, which is W_i now."""
-        raise NotImplementedError
-
-    def handle_state_failed(self, now: float, source: int, reason: str) -> list[Output]:
-        """A joiner: `source` does not give its state (in time)."""
-        raise NotImplementedError
+        ledger = self._ledger(key)
+        if self.refusal(key):
+            if not ledger.has(key):
+                self._out.append(Drop((key,)))
+            return self._advance(now)
+        if key.stream == "meetings":
+            ledger.settle(key.life, since)
+            self._tell = True
+        ledger.hold(key)
+        self._moved = True
+        self._fetching.handle_arrived(now, key)
+        if key.stream == "iterations":
+            self._watch.handle_iteration(now, key.life, key.number + 1)
+        return self._advance(now)
 
     # -- time ---------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Output]:
         """What is due by `now`."""
-        raise NotImplementedError
+        return self._advance(now)
+
+    @property
+    def deadline(self) -> float:
+        """When to call `poll`; infinity: no need to."""
+        return min(self.timers().values(), default=math.inf)
+
+    def timers(self) -> dict[str, float]:
+        """Each timer that runs, by name, and when it is due."""
+        if self._is_over:
+            return {}
+        if not self.is_member:
+            return {"ask to join": self._ask_at} if self._asking is not None else {}
+        timers = {
+            "heartbeat": self._heartbeat_at,
+            "a member's silence or standstill": self._watch.deadline(self._lacking(), self._since()),
+            "own round": self.rounds.until,
+            "another's round": self.rounds.flag_until,
+            "fetch": self._fetching.deadline,
+            "linger": self._finished_at + self.settings.linger,
+        }
+        if self._change is not None:
+            timers["change of the view"] = self._change.deadline
+        return {name: when for name, when in timers.items() if when < math.inf}
 
     def waiting_for(self) -> list[str]:
         """Whom and what this node waits for, a line each; empty where it waits for nobody."""
-        raise NotImplementedError
+        if not self.is_member:
+            return [] if self._asking is None else ["a view that has this node in it"]
+        if self._stateless:
+            return [f"the state, of {self._stateless}"]
+        lines = []
+        if self._wanted is not None:
+            number = self._iterations.ordered
+            lacking = [life for life in self._iterations.contributors(number) if self._lacks(life, number)]
+            lines += [f"{_name(life)}, for its contribution of iteration {number}" for life in lacking]
+            if not lacking and number == self.applied:
+                lines.append(f"a majority of view {self.view.number}, to hold iteration {number}")
+            elif not lacking:
+                lines.append(f"iteration {self.applied}, which is being applied")
+        lines += [f"{_name(life)}, to come to meeting {self.met}" for life in self._absent()]
+        if self._own_meeting is not None and not lines:
+            lines.append(f"a majority of view {self.view.number}, to hold the parts of meeting {self.met}")
+        return lines
 
     def held(self) -> list[Key]:
-        """The keys whose payloads must be kept, own ones too: at most `most_held(members)` of iterations,
-        and two meetings' parts of each member."""
-        raise NotImplementedError
+        """The keys whose payloads must be kept, own ones too."""
+        return self._iterations.held() + self._meetings.held()
+
+    # -- what a call leads to -----------------------------------------------------------------------------
+
+    def _flush(self) -> list[Output]:
+        out, self._out = self._out, []
+        return out
+
+    def _advance(self, now: float) -> list[Output]:
+        """All that may be done now is done."""
+        if self._is_over:
+            return self._flush()
+        if not self.is_member:
+            self._ask_to_join(now)
+            return self._flush()
+        self._poll_change(now)
+        if self.is_member:
+            self._wish_for(now)
+        if self.is_member:
+            self._apply()
+            self._meet()
+            self._drop()
+            self._grant()
+            self._poll_round(now)
+            self._fetch(now)
+            self._acknowledge(now)
+            self._end(now)
+        return self._flush()
+
+    def _apply(self) -> None:
+        """Iterations of which a majority is known to hold every contribution, and this node all of them."""
+        ledger = self._iterations
+        while not self._stateless:
+            number = ledger.ordered
+            lives = ledger.contributors(number)
+            if not lives and all(ledger.firsts[life] <= number for life in ledger.members):
+                return  # nobody: only before the first iteration of all
+            keys = tuple(Key("iterations", number, life) for life in lives)
+            if not all(ledger.has(key) and self._shared(ledger, key.life) > number for key in keys):
+                return
+            ledger.ordered += 1
+            majority = len(ledger.members) // 2 + 1
+            members = f"{len(ledger.members)} members of view {self.view.number}"
+            reason = f"at least {majority} of the {members} hold each of {len(keys)}"
+            self._out.append(Apply(number, keys, reason))
+
+    def _meet(self) -> None:
+        ledger = self._meetings
+        if self._own_meeting is None:
+            return
+        number, at = self._own_meeting
+        keys = tuple(Key("meetings", number, life) for life in ledger.parties(number, at))
+        if all(ledger.has(key) and self._shared(ledger, key.life) > number for key in keys):
+            ledger.done = ledger.ordered = number + 1
+            self._own_meeting, self._tell = None, True
+            self._out.append(
+                Meet(number, keys, f"a majority of view {self.view.number} holds each of {len(keys)}")
+            )
+
+    def _shared(self, ledger: Ledger, life: Life) -> int:
+        """What a majority is known to hold; of its own holding only what it may acknowledge counts."""
+        own = ledger.prefix[life]
+        if self._frozen is not None:
+            held = self._frozen[life]
+            own = held.iterations if ledger is self._iterations else held.meetings
+        return ledger.shared(life, own)
+
+    def _drop(self) -> None:
+        """What every member has applied is kept no longer."""
+        keys = self._iterations.unneeded(min([self.applied, *self._floors(self._iterations)]))
+        floor = min(
+            [self.met if self._has_met else math.inf, *self._floors(self._meetings)], default=math.inf
+        )
+        for life in self._meetings.prefix:  # what all have met needs no other holder
+            if floor < math.inf:
+                self._meetings.settle(life, int(floor))
+        keys += self._meetings.unneeded(floor)
+        if keys:
+            self._out.append(Drop(tuple(keys)))
+
+    def _floors(self, ledger: Ledger) -> list[float]:
+        """What each other member has done. A newcomer that has not begun with meetings needs none of those
+        that are under way."""
+        floors: list[float] = []
+        for member in self.view.members:
+            if member.life != self.life:
+                told = ledger.floors[member.life]
+                is_new = ledger is self._meetings and told == 0 and bool(member.token)
+                floors.append(self._begun(member.life) if is_new else told)
+        return floors
+
+    def _begun(self, life: Life) -> float:
+        """The number of the first part of a newcomer that is here; infinity while there is none."""
+        here = self._meetings.here.get(life)
+        return min(here) if here else math.inf
+
+    def _grant(self) -> None:
+        if self._wanted is not None and self.applied >= self._wanted[1] and not self._stateless:
+            iteration, least = self._wanted
+            self._wanted, self._wanted_since = None, math.inf
+            reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
+            self._out.append(Grant(iteration, self.applied, reason))
+
+    # -- the round ----------------------------------------------------------------------------------------
+
+    def _poll_round(self, now: float) -> None:
+        rounds = self.rounds
+        if now >= rounds.flag_until and rounds.clear(None):
+            self._note("round given up", str(rounds.over), "a1: its starter has not ended it in time")
+            rounds.go("freed")
+        if self._wanted is None:
+            if rounds.state == "asking":
+                self._abort()
+            rounds.go("eased")
+            return
+        if now >= rounds.until:
+            if rounds.state == "asking":
+                self._answer.note(self._answer.seconds, self.life.node)
+                missing = [life.node for life in self._others() if life.node not in rounds.answers]
+                self._give_up(now, "late", f"no answer from nodes {missing}")
+            else:
+                rounds.go("due")
+        if rounds.state == "idle":
+            self._seek_round(now)
+
+    def _seek_round(self, now: float) -> None:
+        """a2: the node needs a round."""
+        rounds = self.rounds
+        if rounds.flag is not None:
+            rounds.go("taken")
+            return
+        began = rounds.start(now, self.iteration, now + self._answer.seconds)
+        self._note(
+            "round started",
+            _round(began),
+            f"a2: W_i is {self.applied}, too old for iteration {self.iteration}",
+        )
+        self._to_all(AskRound(report=self._report(), round=began))
+        self._has_all_answers(now)
+
+    def _handle_ask(self, now: float, sender: int, asked: RoundId) -> None:
+        rounds = self.rounds
+        if asked.node != sender:
+            return
+        if rounds.state == "asking" and rounds.round is not None:
+            if rounds.round < asked:
+                self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
+                return
+            self._abort()
+            why = rounds.go("lower")
+            self._note("round given up", _round(asked), why)
+        if rounds.take_part(asked, now + 2 * self._answer.seconds):
+            self._out.append(Send(sender, AnswerRound(report=self._report(), round=asked)))
+        elif rounds.flag is not None:
+            self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
+
+    def _handle_answer(self, now: float, message: AnswerRound) -> None:
+        if self.rounds.state == "asking" and message.round == self.rounds.round:
+            self.rounds.answers[message.report.life.node] = message.report
+            self._has_all_answers(now)
+
+    def _has_all_answers(self, now: float) -> None:
+        """a6: with all answers in, the least iteration among them is the new global one."""
+        rounds = self.rounds
+        if rounds.round is None or any(life.node not in rounds.answers for life in self._others()):
+            return
+        reports = list(rounds.answers.values())
+        least = min([self.iteration, *(report.iteration for report in reports)])
+        self._answer.note(now - rounds.began, self.life.node)
+        self._backoff.note(now - rounds.began, self.life.node)
+        ended = rounds.stop()
+        rounds.go("answered", now + self._rest.seconds)
+        assert ended is not None
+        self._note("round ended", _round(ended), f"a6: the least iteration is {least}")
+        self._to_all(EndRound(report=self._report(), round=ended, iteration=least, reports=reports))
+
+    def _give_up(self, now: float, event: Event, why: str) -> None:
+        """a3, a5: its own round is dropped; another follows after T, with jitter."""
+        wait = self._backoff.seconds * (0.5 + float(self._rng.random()))
+        given_up = self.rounds.round
+        self._abort()
+        rule = self.rounds.go(event, now + wait)
+        if given_up is not None:
+            self._note(
+                "round refused" if event == "refused" else "round late", _round(given_up), f"{rule}: {why}"
+            )
+
+    def _abort(self) -> None:
+        stopped = self.rounds.stop()
+        if stopped is not None:
+            self._to_all(AbortRound(report=self._report(), round=stopped))
+
+    def _handle_over(self, ended: RoundId, why: str) -> None:
+        if self.rounds.clear(ended):
+            self._note("round over", _round(ended), why)
+            self.rounds.go("freed")
+
+    # -- reports, and what they say -----------------------------------------------------------------------
+
+    def _report(self, live: bool = False) -> Report:
+        """Where it is. Not `live`: what it has promised not to acknowledge is not in it."""
+        if self._frozen is not None and not live:
+            held = tuple(self._frozen.values())
+        else:
+            meetings = self._meetings.prefix
+            held = tuple(
+                Held(life, prefix, meetings[life]) for life, prefix in self._iterations.prefix.items()
+            )
+        met = self.met if self._has_met else 0
+        return Report(self.life, self.view.number, self.iteration, self.applied, met, held)
+
+    def _acknowledge(self, now: float) -> None:
+        """Say what is held, when an iteration has become whole, and at least each heartbeat."""
+        ledger = self._iterations
+        needed = [prefix for life, prefix in ledger.prefix.items() if prefix < ledger.cuts[life]]
+        whole = min(needed, default=self._whole)
+        if whole > self._whole and self._frozen is None:
+            self._whole, self._tell = whole, True
+        if self._tell or now >= self._heartbeat_at:
+            self._tell = False
+            self._heartbeat_at = now + self.settings.heartbeat
+            self._to_all(NodeReport(report=self._report(), finished=self._finished_at < math.inf))
+
+    def _is_current(self, now: float, sender: int, report: Report) -> bool:
+        """Whether a report is of a member of this view, in this view."""
+        if not self.is_member or report.life.node != sender:
+            return False
+        if report.view == self.view.number and report.life in self._iterations.acks:
+            return True
+        if now >= self._newest_told.get(sender, -math.inf) + self.settings.heartbeat / 2:
+            self._newest_told[sender] = now
+            if report.view > self.view.number:  # whoever is asked in an old view answers with the newest
+                self._out.append(Send(sender, NodeReport(report=self._report())))
+            else:
+                self._out.append(Send(sender, ViewDecided(view=self.view)))
+        return False
+
+    def _absorb(self, now: float, report: Report) -> None:
+        """What a member holds and has done."""
+        life = report.life
+        if life not in self._iterations.acks:
+            return
+        for held in report.held:
+            for ledger, below in ((self._iterations, held.iterations), (self._meetings, held.meetings)):
+                acks = ledger.acks[life]
+                acks[held.life] = max(below, acks.get(held.life, 0))
+        for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
+            ledger.floors[life] = max(ledger.floors[life], done)
+        self._watch.handle_iteration(now, life, report.iteration)
+
+    def _fetch(self, now: float) -> None:
+        """Ask for what others hold and this node lacks."""
+        keys = []
+        for ledger in (self._iterations, self._meetings):
+            for life in ledger.prefix:
+                if life != self.life:
+                    numbers = ledger.missing(life, self._room(life, ledger))
+                    keys += [Key(ledger.stream, number, life) for number in numbers]
+        self._fetching.update(now, keys + [key for key in self._wanted_keys() if key not in keys])
+        if now >= self._fetching.deadline:
+            for node, asked in self._fetching.poll(now, self._sources).items():
+                self._note(
+                    "fetched",
+                    _name(asked[0].life),
+                    f"{len(asked)} contributions from node {node} did not come",
+                )
+                self._out.append(Send(node, FetchParts(report=self._report(), keys=asked)))
+
+    def _wanted_keys(self) -> list[Key]:
+        """What the change of the view waits for."""
+        keys = []
+        for each in self._change.wanted if self._change is not None else ():
+            for ledger, stop in (
+                (self._iterations, each.held.iterations),
+                (self._meetings, each.held.meetings),
+            ):
+                start = ledger.prefix.get(each.held.life, stop)
+                numbers = (Key(ledger.stream, number, each.held.life) for number in range(start, stop))
+                keys += [key for key in numbers if not ledger.has(key)]
+        return keys
+
+    def _sources(self, key: Key) -> list[int]:
+        """Who has it: who has said so, then all others."""
+        holding = [life.node for life in self._ledger(key).holders(key)]
+        return holding + [life.node for life in self._others() if life.node not in holding]
+
+    # -- members come and go ------------------------------------------------------------------------------
+
+    def _wish_for(self, now: float) -> None:
+        """Whom this node would have removed, and who wants to join."""
+        remove = self._watch.suspects(now, self._lacking(), self._since(), self._absent())
+        late = now - self.settings.silence[1]
+        self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
+        wish = views.Wish(remove, tuple(joiner for joiner, _ in self._joiners.values()))
+        old = self._wish
+        if (wish.remove.keys(), wish.join) == (old.remove.keys(), old.join) or self._change is None:
+            return
+        for node in wish.remove.keys() - old.remove.keys():
+            self._note("suspected", f"node {node}", wish.remove[node])
+        self._wish = wish
+        report = self._report(live=True)
+        self._after_change(now, report, self._change.handle_wish(now, wish, report))
+
+    def _poll_change(self, now: float) -> None:
+        change = self._change
+        if change is None:
+            return
+        due = now >= change.deadline or (self._moved and (change.promised or not change.ready))
+        if due:
+            self._moved = False
+            change.settings.answer, change.settings.backoff = self._answer.seconds, self._backoff.seconds
+            report = self._report(live=True)
+            self._after_change(now, report, change.poll(now, report))
+
+    def _after_change(self, now: float, report: Report, step: views.Step) -> None:
+        assert self._change is not None
+        if self._change.promised and self._frozen is None:
+            self._frozen = {held.life: held for held in report.held}
+        self._out += [Send(to, message) for to, message in step.sends]
+        for reason in step.reasons:
+            self._note("view", f"after {self.view.number}", reason)
+        if step.decided is not None:
+            self._learn(now, step.decided)
+
+    def _learn(self, now: float, view: View) -> None:
+        """A view was decided."""
+        if self._is_over or (view.founding, view.number) <= (self.view.founding, self.view.number):
+            return
+        asking = self._asking
+        if asking is not None and not self.is_member:
+            entry = next((member for member in view.members if member.token == asking.token), None)
+            if entry is not None:
+                self.life, self.iteration = entry.life, entry.first
+                self._iterations.done = self._iterations.ordered = entry.base
+                self._install(now, view, entry.base)
+                self._ask_for_state()
+        elif any(member.life == self.life for member in view.members):
+            self._install(now, view, None)
+            if self._stateless:
+                self._ask_for_state()
+        else:
+            self.is_member, self._is_over = False, True
+            reason = f"view {view.number} was decided without {_name(self.life)}"
+            self._out.append(Removed(view, reason))
+
+    def _install(self, now: float, view: View, base: int | None) -> None:
+        self.view, self.is_member = view, True
+        dropped = self._iterations.install(view, self.life, base)
+        dropped += self._meetings.install(view, self.life, base)
+        if dropped:
+            self._out.append(Drop(tuple(dropped)))
+        waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
+        self._change = views.Change(self.life.node, view, waits, self._rng)
+        self._frozen, self._wish = None, views.Wish()
+        self.rounds.go("reset")
+        self.rounds.stop()
+        self.rounds.clear(None)
+        self._watch.install(now, self._others())
+        self._known_tokens |= {member.token for member in view.members if member.token}
+        self._joiners = {
+            n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
+        }
+        self._refused_state.clear()
+        self._tell = self._moved = True
+        self._out.append(ViewChanged(view, f"view {view.number} is decided"))
+
+    def _handle_join(self, now: float, sender: int, message: AskJoin) -> None:
+        if not self.is_member or message.node != sender:
+            return
+        if any(member.token == message.token for member in self.view.members):
+            self._out.append(Send(sender, ViewDecided(view=self.view)))
+        elif message.token not in self._known_tokens:
+            joiner = views.Joiner(message.node, message.token, message.address)
+            old = self._joiners.get(message.node)
+            self._joiners[message.node] = (old[0] if old is not None and old[0] == joiner else joiner, now)
+
+    def _ask_to_join(self, now: float) -> None:
+        if self._asking is None or now < self._ask_at:
+            return
+        self._ask_at = now + self.settings.heartbeat
+        asking = self._asking
+        for contact in asking.contacts:
+            message = AskJoin(node=self.life.node, token=asking.token, address=asking.address)
+            self._out.append(Send(contact, message))
+
+    def _ask_for_state(self) -> None:
+        """The state comes from any member; newcomers may not have one either, and are asked last."""
+        members = sorted(
+            self.view.members, key=lambda each: (each.life in self._refused_state, bool(each.token))
+        )
+        others = [member for member in members if member.life != self.life]
+        if others:
+            source = others[0].life
+            self._stateless = _name(source)
+            base = self._iterations.done
+            reason = f"it joins with view {self.view.number}, in which {base} iterations are settled"
+            self._out.append(FetchState(source.node, base, reason))
+
+    def handle_state(self, now: float, iteration: int) -> list[Output]:
+        """A joiner: the state is here, and stands at global iteration `iteration`, which is W_i now. Raises
+        ValueError for one that is older than was asked for."""
+        if not self._stateless:
+            return self._flush()
+        ledger = self._iterations
+        if iteration < ledger.done:
+            raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
+        self._stateless, self._tell, self._moved = "", True, True
+        ledger.done = ledger.ordered = iteration
+        for life in ledger.prefix:
+            ledger.settle(life, iteration)
+        return self._advance(now)
+
+    def handle_state_failed(self, now: float, source: int, reason: str) -> list[Output]:
+        """A joiner: `source` does not give its state (in time)."""
+        if self._stateless and self.is_member:
+            self._note("no state", f"node {source}", reason)
+            lives = {member.life for member in self.view.members if member.life.node == source}
+            self._refused_state |= lives
+            if self._refused_state >= set(self._others()):
+                self._refused_state = lives
+            self._ask_for_state()
+        return self._advance(now)
+
+    def _end(self, now: float) -> None:
+        """All have what this node has made, or are gone."""
+        if self._finished_at == math.inf:
+            return
+        missing = [life for life in self._others() if not self._has_all(now, life)]
+        if missing and now < self._finished_at + self.settings.linger:
+            return
+        names = ", ".join(_name(life) for life in missing)
+        self._to_all(NodeReport(report=self._report(), finished=True))
+        self._out.append(Finished(f"{names} did not take all in time" if missing else "all have taken all"))
+        self._is_over = True
+
+    def _has_all(self, now: float, life: Life) -> bool:
+        floors = self._iterations.floors[life], self._meetings.floors[life]
+        return floors >= (self.iteration, self.met) or self._watch.is_gone(now, life)
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _ledger(self, key: Key) -> Ledger:
+        return self._iterations if key.stream == "iterations" else self._meetings
+
+    def _others(self) -> list[Life]:
+        return [life for life in self._iterations.members if life != self.life]
+
+    def _to_all(self, message: Message) -> None:
+        self._out += [Send(life.node, message) for life in self._others()]
+
+    def _note(self, what: str, about: str, reason: str) -> None:
+        self._out.append(Note(what, about, reason))
+
+    def _lacks(self, life: Life, number: int) -> bool:
+        return self._iterations.prefix[life] <= number
+
+    def _lacking(self) -> list[Life]:
+        """Whose next contribution this node's devices wait for."""
+        if self._wanted is None:
+            return []
+        number = self._iterations.ordered
+        lives = (life for life in self._others() if self._iterations.firsts[life] <= number)
+        return [life for life in lives if self._lacks(life, number) and self._watch.iteration(life) <= number]
+
+    def _since(self) -> float:
+        """Since when nothing but that was waited for."""
+        return max(self._wanted_since, self._risen) if self._wanted is not None else math.inf
+
+    def _absent(self) -> list[Life]:
+        """Who has not come to the meeting that this node is in."""
+        if self._own_meeting is None:
+            return []
+        number, at = self._own_meeting
+        lives = [life for life in self._meetings.parties(number, at) if life in self._meetings.acks]
+        return [life for life in lives if self._meetings.prefix[life] <= number]
+
+
+def _name(life: Life) -> str:
+    return f"node {life.node} ({life.incarnation})"
+
+
+def _round(round: RoundId) -> str:
+    return f"round {round.number} of node {round.node} at iteration {round.iteration}"

@@ -23,7 +23,8 @@ class Settings:
     progress: tuple[float, float] = (10.0, 300.0)  # without an iteration of one that the others wait for
     round: tuple[float, float] = (0.05, 10.0)  # for the answers to a round
     backoff: tuple[float, float] = (0.01, 2.0)  # T, after a refusal, before jitter
-    fetch: tuple[float, float] = (0.05, 5.0)  # until what others hold is asked for (again)
+    rest: tuple[float, float] = (0.2, 30.0)  # between two rounds, while a slow node holds W back
+    fetch: tuple[float, float] = (0.05, 10.0)  # until what others hold is asked for (again)
     linger: float = 30.0  # at the end, for those who have not got everything
 
     def __post_init__(self) -> None:
@@ -31,10 +32,12 @@ class Settings:
             raise UserError(f"stale_max = {self.stale_max}: it is 0 (synchronous) or more")
         if self.room < 0:
             raise UserError(f"room = {self.room}: it is 1 or more, or 0 for stale_max + 2")
-        for name in ("silence", "progress", "round", "backoff", "fetch"):
+        for name in ("silence", "progress", "round", "backoff", "rest", "fetch"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise UserError(f"{name} = ({low:g}, {high:g}): a lower and an upper bound above 0, in seconds")
+                raise UserError(
+                    f"{name} = ({low:g}, {high:g}): a lower and an upper bound above 0, in seconds"
+                )
         for name in ("heartbeat", "linger"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} = {getattr(self, name):g}: seconds above 0")

@@ -118,17 +118,17 @@ class _OpenStep:
         self.present = tuple(map(any, zip(self.present, present, strict=True)))
 
 
-class Undo:
-    """Memory for one chunk's values and state, whichever chunk's: see `ShardOptimizer.undone`."""
+class Scratch:
+    """Memory by name, each as long as the longest asked for so far: for one chunk at a time, whichever."""
 
     def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}  # by what it holds, as long as the longest so far
+        self._memory: dict[str, Tensor] = {}
 
-    def part(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for `numel` values, 1-D."""
-        memory = self._memory.get(key)
+    def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for `numel` values, 1-D, with what was left there."""
+        memory = self._memory.get(name)
         if memory is None or memory.nbytes < numel * dtype.itemsize:
-            memory = self._memory[key] = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+            memory = self._memory[name] = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
         return memory[: numel * dtype.itemsize].view(dtype)
 
 
@@ -198,11 +198,11 @@ class _HeldChunk:
         self.step(step.mean, step.present)
 
     @contextlib.contextmanager
-    def undone(self, undo: Undo) -> Iterator[None]:
+    def undone(self, scratch: Scratch) -> Iterator[None]:
         assert self.kind is not None
-        numel = self.chunk.extent
-        values = undo.part("", numel, self.flat.dtype).copy_(self.flat)
-        into = {key: undo.part(key, numel, self.kind.dtypes[key]) for key in self.kind.elementwise}
+        numel, dtypes = self.chunk.extent, self.kind.dtypes
+        values = scratch.part("values", numel, self.flat.dtype).copy_(self.flat)
+        into = {key: scratch.part(f"state.{key}", numel, dtypes[key]) for key in self.kind.elementwise}
         states = self.stepper.save([SavedState(into, [])])
         try:
             yield
@@ -312,10 +312,10 @@ class ShardOptimizer:
         return [self._settings(group) for group in hyperparameters]
 
     @contextlib.contextmanager
-    def undone(self, chunk: int, undo: Undo) -> Iterator[None]:
+    def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
         """Within, a chunk that is trained may be stepped; at the end its values and its state are what they
-        were. The memory of `undo` holds them meanwhile."""
-        with self._chunks[chunk].undone(undo):
+        were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
+        with self._chunks[chunk].undone(scratch):
             yield
 
     def contribute(
@@ -389,9 +389,15 @@ class ShardOptimizer:
         self._chunks[chunk].flat.copy_(values)
 
     def state_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
-        """What the optimizer keeps for each element of a chunk: "exp_avg", and of which dtype."""
+        """What the optimizer keeps for each element of a chunk ("exp_avg"), by dtype."""
         kind = self._chunks[chunk].kind
         return {} if kind is None else {key: kind.dtypes[key] for key in sorted(kind.elementwise)}
+
+    def number_dtypes(self, chunk: int) -> dict[str, torch.dtype]:
+        """What it keeps for each parameter of a chunk as a tensor of one number ("step"), by dtype."""
+        kind = self._chunks[chunk].kind
+        rest = {} if kind is None else kind.dtypes
+        return {key: dtype for key, dtype in rest.items() if kind and key not in kind.elementwise}
 
     def state_dtype(self, chunk: int, key: str) -> torch.dtype:
         """The dtype of an element-wise state; raises UserError if the optimizer keeps none called `key`."""

@@ -145,6 +145,17 @@ def train_grouped(
         return seen
 
 
+def train_peers(place: Place, case: Case, stale_max: int = 0) -> Trajectory:
+    """The same on nodes without a server, which meet in the place's store."""
+    config = Config(
+        run=Run(strategy="peers"),
+        chunks=Chunks(size=case.chunk_size),
+        sync=Sync(timeout="60s", stale_max=stale_max),
+    )
+    with atoll.join(config, place=place) as session:
+        return _train(session, place.rank, case)
+
+
 def await_groups(session: atoll.Session, step: int) -> None:
     """Return when the hub has made groups, where that is due."""
     if step == ALONE:

@@ -81,6 +81,7 @@ class Prepared:
                 optimizer=optimizer,
                 chunk_map=self.chunk_map,
                 chunks=trained,
+                frozen=[chunk for chunk in self.chunks if not chunk.parameters[0].requires_grad],
                 elementwise=elementwise,
                 calls=Calls(backward.arm, self.samples.contribution, self._committed, backward.settle),
                 hooks=StepHooks(self._before_step, self._accept, self._after_step),

@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.node.sampler import PeerBatches
 from atoll.train.prepared import Prepared
 from atoll.train.random_state import (
     check_random_state,
@@ -24,7 +25,7 @@ from atoll.train.random_state import (
 from atoll.train.sampler import DealtSampler
 from atoll.train.workers import Workers
 
-AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler"
+AnySampler: TypeAlias = "DealtSampler[Any] | LeasedSampler | PeerBatches"
 
 
 class Stateful(Protocol):

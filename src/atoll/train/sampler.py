@@ -50,7 +50,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self._committed = 0  # ticks of iterations that are whole
         self._before_last = 0  # and of all of them but the last
         self._before = 0  # ticks of this iteration in earlier deals
-        self._length = _length(dataset)
+        self._length = length_of(dataset)
         self._seed, self._epoch = int(seed), 0
         self._whole = False  # whether the iteration has given its last tick
         self._iterating = 0  # the number of the iteration that is asked for more; 0: none is
@@ -125,35 +125,11 @@ class DealtSampler(Sampler[Given], Generic[Given]):
             left = after(self._deal.runs, consumed)
         else:
             left = self._deal.left([_place(place) for place in consumed], given=False)
-        state: dict[str, Any] = {"seed": self._seed, "epoch": self._epoch}
-        if left and left[-1][0] == self._epoch and left[-1][2] == self._length:
-            state["offset"] = left.pop()[1]
-        else:
-            state["offset"] = self._length
-        state |= {"length": self._length, "shuffle": self.shuffle}
-        if left:
-            state["left"] = [list(run) for run in left]
-        return state
+        return saved_place(left, self._seed, self._epoch, self._length, self.shuffle)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
-        epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
-        _whole_number(state, "seed")
-        if length != self._length:
-            raise CheckpointError(
-                f"the checkpoint's sampler is of a dataset of {length} samples, and this dataset has "
-                f"{self._length}"
-            )
-        if state.get("shuffle") != self.shuffle:
-            raise CheckpointError(
-                f"the checkpoint's sampler has shuffle={state.get('shuffle')}, and this one "
-                f"shuffle={self.shuffle}"
-            )
-        if offset > length or min(epoch, offset) < 0:
-            raise CheckpointError(
-                f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
-            )
-        _check_runs(state.get("left", []), length)
+        check_saved(state, self._length, self.shuffle)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the place in `state`: the next iteration gives what is left of its epoch, else the next
@@ -163,8 +139,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         """
         self.check_state(state)
         self._seed, self._epoch = state["seed"], state["epoch"]
-        runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
-        self._set_deal(self._deal_of([*runs, (self._epoch, state["offset"], self._length)]))
+        self._set_deal(self._deal_of(left_in(state)))
         if self._length and not self._deal.ticks:
             self._begin(self._epoch + 1)
 
@@ -427,6 +402,43 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
     return torch.randperm(length, generator=generator)
 
 
+def saved_place(left: list[Run], seed: int, epoch: int, length: int, shuffle: bool) -> dict[str, Any]:
+    """A sampler's state: what is `left` to be dealt in `epoch`, of a dataset of `length` samples."""
+    state: dict[str, Any] = {"seed": seed, "epoch": epoch, "offset": length}
+    if left and left[-1][0] == epoch and left[-1][2] == length:
+        state["offset"] = left[-1][1]
+        left = left[:-1]
+    state |= {"length": length, "shuffle": shuffle}
+    if left:
+        state["left"] = [list(run) for run in left]
+    return state
+
+
+def left_in(state: Mapping[str, Any]) -> list[Run]:
+    """What `saved_place` was told is left."""
+    runs: list[Run] = [(e, start, stop) for e, start, stop in state.get("left", [])]
+    return [*runs, (state["epoch"], state["offset"], state["length"])]
+
+
+def check_saved(state: Mapping[str, Any], expected: int, shuffle: bool) -> None:
+    """Raise CheckpointError where `state` is of another dataset or another order."""
+    epoch, offset, length = (_whole_number(state, key) for key in ("epoch", "offset", "length"))
+    _whole_number(state, "seed")
+    if length != expected:
+        raise CheckpointError(
+            f"the checkpoint's sampler is of a dataset of {length} samples, and this dataset has {expected}"
+        )
+    if state.get("shuffle") != shuffle:
+        raise CheckpointError(
+            f"the checkpoint's sampler has shuffle={state.get('shuffle')}, and this one shuffle={shuffle}"
+        )
+    if offset > length or min(epoch, offset) < 0:
+        raise CheckpointError(
+            f"the checkpoint's sampler is at sample {offset} of epoch {epoch}, which is none"
+        )
+    _check_runs(state.get("left", []), length)
+
+
 _MOST_WORKERS = 4096
 _FIELDS = ("rank", "given", "used", "committed", "before_last")
 
@@ -460,7 +472,7 @@ def _is_item(item: Any, length: int) -> bool:
     )
 
 
-def _length(dataset: Sized | int) -> int:
+def length_of(dataset: Sized | int) -> int:
     if isinstance(dataset, int):
         if dataset < 0:
             raise UserError(f"a dataset of {dataset} samples; give the dataset or its length, 0 or more")

@@ -53,6 +53,7 @@ from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
 from atoll.train.node.introduction import introduce
 from atoll.train.node.meetings import NodeWorkers
+from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.strategy import Peers
 from atoll.train.node.worker import NodeWorker
 from atoll.train.pace import Pace
@@ -352,14 +353,14 @@ class Session:
 
     def batches(
         self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
-    ) -> BatchesSampler | LeasedBatches:
+    ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
         are: for `DataLoader(dataset, batch_sampler=...)`.
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
-        follow it when workers are lost or come new. With the mean weighted by samples, any number of workers
-        trains as one does. Order and place are as with `sampler`. Raises UserError where `sync.global_batch`
-        is not set.
+        follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
+        nodes' speeds. With the mean weighted by samples, any number of workers trains as one does.
+        Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:
@@ -367,6 +368,17 @@ class Session:
                 "session.batches makes batches of sync.global_batch samples over all workers, and that is "
                 "not set; write --set sync.global_batch=256, say, or use session.sampler"
             )
+        if self._peers is not None:
+            peer_batches = self._peers.batches(
+                dataset,
+                batch=whole,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                on_index=self._sampler_gives,
+            )
+            self._state.samplers.append(peer_batches)
+            return peer_batches
         if self._service is not None and not self._strategy.collective:
             leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
             return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
@@ -581,6 +593,7 @@ class Session:
                 self._peers.exchange.ending()
             self._workers.barrier(_END.format(self.iteration))
             node.leave(self.iteration)
+            self._tell_of_node()
         finally:
             self._leave()
 
@@ -618,7 +631,8 @@ class Session:
             return self._make_served(self._service)
         if isinstance(self._workers, NodeWorkers):
             assert self._node is not None
-            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds)
+            stale_max = self.config.sync.stale_max
+            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds, stale_max)
             self._entrance = self._peers = peers
             return peers
         return Alone() if self._ring is None else OverRing(self._ring)
@@ -847,7 +861,13 @@ class Session:
         self._stepped_at, self._counters = now, (waiting, sent)
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
+            self._tell_of_node()
             self._read_logged()
+
+    def _tell_of_node(self) -> None:
+        """What this node's CPU side has counted."""
+        if self._node is not None:
+            self._emit(events.NodeSeen, **msgspec.structs.asdict(self._node.figures))
 
     def _phases(self, waiting: float) -> dict[str, float]:
         """What the latest step's waiting was for, where a group's ring and its exchange are two things."""

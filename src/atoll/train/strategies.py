@@ -56,11 +56,13 @@ _MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its
 
 @dataclass(frozen=True)
 class Training:
-    """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones."""
+    """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones,
+    and `frozen` the others."""
 
     optimizer: torch.optim.Optimizer
     chunk_map: ChunkMap
     chunks: list[BoundChunk]
+    frozen: list[BoundChunk]
     elementwise: set[str]
     calls: Calls
     hooks: StepHooks

@@ -25,7 +25,7 @@ from atoll.wire.base import (
     WireError,
 )
 from atoll.wire.device import Clip, Note
-from atoll.wire.peers import Key
+from atoll.wire.peers import Key, PeerMessage
 from atoll.wire.peerviews import Life
 
 
@@ -65,7 +65,7 @@ class Trains(Message, frozen=True):
 class Word(Message, frozen=True):
     """A message of the decisions' (wire/peers.py: PeerMessage)."""
 
-    body: msgspec.Raw
+    body: PeerMessage
 
 
 class About(Message, frozen=True):
@@ -99,6 +99,13 @@ class MeetingPart(Message, frozen=True):
     since: Count = 0
 
 
+class Stands(Message, frozen=True):
+    """The sender has applied iteration `iteration`, and what its global parameters are by their digest."""
+
+    iteration: Count
+    digest: Annotated[bytes, Meta(max_length=64)]
+
+
 class Lacks(Message, frozen=True):
     """A node that joins, in this life, asks for the state at global iteration `base` or later: answered by
     Takeover and its payloads, once it can be."""
@@ -128,7 +135,7 @@ class Script(Message, frozen=True):
 
 
 NodeMessage: TypeAlias = Union[
-    Greet, Greeted, Refused, Ping, Trains, Word, About, Piece, MeetingPart, Lacks, Takeover, Script
+    Greet, Greeted, Refused, Ping, Trains, Word, About, Piece, MeetingPart, Stands, Lacks, Takeover, Script
 ]
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,32 +1,38 @@
 """The global parameters at a node's CPU side, and the optimizer that steps them.
 
-An iteration's contributions make one step: their mean weighted by samples, in order of node, clipped by its
-global norm where the scripts ask for it, with hyperparameters that depend on the iteration alone. Every
-node makes the same operations in the same order, each on one thread, so all have the same bits.
-Source: S0, "The global parameters".
+An iteration's contributions make one step: their mean by weight, in order of node, clipped by its global
+norm where the scripts ask for it, with hyperparameters that depend on the iteration alone. Every node makes
+the same operations in the same order, each of them on one thread (torch's reductions depend on how many
+there are), so all have the same bits. Source: S0, "The global parameters".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import math
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
 
+import numpy
+import torch
 from torch import Tensor
 
 from atoll.chunks import ChunkMap
+from atoll.core.errors import RunError, UserError
+from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
-Key: TypeAlias = tuple[int, tuple[tuple[int, int], ...]]  # an iteration, and whose contributions
-_COLUMNS = 1024  # of 8 bytes, by which a chunk's digest is summed
-_NO_DIGEST = bytes(8)
+_COLUMNS = 1024  # of 8 bytes each: the width by which a chunk's bits are summed
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What node `node` adds to an iteration: gradients [chunk.extent] of every trainable chunk, and for each
-    of them, in which slots there is one (zeros stand where not).
+    """What node `node` adds to an iteration: gradients [chunk.extent] of every trainable chunk, by id, and
+    for each of them in which slots there is one (a byte each; zeros stand where there is none).
 
     `weight` is its part in the mean; 0: it is left out (NaN, under "skip"). The gradients are only read.
     """
@@ -40,15 +46,14 @@ class Contribution:
     hyperparameters: Hyperparameters
     clip: Clip | None = None
 
-    @property
-    def who(self) -> tuple[int, int]:
-        return self.node, self.incarnation
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an iteration: `norm` of the mean where it was asked for, before clipping; `unlike`,
-    the nodes whose hyperparameters, or wish to clip, were not the first one's, which counted."""
+    """What became of an iteration: whether a step was made (not where all contributions were left out),
+    `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
+
+    `unlike`: the nodes whose hyperparameters, or wish to clip, were not the first one's, which counted.
+    """
 
     iteration: int
     stepped: bool
@@ -57,12 +62,24 @@ class Outcome:
     digest: bytes
 
 
+@dataclass(frozen=True)
+class Step:
+    """An iteration's step, ready to be made chunk by chunk: contributions that count, each one's share of the
+    weight, and what the mean is multiplied by (None: by nothing)."""
+
+    counted: Sequence[Contribution]
+    shares: Sequence[float]
+    settings: Sequence[Settings]
+    norm: Tensor | None
+    coefficient: Tensor | None
+
+
 class GlobalParameters:
     """The global parameters of `layout`, at `iteration`: how many iterations have been applied.
 
-    The first `hyperparameters` are the param groups' as plain_hyperparameters makes them, and `optimizer` is
-    its class's full name; see ShardOptimizer for `configured` and `fused`. `threads` work on as many chunks
-    at once. To be used by one thread. Raises UserError for an optimizer that cannot be run here.
+    `optimizer` is the class's full name and `hyperparameters` are the param groups as plain_hyperparameters
+    makes them; see ShardOptimizer for `configured` and `fused`. `threads` work on as many chunks at once.
+    To be used by one thread. Raises UserError for an optimizer that cannot be run here.
     """
 
     def __init__(
@@ -74,31 +91,258 @@ class GlobalParameters:
         configured: str = "",
         fused: bool = True,
         threads: int = 1,
-    ) -> None: ...
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """The ids of the chunks that contributions are made of: the trainable ones, in order."""
-        ...
+    ) -> None:
+        self.layout, self.optimizer_name = layout, optimizer
+        every = [chunk.id for chunk in layout.chunks]
+        with one_thread():
+            self.optimizer = ShardOptimizer(
+                layout, every, optimizer, hyperparameters, configured=configured, fused=fused
+            )
+        self.chunks = tuple(chunk.id for chunk in layout.trainable)  # what contributions are made of
+        self.iteration = 0
+        self.digest = b""
+        self._sums = dict.fromkeys(self.chunks, b"")  # of each chunk's bits
+        self._norms: dict[int, _Norm] = {}  # of iterations that are not applied yet
+        self._crew = _Crew(threads)
 
     def values(self, chunk: int) -> Tensor:
-        """A chunk's global parameters where they lie: the next step changes them."""
-        ...
+        """A chunk's global parameters [extent] where they lie: the next step changes them."""
+        return self.optimizer.values(chunk)
 
-    def set_values(self, chunk: int, values: Tensor) -> None: ...
+    def set_values(self, chunk: int, values: Tensor) -> None:
+        """Put other values in a chunk's place; `begin` is called when all are there."""
+        self.optimizer.set_values(chunk, values)
 
-    def check(self, hyperparameters: Hyperparameters) -> None:
-        """Raise UserError for hyperparameters that `apply` would not take: for what came from outside."""
-        ...
+    def begin(self, iteration: int) -> None:
+        """All values are set, and `iteration` iterations are in them."""
+        self.iteration = iteration
+        self._norms.clear()
+        self.for_each_chunk(lambda chunk, _scratch: self._sum(chunk))
+        self.digest = digest_of(iteration, self._sums.values())
 
+    def check(self, contribution: Contribution) -> None:
+        """Raise UserError, naming the node, for what `apply` would not take: for what comes from outside."""
+        who = f"node {contribution.node}'s contribution"
+        if not (math.isfinite(contribution.weight) and math.isfinite(contribution.samples)):
+            raise UserError(f"{who} has weight {contribution.weight} and {contribution.samples} samples")
+        if contribution.gradients.keys() != set(self.chunks) or contribution.present.keys() != set(
+            self.chunks
+        ):
+            raise UserError(f"{who} is not of the {len(self.chunks)} trainable chunks")
+        for chunk in self.chunks:
+            gradients, values = contribution.gradients[chunk], self.values(chunk)
+            slots = self.optimizer.slots(chunk)
+            if gradients.shape != values.shape or gradients.dtype != values.dtype:
+                raise UserError(f"{who}: chunk {chunk} is not {len(values)} values of {values.dtype}")
+            if len(contribution.present[chunk]) != slots:
+                raise UserError(f"{who}: chunk {chunk} has {slots} parameters")
+        try:
+            self.optimizer.check_hyperparameters(contribution.hyperparameters)
+        except UserError as error:
+            raise UserError(f"{who}: {error}") from None
+
+    @torch.no_grad()
     def apply(self, iteration: int, contributions: Sequence[Contribution]) -> Outcome:
-        """Make the step of an iteration, the next one, with all its contributions in order of node.
+        """Make the step of an iteration, which is the next one, with all its contributions in order of node.
 
-        Where all are left out no step is made, but the iteration counts.
+        The first node's hyperparameters count, and its wish to clip. Where all are left out no step is
+        made, but the iteration counts. Raises RunError for another iteration than the next.
         """
-        ...
+        if iteration != self.iteration or not contributions:
+            raise RunError(
+                f"iteration {iteration} cannot be applied to the global parameters, which are at "
+                f"{self.iteration}"
+            )
+        first = contributions[0]
+        step = self.prepare(iteration, contributions)
+        if step is not None:
+            self.for_each_chunk(lambda chunk, scratch: self._advance(chunk, step, scratch))
+        self.optimizer.set_hyperparameters(first.hyperparameters)
+        self.iteration += 1
+        self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
+        self.digest = digest_of(self.iteration, self._sums.values())
+        unlike = tuple(
+            each.node
+            for each in contributions
+            if (each.hyperparameters, each.clip) != (first.hyperparameters, first.clip)
+        )
+        norm = None if step is None or step.norm is None else float(step.norm)
+        return Outcome(iteration, step is not None, norm, unlike, self.digest)
 
-    @property
+    @torch.no_grad()
+    def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
+        """What it takes to step with those of an iteration's contributions that are there, in order of node;
+        None where none of them counts. A norm is found once for the same ones."""
+        counted = [each for each in contributions if each.weight > 0]
+        if not counted:
+            return None
+        first, total = contributions[0], sum(each.weight for each in counted)
+        settings = self.optimizer.settings(first.hyperparameters)
+        step = Step(counted, [each.weight / total for each in counted], settings, None, None)
+        if first.clip is None:
+            return step
+        whose = tuple((each.node, each.incarnation) for each in contributions)
+        known = self._norms.get(iteration)
+        if known is None or known.whose != whose:
+            norm = self._norm(step, first.clip)
+            known = self._norms[iteration] = _Norm(whose, norm, _coefficient(norm, first.clip))
+        return Step(counted, step.shares, settings, known.norm, known.coefficient)
+
+    def step_chunk(self, chunk: int, step: Step, scratch: Scratch) -> None:
+        """Make a step on one chunk's values and state, if an optimizer trains it."""
+        if self.optimizer.trains(chunk):
+            mean = self._mean(chunk, step, scratch)
+            if step.coefficient is not None:
+                out = scratch.part("mean", mean.numel(), mean.dtype)
+                mean = torch.mul(mean, step.coefficient, out=out)
+            self.optimizer.step_by(chunk, mean, _present(chunk, step.counted), step.settings)
+
+    def for_each_chunk(self, work: Callable[[int, Scratch], None]) -> None:
+        """Do `work` on every trainable chunk, each with scratch memory of its own meanwhile."""
+        self._crew.do(work, self.chunks)
+
     def nbytes(self) -> dict[str, int]:
-        """Bytes of "parameters", "optimizer" and "scratch" (see docs/peers.md)."""
-        ...
+        """Bytes of the "parameters", of the "optimizer"'s state, and of "scratch" memory at most."""
+        state, largest = 0, 0
+        for id_ in self.chunks:
+            extent, width = self.layout.chunks[id_].extent, self.optimizer.dtype(id_).itemsize
+            kept = sum(dtype.itemsize for dtype in self.optimizer.state_dtypes(id_).values())
+            state += kept * extent
+            largest = max(largest, extent * (3 * width + kept))  # the mean, two times values, the state
+        parameters = sum(chunk.nbytes for chunk in self.layout.chunks)
+        return {"parameters": parameters, "optimizer": state, "scratch": largest * self._crew.size}
+
+    def close(self) -> None:
+        """End its threads."""
+        self._crew.close()
+
+    def _advance(self, chunk: int, step: Step, scratch: Scratch) -> None:
+        self.step_chunk(chunk, step, scratch)
+        self._sum(chunk)
+
+    def _mean(self, chunk: int, step: Step, scratch: Scratch) -> Tensor:
+        """The mean by weight; of one contribution, itself."""
+        first = step.counted[0].gradients[chunk]
+        if len(step.counted) == 1:
+            return first
+        mean = torch.mul(first, step.shares[0], out=scratch.part("mean", first.numel(), first.dtype))
+        for each, share in zip(step.counted[1:], step.shares[1:], strict=True):
+            mean.add_(each.gradients[chunk], alpha=share)
+        return mean
+
+    def _norm(self, step: Step, clip: Clip) -> Tensor:
+        """The mean's global norm, as torch.nn.utils.get_total_norm has it of parameters one by one."""
+        norms: dict[tuple[int, int], Tensor] = {}
+
+        def find(chunk: int, scratch: Scratch) -> None:
+            mean, present = self._mean(chunk, step, scratch), _present(chunk, step.counted)
+            for place, slot in enumerate(self.layout.chunks[chunk].slots):
+                if present[place] and (slot.numel or clip.norm_type != math.inf):
+                    part = mean[slot.offset : slot.offset + slot.numel]
+                    norms[chunk, place] = torch.linalg.vector_norm(part, clip.norm_type)
+
+        self.for_each_chunk(find)
+        found = [norms[place] for place in self.layout.places if place in norms]  # in order of registration
+        with one_thread():
+            return torch.linalg.vector_norm(torch.stack(found), clip.norm_type) if found else torch.zeros(())
+
+    def _sum(self, chunk: int) -> None:
+        self._sums[chunk] = sum_of_bits(self.values(chunk))
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A mean's norm, of whose contributions it is (node, incarnation), and what clipping multiplies by."""
+
+    whose: tuple[tuple[int, int], ...]
+    norm: Tensor
+    coefficient: Tensor | None
+
+
+def _coefficient(norm: Tensor, clip: Clip) -> Tensor | None:
+    """torch.nn.utils.clip_grads_with_norm_'s; None for 1, which changes nothing."""
+    coefficient = torch.clamp(clip.max_norm / (norm + 1e-6), max=1.0)
+    return None if float(coefficient) == 1.0 else coefficient
+
+
+def _present(chunk: int, counted: Sequence[Contribution]) -> bytes:
+    """In which slots of a chunk anyone has a gradient."""
+    flags = {each.present[chunk] for each in counted}
+    return flags.pop() if len(flags) == 1 else bytes(map(any, zip(*flags, strict=True)))
+
+
+def sum_of_bits(flat: Tensor) -> bytes:
+    """8 bytes that tell whether two tensors (1-D, contiguous) have the same bits, nearly always.
+
+    Values are summed in columns as integers of 8 bytes, modulo 2^64, and the sums are hashed. So one value
+    that differs is always seen, and so are two that have changed places, unless they are a multiple of
+    8 KiB apart; differences that have nothing to do with one another pass with odds of 2^-64.
+    """
+    raw = flat.view(torch.uint8).numpy()
+    whole = len(raw) // (8 * _COLUMNS) * 8 * _COLUMNS
+    columns = raw[:whole].view(numpy.uint64).reshape(-1, _COLUMNS).sum(axis=0, dtype=numpy.uint64)
+    return _hash([columns.tobytes(), raw[whole:].tobytes()])
+
+
+def digest_of(iteration: int, sums: Iterable[bytes]) -> bytes:
+    """The digest of global parameters at `iteration`, whose chunks in order have these sums of bits."""
+    return _hash([b"%d" % iteration, *sums])
+
+
+def _hash(parts: Iterable[bytes]) -> bytes:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch computes on the calling thread alone: the same bits on machines of any size."""
+    before = torch.get_num_threads()
+    if before != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before != 1:
+            torch.set_num_threads(before)
+
+
+class _Crew:
+    """Works on several chunks at once: on `size` threads, or on the calling one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = max(1, size)
+        self._scratch: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
+        for _ in range(self.size):
+            self._scratch.put(Scratch())
+        self._threads: ThreadPoolExecutor | None = None
+        if self.size > 1:
+            self._threads = ThreadPoolExecutor(
+                self.size, "atoll-chunks", initializer=lambda: torch.set_num_threads(1)
+            )
+
+    def do(self, work: Callable[[int, Scratch], None], chunks: Sequence[int]) -> None:
+        """Return when all is done; raises what the first that failed has raised."""
+
+        def one(chunk: int) -> None:
+            scratch = self._scratch.get()  # as many as threads: there is one at once
+            try:
+                with torch.no_grad():
+                    work(chunk, scratch)
+            finally:
+                self._scratch.put(scratch)
+
+        if self._threads is not None:
+            list(self._threads.map(one, chunks))
+            return
+        with one_thread():
+            for chunk in chunks:
+                one(chunk)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+            self.size = 1

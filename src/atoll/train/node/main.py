@@ -7,7 +7,6 @@ closed or that process is gone, however either ended, and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -24,12 +23,17 @@ _LAST_WORD_SECONDS = 1.0
 
 def main(arguments: list[str]) -> int:
     """Serve the worker until it is done or gone; returns the process's status."""
-    descriptor, parent = int(arguments[0]), int(arguments[1])
+    return serve(int(arguments[0]), int(arguments[1]))
+
+
+def serve(descriptor: int, parent: int) -> int:
+    """As `main`; for who has a process already."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the worker handles them, and this process ends with it
     post = Post(socket.socket(fileno=descriptor))
-    watch = watch_parent(parent)
-    if os.getppid() != parent:
+    try:
+        watch = watch_parent(parent)
+    except ProcessLookupError:
         return 0  # it was gone before anybody could watch
     keep_freed_memory(messages=True)
     from atoll.train.node.process import CpuSideProcess  # torch takes seconds to import

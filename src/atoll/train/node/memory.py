@@ -109,11 +109,10 @@ class HostMemory:
         if size != plan.nbytes:
             raise RunError(f"shared memory of {size} bytes, where this model's layout needs {plan.nbytes}")
         self.plan, self.fd = plan, fd
-        mapped = map_bytes(fd, size)
-        at = [mapped[start : start + plan.run_bytes] for start in range(0, size, plan.run_bytes or 1)]
-        self._slots = [views(at[index], plan.trained) for index in range(plan.slots)]
-        self._buffers = [views(at[plan.slots + index], plan.trained) for index in range(plan.buffers)]
-        self.frozen = views(mapped[size - plan.frozen_bytes :], plan.frozen)
+        memory = map_bytes(fd, size)
+        self._slots = [views(memory[plan.slot(slot) :], plan.trained) for slot in range(plan.slots)]
+        self._buffers = [views(memory[plan.buffer(each) :], plan.trained) for each in range(plan.buffers)]
+        self.frozen = views(memory[size - plan.frozen_bytes :], plan.frozen)
 
     @classmethod
     def create(cls, plan: MemoryPlan) -> HostMemory:
@@ -191,29 +190,36 @@ def aligned(nbytes: int) -> Tensor:
 
 def make_file(nbytes: int, what: str) -> int:
     """A new file of `nbytes` zeros without a name, in memory where the system has files there; returns its
-    descriptor. All of it is reserved at once: a write never finds the machine without memory. Raises
-    RunError, saying `what` it was for, where there is not as much."""
-    fd = -1
+    descriptor. Raises RunError as `resize`."""
     try:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("atoll", os.MFD_CLOEXEC)
-        else:
-            fd = _unlinked_file()
-        if nbytes:
-            os.posix_fallocate(fd, 0, nbytes) if hasattr(os, "posix_fallocate") else os.ftruncate(fd, nbytes)
-        return fd
+        fd = os.memfd_create("atoll", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else _unlinked_file()
     except OSError as error:
-        if fd >= 0:
-            os.close(fd)
+        raise RunError(f"no file for {what}: {error.strerror}") from None
+    try:
+        resize(fd, nbytes, what)
+    except RunError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def resize(fd: int, nbytes: int, what: str) -> None:
+    """Make a file `nbytes` long. All of it is reserved at once, so that no write finds the machine without
+    memory; raises RunError, saying `what` it is for, where there is not as much."""
+    try:
+        os.ftruncate(fd, nbytes)
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
         raise RunError(
-            f"no {format_bytes(nbytes)} for {what}: {error.strerror}; a smaller sync.stale_max needs less"
+            f"no {format_bytes(nbytes)} of memory for {what}: {error.strerror}; a smaller sync.stale_max "
+            "needs less"
         ) from None
 
 
 def _unlinked_file() -> int:
-    fd, path = tempfile.mkstemp(prefix="atoll-")
-    os.unlink(path)
-    return fd
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def map_bytes(fd: int, nbytes: int) -> Tensor:
@@ -226,17 +232,24 @@ def map_bytes(fd: int, nbytes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """A node's host memory by its parts, in bytes; docs/peers.md has the formula."""
+    """A node's host memory by its parts, in bytes, where its Room has `contributions` at most; docs/peers.md
+    has the formula. What Python and torch themselves take is not in it."""
 
     shared: int  # slots, buffers and frozen chunks
     parameters: int  # the global parameters
     optimizer: int  # the optimizer's state
-    scratch: int  # of one step, and of the overlay
-    contributions: int  # received, and kept for others: at most
+    scratch: int  # of a step, and of the overlay
+    contributions: int  # received, and kept for others
 
     @property
     def total(self) -> int:
         return self.shared + self.parameters + self.optimizer + self.scratch + self.contributions
+
+
+def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], runs: int) -> HostBytes:
+    """The host memory of a node whose GlobalParameters have `parameters` (their `nbytes`), and its Room at
+    most `runs` contributions."""
+    return HostBytes(plan.nbytes, contributions=runs * plan.run_bytes, **parameters)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from atoll.core.errors import RunError, UserError
 from atoll.net.endpoint import SOON, Buffer, Client, Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
@@ -31,6 +29,7 @@ from atoll.wire.nodes import (
     decode_untrusted,
     encode,
 )
+from atoll.wire.peers import PeerMessage
 from atoll.wire.peerviews import NODES
 
 LARGEST_FRAME = 2**31 - 1  # bytes
@@ -162,6 +161,11 @@ class Network:
         for way in link.ways if link is not None else ():
             way.client.abandon()
 
+    def drop_unsent(self, node: int) -> None:
+        """Drop the chunks that wait to be sent to a node, which is no member any more."""
+        if node in self._links:
+            self._reopen(self._links[node], _CHUNKS)
+
     def set_up(self, digest: str, number: int) -> None:
         """This node trains what `digest` names, from its `number`-th set-up on: all others are told."""
         self._digest, self._number = digest, number
@@ -193,9 +197,9 @@ class Network:
 
     # -- sending ------------------------------------------------------------------------------------------
 
-    def say(self, node: int, body: bytes) -> None:
+    def say(self, node: int, message: PeerMessage) -> None:
         """Send a message of the decisions', or drop it where there is no connection."""
-        self.send(node, Word(body=msgspec.Raw(body)))
+        self.send(node, Word(body=message))
 
     def send(self, node: int, message: NodeMessage) -> None:
         """Send on the connection for words, or drop it where there is none."""

@@ -1,10 +1,12 @@
 """Local parameters: the global ones, and over them what the contributions that are pending would make of
 them, uncommitted.
 
-For each pending iteration in order, the optimizer's step with the mean of the contributions that are there;
-then the parameters are taken back to a part of the way: those contributions' samples over a full batch's.
+For each pending iteration in order comes the optimizer's step with the mean of the contributions that are
+there; then the parameters go back to a part of the way, those contributions' samples over a full batch's.
 When all of an iteration's are there the part is 1, and the result is what applying will give, bit for bit.
-Source: S0, "Overlay".
+
+Chunks are done one by one, each through all the steps: so little memory is needed, and of a chunk that fits
+into the processor's cache it is only the gradients that each step reads from memory. Source: S0, "Overlay".
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from atoll.train.node.globals import Contribution, GlobalParameters
+from atoll.tensors.shardoptimizer import Scratch
+from atoll.train.node.globals import Contribution, GlobalParameters, Step
+
+OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
 
 
 @dataclass(frozen=True)
@@ -27,18 +33,48 @@ class Pending:
 
 
 def pending(iteration: int, contributions: Sequence[Contribution], batch: float, members: int) -> Pending:
-    """What is there of an iteration to which `members` contribute, `batch` samples in all (0: not known; each
-    counts for the same)."""
-    ...
+    """Those of an iteration's contributions that are there, where `members` nodes contribute `batch` samples
+    together (0: not known, and each counts for as much)."""
+    if len(contributions) >= members:
+        return Pending(iteration, contributions, 1.0)
+    if batch > 0:
+        part = sum(each.samples for each in contributions if each.weight > 0) / batch
+    else:
+        part = len(contributions) / members
+    return Pending(iteration, contributions, min(1.0, part))
 
 
-class Overlay:
-    """Writes local parameters over `globals_`."""
+@torch.no_grad()
+def write_overlay(
+    parameters: GlobalParameters, waiting: Sequence[Pending], into: Mapping[int, Tensor]
+) -> None:
+    """Write every trainable chunk's local parameters into `into` (see HostMemory.buffer). `waiting`: the
+    pending iterations in order; with none, what is written are the global parameters. Those, and the
+    optimizer's state, are afterwards what they were."""
+    steps = [
+        (step, each.part)
+        for each in waiting
+        if each.contributions and (step := parameters.prepare(each.iteration, each.contributions)) is not None
+    ]
 
-    def __init__(self, globals_: GlobalParameters) -> None: ...
+    def write(chunk: int, scratch: Scratch) -> None:
+        if not steps or not parameters.optimizer.trains(chunk):
+            into[chunk].copy_(parameters.values(chunk))
+            return
+        with parameters.optimizer.undone(chunk, scratch):
+            for step, part in steps:
+                _step_partly(parameters, chunk, step, part, scratch)
+            into[chunk].copy_(parameters.values(chunk))
 
-    def write(self, into: Mapping[int, Tensor], waiting: Sequence[Pending]) -> None:
-        """Write every trainable chunk's local parameters to `into` (see HostMemory.buffer); `waiting` are the
-        pending iterations in order, none of them applied; without any it is the global parameters. Global
-        parameters and the optimizer's state are as before afterwards."""
-        ...
+    parameters.for_each_chunk(write)
+
+
+def _step_partly(parameters: GlobalParameters, chunk: int, step: Step, part: float, scratch: Scratch) -> None:
+    """A step whose change of the values, not that of the state, is multiplied by `part`."""
+    values = parameters.values(chunk)
+    if part == 1.0:
+        parameters.step_chunk(chunk, step, scratch)
+        return
+    before = scratch.part("before", values.numel(), values.dtype).copy_(values)
+    parameters.step_chunk(chunk, step, scratch)
+    torch.lerp(before, values, part, out=values)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from atoll.core import errors
 from atoll.core.errors import AtollError, DeadlineError, RunError
@@ -21,20 +21,37 @@ _LAST_WORD_SECONDS = 0.5
 _LOOK_SECONDS = 0.5  # between looks whether the process lives
 
 
+class Process(Protocol):
+    """What this asks of a process: subprocess.Popen has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(link: socket.socket) -> Process:
+    """Start the process whose end of the socket is `link`."""
+    command = [sys.executable, "-m", "atoll.train.node.main", str(link.fileno()), str(os.getpid())]
+    # A signal from the terminal is the worker's to handle: the CPU side goes when it does.
+    return subprocess.Popen(
+        command, pass_fds=[link.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
 class CpuSide:
     """The CPU side of node `node`, as a process that ends when this one does, or closes its socket.
 
     `name` stands in every error: "the CPU side of node 2 (process 4711)".
     """
 
-    def __init__(self, node: int) -> None:
+    def __init__(self, node: int, start: Callable[[socket.socket], Process] = start_process) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            command = [sys.executable, "-m", "atoll.train.node.main", str(its.fileno()), str(os.getpid())]
-            # A signal from the terminal is the worker's to handle: the CPU side goes when it does.
-            self._process = subprocess.Popen(
-                command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            self._process = start(its)
         self._post = Post(mine)
         self.pid = self._process.pid
         self.name = f"the CPU side of node {node} (process {self.pid})"
@@ -132,18 +149,14 @@ def _signal_name(number: int) -> str:
 
 
 def watch_parent(parent: int) -> int:
-    """A descriptor that can be read from once the process `parent` has ended (Linux); -1 where there is none.
-    A socket alone does not tell: a child that the worker has forked holds a copy of it."""
+    """A descriptor that can be read from once the process `parent` has ended; -1 where the system has none. A
+    socket alone does not tell: a child that the worker has forked holds a copy of it. Raises
+    ProcessLookupError where it has ended already."""
     if not hasattr(os, "pidfd_open"):
         return -1
     try:
         return os.pidfd_open(parent)
     except ProcessLookupError:
-        return -1
+        raise
     except OSError:
         return -1
-
-
-def has_ended(descriptor: int) -> bool:
-    """Whether the process of `watch_parent` has ended."""
-    return descriptor >= 0 and bool(select.select([descriptor], [], [], 0)[0])

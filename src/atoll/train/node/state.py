@@ -1,75 +1,309 @@
-"""Parameters and optimizer state as one run of bytes: for a node that comes late, and for checkpoints.
+"""Parameters and an optimizer's state as one run of bytes: for a node that comes late, and for checkpoints.
 
     8 bytes      the head's length, little-endian
     head         MessagePack: `Head`
-    payloads     in the head's order, each at a multiple of 64 bytes
+    payloads     in the order of the head's parts, each at a multiple of 64 bytes from the beginning
 
-Nothing in it is unpickled; sizes are held against the layout before anything is allocated or copied.
+It goes between nodes, and between a worker and its CPU side. Nothing in it is unpickled, and every size is
+held against the layout before anything is copied.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from atoll.tensors.binding import BoundChunk
-from atoll.train.node.globals import GlobalParameters
-from atoll.wire.base import Count, Hyperparameters
+from atoll.chunks import Chunk, ChunkMap, itemsize
+from atoll.core.errors import PrepareError, UserError
+from atoll.tensors.binding import BoundChunk, carve
+from atoll.train.node.globals import GlobalParameters, digest_of, sum_of_bits
+from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
+from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
+
+_LENGTH = 8  # bytes
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chunk's part: whether its values are there; which element-wise states, by dtype; each slot's numbers
-    (None: this slot has no such element-wise state). Payloads: the values, then the states in order."""
+    """What is there of a chunk. Its payloads are its values, if `values`, and then its `states`: what the
+    optimizer keeps for each element, by dtype. `slots` are the numbers that it keeps for each parameter
+    ("step"; None under the name of a state: this parameter has none), `numbers` the dtypes of those that
+    are tensors."""
 
     chunk: Count
     values: bool
-    states: dict[str, str]
-    slots: list[dict[str, Any]]
+    states: dict[Name, Name] = {}
+    numbers: dict[Name, Name] = {}
+    slots: list[dict[str, Any]] = []
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is packed. `optimizer` is the class's full name, `digest` the global parameters' chain's."""
+    """What is packed: `optimizer` is the class's full name, `digest` that of the global parameters (empty:
+    of a worker's optimizer alone)."""
 
     iteration: Count
     digest: bytes
-    optimizer: str
+    optimizer: Name
     hyperparameters: Hyperparameters
     parts: list[Part]
 
 
-def pack_globals(globals_: GlobalParameters, *, values: bool = True) -> memoryview:
-    """All of it (values, optimizer state, iteration, digest); without `values`, for a checkpoint, the
-    optimizer's state alone. In memory of its own: what is applied afterwards does not change it."""
-    ...
+class Packed(NamedTuple):
+    """What `raw` holds: for each part, the values, or None, and the states. They lie in `raw`."""
+
+    head: Head
+    payloads: list[tuple[Tensor | None, dict[str, Tensor]]]
 
 
-def pack_globals_into(globals_: GlobalParameters, fd: int, *, values: bool = False) -> int:
-    """As `pack_globals`, into a file that another process has given; returns how many bytes."""
-    ...
+_decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
-def most_bytes(globals_: GlobalParameters) -> int:
-    """More than `pack_globals` ever gives for this layout and optimizer: a limit for what comes from outside."""
-    ...
+def pack_globals(parameters: GlobalParameters, *, values: bool = True, fd: int = -1) -> memoryview:
+    """All that is global: values, the optimizer's state, iteration and digest; without `values`, the
+    optimizer's state alone. It is a copy, in memory of this process, or in the file `fd`, which is made as
+    long."""
+    optimizer = parameters.optimizer
+    parts: list[Part] = []
+    payloads: list[Tensor] = []
+    for chunk in optimizer.chunks:
+        if not values and not optimizer.trains(chunk):
+            continue
+        states, slots = optimizer.state(chunk)
+        parts.append(
+            Part(
+                chunk=chunk,
+                values=values,
+                states={key: _name(flat.dtype) for key, flat in states.items()},
+                numbers={key: _name(dtype) for key, dtype in optimizer.number_dtypes(chunk).items()},
+                slots=slots,
+            )
+        )
+        payloads += [parameters.values(chunk)] if values else []
+        payloads += states.values()
+    head = Head(
+        iteration=parameters.iteration,
+        digest=parameters.digest,
+        optimizer=parameters.optimizer_name,
+        hyperparameters=optimizer.hyperparameters,
+        parts=parts,
+    )
+    return _pack(head, payloads, fd)
 
 
-def unpack_globals(raw: memoryview, globals_: GlobalParameters) -> Head:
-    """Put what was packed into `globals_`, of the same layout and optimizer: the iteration and digest too
-    where values were packed. Raises UserError, one line, for anything else, and changes nothing then."""
-    ...
+def most_bytes(parameters: GlobalParameters) -> int:
+    """At least what `pack_globals` gives for this layout and optimizer, whatever the state: a limit for what
+    comes from outside."""
+    optimizer = parameters.optimizer
+    payloads = [
+        parameters.values(chunk).numel() * dtype.itemsize
+        for chunk in optimizer.chunks
+        for dtype in (optimizer.dtype(chunk), *optimizer.state_dtypes(chunk).values())
+    ]
+    return _LENGTH + HEADER_BYTES + sum(nbytes + ALIGNMENT for nbytes in payloads)
+
+
+def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
+    """Put what `pack_globals` gave, of the same layout and optimizer, in the place of what is there: without
+    values, the optimizer's state alone. Raises UserError, one line, for anything else; nothing has changed
+    then."""
+    packed = unpack(raw, parameters.layout)
+    _check(packed, parameters)
+    optimizer = parameters.optimizer
+    for part, (values, states) in zip(packed.head.parts, packed.payloads, strict=True):
+        if values is not None:
+            parameters.set_values(part.chunk, values)
+        optimizer.set_state(part.chunk, states, part.slots)
+    optimizer.set_hyperparameters(packed.head.hyperparameters)
+    if any(part.values for part in packed.head.parts):
+        parameters.begin(packed.head.iteration)
+    return packed.head
+
+
+def _check(packed: Packed, parameters: GlobalParameters) -> None:
+    """Raise UserError where `packed` is not of these parameters and their optimizer, or is damaged."""
+    head, optimizer = packed.head, parameters.optimizer
+    if head.optimizer != parameters.optimizer_name:
+        raise UserError(f"the state given is of {head.optimizer}, and here is {parameters.optimizer_name}")
+    optimizer.check_hyperparameters(head.hyperparameters)
+    whole = any(part.values for part in head.parts)
+    expected = [chunk for chunk in optimizer.chunks if whole or optimizer.trains(chunk)]
+    if [part.chunk for part in head.parts] != expected or any(p.values != whole for p in head.parts):
+        raise UserError(f"the state given is not of the {len(expected)} chunks that are held here")
+    for part in head.parts:
+        kept = {key: _name(dtype) for key, dtype in optimizer.state_dtypes(part.chunk).items()}
+        if any(kept.get(key) != dtype for key, dtype in part.states.items()):
+            raise UserError(f"the state given of chunk {part.chunk} has {part.states}, where {kept} is kept")
+    if whole:
+        sums = {
+            part.chunk: sum_of_bits(values)
+            for part, (values, _) in zip(head.parts, packed.payloads, strict=True)
+            if values is not None
+        }
+        if digest_of(head.iteration, (sums[chunk] for chunk in parameters.chunks)) != head.digest:
+            raise UserError("the state given is damaged: the values are not those that its digest is of")
+
+
+def unpack(raw: memoryview, layout: ChunkMap) -> Packed:
+    """Read what is packed, of this layout; tensors lie in `raw` where its address allows it. Raises
+    UserError, one line, for anything else."""
+    length = int.from_bytes(raw[:_LENGTH], "little")
+    if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _LENGTH):
+        raise UserError(f"the state given has {raw.nbytes} bytes, which are no packed state")
+    try:
+        head = _decoder.decode(raw[_LENGTH : _LENGTH + length])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"the state given is no packed state: {str(error)[:200]}") from None
+    memory = torch.frombuffer(raw, dtype=torch.uint8)
+    end = _LENGTH + length
+    payloads: list[tuple[Tensor | None, dict[str, Tensor]]] = []
+    for part in head.parts:
+        chunk = _chunk_of(part, layout)
+        held = []
+        for dtype in _dtypes(part, chunk):
+            start = _round_up(end)
+            end = start + chunk.extent * itemsize(dtype)
+            if end > raw.nbytes:
+                raise UserError(f"the state given ends within chunk {chunk.id}, after {raw.nbytes} bytes")
+            held.append(_view(memory[start:end], dtype))
+        values = held.pop(0) if part.values else None
+        payloads.append((values, dict(zip(part.states, held, strict=True))))
+    if end != raw.nbytes:
+        raise UserError(f"the state given has {raw.nbytes} bytes, and its head speaks of {end}")
+    return Packed(head, payloads)
+
+
+def _chunk_of(part: Part, layout: ChunkMap) -> Chunk:
+    """The chunk that a part is of; raises UserError for what no chunk of the layout has."""
+    if part.chunk >= len(layout.chunks):
+        raise UserError(f"the state given has a chunk {part.chunk}; there are {len(layout.chunks)}")
+    chunk = layout.chunks[part.chunk]
+    if part.slots and len(part.slots) != len(chunk.slots):
+        raise UserError(
+            f"the state given has {len(part.slots)} parameters in chunk {chunk.id}, which has "
+            f"{len(chunk.slots)}"
+        )
+    numbers = (value for slot in part.slots for value in slot.values())
+    if any(value is not None and not isinstance(value, (int, float)) for value in numbers):
+        raise UserError(f"the state given of chunk {chunk.id} has what is no number")
+    return chunk
+
+
+def _dtypes(part: Part, chunk: Chunk) -> Iterator[str]:
+    """Those of its payloads, in order."""
+    if part.values:
+        yield chunk.dtype
+    for dtype in part.states.values():
+        try:
+            itemsize(dtype)
+        except PrepareError:
+            raise UserError(f"the state given of chunk {chunk.id} is of dtype {dtype!r}") from None
+        yield dtype
 
 
 def pack_optimizer(
-    optimizer: Any, chunks: list[BoundChunk], elementwise: set[str], iteration: int
-) -> memoryview:
-    """At the worker: the user's optimizer's state (plain torch's, per parameter), for SetUp."""
-    ...
+    optimizer: torch.optim.Optimizer,
+    chunks: Sequence[BoundChunk],
+    elementwise: set[str],
+    hyperparameters: Hyperparameters,
+    iteration: int,
+    fd: int,
+) -> int:
+    """At a worker: the state that its own optimizer has of each parameter, as after load_state_dict, into
+    the file `fd`; returns how many bytes. `elementwise` is what `elementwise_keys` found; of `chunks`, those
+    that no optimizer trains are left out."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parts: list[Part] = []
+    payloads: list[Tensor] = []
+    for bound in sorted(chunks, key=lambda bound: bound.chunk.id):
+        if bound.parameters[0] not in trained:
+            continue
+        held = [optimizer.state.get(parameter, {}) for parameter in bound.parameters]
+        states = {
+            key: torch.zeros(bound.chunk.extent, dtype=slot[key].dtype)
+            for slot in held
+            for key in sorted(elementwise & slot.keys())
+        }
+        for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
+            for key in states.keys() & own.keys():
+                carve(states[key], slot.offset, parameter).copy_(own[key])
+        slots = [
+            {key: _number(value) for key, value in own.items() if key not in states}
+            | {key: None for key in states if key not in own}
+            for own in held
+        ]
+        kept = {key: _name(flat.dtype) for key, flat in states.items()}
+        parts.append(Part(chunk=bound.chunk.id, values=False, states=kept, slots=slots))
+        payloads += states.values()
+    head = Head(
+        iteration=iteration,
+        digest=b"",
+        optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        hyperparameters=hyperparameters,
+        parts=parts,
+    )
+    return _pack(head, payloads, fd).nbytes
 
 
 def unpack_optimizer(
-    raw: memoryview, optimizer: Any, chunks: list[BoundChunk]
-) -> dict[Tensor, dict[str, Any]]:
-    """At the worker: each parameter's state as plain torch would have it, of what came with State."""
-    ...
+    raw: memoryview, layout: ChunkMap, chunks: Sequence[BoundChunk]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """At a worker: copies of each parameter's state in plain torch's form, on the parameter's device, of what
+    `pack_globals` gave. Raises UserError as `unpack`."""
+    packed, bound_as = unpack(raw, layout), {bound.chunk.id: bound for bound in chunks}
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for part, (_, states) in zip(packed.head.parts, packed.payloads, strict=True):
+        bound = bound_as[part.chunk]
+        for slot, parameter, numbers in zip(bound.chunk.slots, bound.parameters, part.slots, strict=True):
+            state = {
+                key: carve(flat, slot.offset, parameter).to(parameter.device, copy=True)
+                for key, flat in states.items()
+                if numbers.get(key, 0) is not None
+            }
+            for key, value in numbers.items():
+                if value is not None:
+                    dtype = part.numbers.get(key)
+                    state[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+            if state:
+                found[parameter] = state
+    return found
+
+
+def _pack(head: Head, payloads: Sequence[Tensor], fd: int) -> memoryview:
+    encoded = msgspec.msgpack.encode(head)
+    begin = _LENGTH + len(encoded)
+    end = begin
+    for payload in payloads:
+        end = _round_up(end) + payload.nbytes
+    if fd >= 0:
+        resize(fd, end, "the optimizer's state")
+    memory = map_bytes(fd, end) if fd >= 0 else aligned(end)
+    raw: memoryview = memory.numpy().data
+    raw[:_LENGTH] = len(encoded).to_bytes(_LENGTH, "little")
+    raw[_LENGTH:begin] = encoded
+    for payload in payloads:
+        start = _round_up(begin)
+        memory[begin:start].zero_()
+        begin = start + payload.nbytes
+        memory[start:begin].copy_(payload.view(torch.uint8))
+    return raw
+
+
+def _view(raw: Tensor, dtype: str) -> Tensor:
+    kind = getattr(torch, dtype)
+    return (raw if raw.data_ptr() % kind.itemsize == 0 else raw.clone()).view(kind)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _round_up(offset: int) -> int:
+    return math.ceil(offset / ALIGNMENT) * ALIGNMENT

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import msgspec
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.core.errors import CheckpointError, PrepareError, UserError
 from atoll.tensors.optimizer import RemoteOptimizer
-from atoll.train.node.exchange import PeerExchange
+from atoll.train.node.cpu import fingerprint
+from atoll.train.node.exchange import PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
+from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
 from atoll.train.resume import TrainingState
 from atoll.train.strategies import Stepper, Training
-from atoll.wire.device import Ready, SetUp, State, WantState
+from atoll.wire.device import Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
 
 
@@ -34,9 +36,17 @@ class Peers:
     brings_parameters = True
 
     def __init__(
-        self, worker: NodeWorker, workers: NodeWorkers, state: TrainingState, pace: Callable[[], float]
+        self,
+        worker: NodeWorker,
+        workers: NodeWorkers,
+        state: TrainingState,
+        pace: Callable[[], float],
+        stale_max: int,
     ) -> None:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
+        self._stale_max = stale_max
+        self._batches: list[PeerBatches] = []
+        worker.applied = self._applied
         self._model: PeerModel | None = None
 
     @property
@@ -62,6 +72,24 @@ class Peers:
             fetch=model.fetch_state,
             loaded=lambda: None,
         )
+
+    def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
+        """This node's part of batches that all nodes share; `options` as in PeerBatches."""
+        batches = PeerBatches(
+            dataset,
+            node=self._worker.node,
+            nodes=[each.node for each in self._worker.introduction.nodes],
+            stale_max=self._stale_max,
+            iteration=lambda: 0 if self.exchange is None else self.exchange.steps,
+            **options,
+        )
+        self._batches.append(batches)
+        return batches
+
+    def _applied(self, message: Applied) -> None:
+        paces = {part.node: said_in(part.note).pace for part in message.parts}
+        for each in self._batches:
+            each.applied(message.iteration, paces)
 
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every node."""
@@ -119,6 +147,10 @@ class PeerModel:
         stale_max = training.config.sync.stale_max
         self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
         self.exchange = PeerExchange(training.chunks, training.calls, worker, stale_max, capture, returned)
+        kind = type(training.optimizer)
+        self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
+        hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
+        self._fingerprint = fingerprint(self._optimizer, hyperparameters)
         self._ready: Ready | None = None
         self._state: State | None = None
         self._number = 0  # of set-ups
@@ -127,9 +159,21 @@ class PeerModel:
 
     def begin(self) -> None:
         """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
+        self._check_alike()
         flats = [bound.flat[: bound.chunk.extent] for bound in self._training.chunks]
         self._workers.take_from_first(flats, "node 0's parameters")
         self.set_up()
+
+    def _check_alike(self) -> None:
+        """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
+        found = self._workers.gather(self._fingerprint, "the nodes' processors")
+        for node, other in zip(self._workers.ranks, found, strict=True):
+            if other != found[0]:
+                raise PrepareError(
+                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, "
+                    f"and node {node} {other}; strategy 'peers' needs one build of torch and one instruction "
+                    "set on all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                )
 
     def set_up(self) -> None:
         """Bring the model's values and the optimizer's state to the CPU side, as they are here."""
@@ -137,18 +181,19 @@ class PeerModel:
         memory = HostMemory.create(self._plan)
         for bound in training.chunks:
             memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+        for bound in training.frozen:
+            memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
         self._number += 1
         self._ready = None
         packed, file = self._packed()
         descriptors = [memory.fd] if file < 0 else [memory.fd, file]
         self.exchange.attach(memory, self.exchange.steps)
-        kind = type(training.optimizer)
         worker.send(
             SetUp(
                 number=self._number,
                 digest=self._digest(),
                 layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
-                optimizer=f"{kind.__module__}.{kind.__qualname__}",
+                optimizer=self._optimizer,
                 hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
                 slots=self._plan.slots,
                 buffers=self._plan.buffers,
@@ -166,6 +211,9 @@ class PeerModel:
         )
         assert self._ready is not None
         worker.entered(self._ready)
+        if worker.late:
+            for bound in training.frozen:
+                bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
         self.exchange.begin_at(self._ready.iteration)
         training.optimizer.state.clear()
 
@@ -184,7 +232,7 @@ class PeerModel:
             raw = map_bytes(file, self._state.packed)
         finally:
             os.close(file)
-        states = unpack_optimizer(memoryview(raw.numpy()), self._training.optimizer, self._training.chunks)
+        states = unpack_optimizer(memoryview(raw.numpy()), self._training.chunk_map, self._training.chunks)
         # In torch's order: that in which the optimizer would have stepped them.
         known = (p for group in self._training.optimizer.param_groups for p in group["params"])
         return {parameter: states[parameter] for parameter in known if states.get(parameter)}
@@ -194,19 +242,22 @@ class PeerModel:
         optimizer = self._training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        raw = pack_optimizer(
-            optimizer, self._training.chunks, self._training.elementwise, self.exchange.steps
+        file = make_file(0, "the optimizer's state")
+        packed = pack_optimizer(
+            optimizer,
+            self._training.chunks,
+            self._training.elementwise,
+            plain_hyperparameters(optimizer.param_groups),
+            self.exchange.steps,
+            file,
         )
-        file = make_file(len(raw), "the optimizer's state")
-        view: Tensor = map_bytes(file, len(raw))
-        view.numpy()[:] = raw
-        return len(raw), file
+        return packed, file
 
     def _digest(self) -> str:
         """What must be the same on every node, for one that comes late."""
         training = self._training
         sections = (training.config.chunks, training.config.sync, training.config.link)
-        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections)
+        told = (training.chunk_map, type(training.optimizer).__qualname__, *sections, self._fingerprint)
         return hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()[:32]
 
     def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:

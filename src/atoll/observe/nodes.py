@@ -1,0 +1,68 @@
+"""The nodes of a run without a server: for its summary and its last words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from atoll.core.events import AnyEvent, NodeSeen, StepDone
+from atoll.core.units import format_bytes
+from atoll.observe.summary import NodeTotals, Summary
+
+MOST_LINES = 8  # of nodes in a run's last words
+
+_COUNTS = ("applied", "rounds", "joined", "refusals", "fetched", "waits", "no_room")
+_AMOUNTS = ("bytes_in", "bytes_out", "applying", "overlaying")
+
+
+class NodeRecords:
+    """What each node's worker and CPU side have said."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, NodeSeen] = {}
+        self._staleness: dict[int, Counter[int]] = {}  # of its own iterations
+        self._seconds: dict[int, list[float]] = {}  # of its steps: all, in exchange, waiting
+
+    def take(self, event: AnyEvent) -> None:
+        if isinstance(event, NodeSeen):
+            self._seen[event.worker] = event
+        elif isinstance(event, StepDone):
+            self._staleness.setdefault(event.worker, Counter())[event.staleness] += 1
+            seconds = self._seconds.setdefault(event.worker, [0.0, 0.0, 0.0])
+            for index, value in enumerate((event.seconds, event.exchange, event.waiting)):
+                seconds[index] += value
+
+    def shown(self) -> list[NodeTotals]:
+        """Each node that its CPU side has told of, in order."""
+        return [self._totals(node) for node in sorted(self._seen)]
+
+    def _totals(self, node: int) -> NodeTotals:
+        seen, counts = self._seen[node], self._staleness.get(node, Counter())
+        busy, exchange, waiting = self._seconds.get(node, [0.0, 0.0, 0.0])
+        values = sorted(counts.elements())
+        totals = NodeTotals(node, **{name: getattr(seen, name) for name in (*_COUNTS, *_AMOUNTS)})
+        if values:
+            totals.staleness_mean = sum(values) / len(values)
+            totals.staleness_p95 = values[min(len(values) - 1, int(0.95 * len(values)))]
+            totals.staleness_most = values[-1]
+        if busy > 0:
+            totals.exchange_share, totals.waiting_share = exchange / busy, waiting / busy
+        return totals
+
+
+def node_lines(summary: Summary) -> list[str]:
+    """What a person wants to know of the nodes at the end of a run: a line each."""
+    lines = [f"node {each.node}: {' · '.join(node_facts(each))}" for each in summary.nodes[:MOST_LINES]]
+    if len(summary.nodes) > MOST_LINES:
+        lines.append(f"nodes: {len(summary.nodes) - MOST_LINES} more: see summary.json")
+    return lines
+
+
+def node_facts(node: NodeTotals) -> list[str]:
+    """`stale by 1.2 iterations (95 %: 3)`, `exchange 1.1 % of its time`, and so on."""
+    return [
+        f"stale by {node.staleness_mean:.1f} iterations (95 %: {node.staleness_p95}, "
+        f"most {node.staleness_most})",
+        f"exchange {node.exchange_share:.1%} of its device's time, waiting {node.waiting_share:.1%}",
+        f"{node.rounds:,} rounds started, {node.joined:,} joined, {node.refusals:,} refused",
+        f"{format_bytes(node.bytes_out)} sent",
+    ]

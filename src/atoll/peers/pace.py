@@ -1,0 +1,59 @@
+"""Limits in time that follow what was measured: how long an answer, an iteration, a round may take.
+
+Source: issue of strategy `peers`: the median plus a multiple of the deviation, never a fixed guess.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from atoll.core.units import format_seconds
+
+_WINDOW = 64  # measurements that count
+_FEWEST = 4  # of which a limit is made
+_MULTIPLE = 8.0  # of the deviation, above the median
+_LEAST_DEVIATION = 1 / 8  # of the median: where all were alike, the limit is twice the median
+
+
+class Limit:
+    """How many `seconds` something may take: the median of what was measured plus a multiple of the median
+    absolute deviation, between `low` and `high`; `high` before enough was measured. `what` names it."""
+
+    def __init__(self, what: str, low: float, high: float) -> None:
+        self.what, self.low, self.high = what, low, high
+        self.seconds = high
+        self._median = self._deviation = 0.0
+        self._measured: deque[float] = deque(maxlen=_WINDOW)
+        self._sources: deque[int] = deque(maxlen=_WINDOW)
+
+    def note(self, seconds: float, source: int = 0) -> None:
+        """It took this long, at node `source`. What did not end within the limit is noted with the time that
+        it was given: so the limit grows where everything has become slower."""
+        self._measured.append(seconds)
+        self._sources.append(source)
+        if len(self._measured) < _FEWEST:
+            return
+        self._median = statistics.median(self._measured)
+        deviations = [abs(each - self._median) for each in self._measured]
+        self._deviation = max(statistics.median(deviations), _LEAST_DEVIATION * self._median)
+        self.seconds = min(max(self._wanted(), self.low), self.high)
+
+    def _wanted(self) -> float:
+        return self._median + _MULTIPLE * self._deviation
+
+    def reason(self) -> str:
+        """Why the limit is what it is, in words."""
+        limit, count = format_seconds(self.seconds), len(self._measured)
+        if count < _FEWEST:
+            return f"{self.what}: {limit}, the most allowed, for only {count} of {_FEWEST} were measured"
+        nodes = len(set(self._sources))
+        words = (
+            f"{self.what}: {limit}; the median of the latest {count}, at {nodes} node{'s' * (nodes != 1)}, is "
+            f"{format_seconds(self._median)}, the deviation {format_seconds(self._deviation)}"
+        )
+        if self._wanted() < self.low:
+            return f"{words}, and {format_seconds(self.low)} is the least allowed"
+        if self._wanted() > self.high:
+            return f"{words}, and {format_seconds(self.high)} is the most allowed"
+        return words

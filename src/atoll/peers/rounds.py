@@ -1,0 +1,98 @@
+"""The synchronisation round, a1 to a6: who may start one, who takes part, and how it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from atoll.wire.peers import RoundId
+from atoll.wire.peerviews import Report
+
+State: TypeAlias = Literal["idle", "turned", "asking", "backing", "resting"]
+Event: TypeAlias = Literal[
+    "free", "taken", "freed", "answered", "refused", "late", "lower", "due", "eased", "reset"
+]
+
+# A node's own round: what each event makes of each state, and why. An event that has no line changes nothing.
+TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
+    ("idle", "free"): ("asking", "a2: V is false, so it starts one"),
+    ("idle", "taken"): ("turned", "a2: V is true, so it waits for the end of that round"),
+    ("turned", "freed"): ("idle", "a2: the other's round is over: look again"),
+    ("asking", "answered"): ("resting", "a6: all have answered"),
+    ("asking", "refused"): ("backing", "a5: one that takes part in another's has refused"),
+    ("asking", "late"): ("backing", "a3: not all have answered by the deadline"),
+    ("asking", "lower"): ("turned", "a4: two starters have met, and the other's is the lower"),
+    ("backing", "due"): ("idle", "a5: T is over: begin again at a2"),
+    ("resting", "due"): ("idle", "4: W has not risen for longer than it takes: look again"),
+    ("turned", "eased"): ("idle", "4: M_i is newer: no round is needed"),
+    ("asking", "eased"): ("idle", "4: M_i is newer: no round is needed"),
+    ("backing", "eased"): ("idle", "4: M_i is newer: no round is needed"),
+    ("resting", "eased"): ("idle", "4: M_i is newer"),
+    ("turned", "reset"): ("idle", "the view has changed"),
+    ("asking", "reset"): ("idle", "the view has changed"),
+    ("backing", "reset"): ("idle", "the view has changed"),
+    ("resting", "reset"): ("idle", "the view has changed"),
+}
+
+
+@dataclass
+class Rounds:
+    """A node's own round, and its flag V_i: `flag` is the round of another's that it takes part in.
+
+    Timers: `until` ends the state "asking" (then the round is late), "backing" and "resting" (then it is
+    due); `flag_until` gives another's round up, whose starter has not ended it.
+    """
+
+    node: int
+    state: State = "idle"
+    round: RoundId | None = None  # its own, while asking
+    began: float = 0.0
+    answers: dict[int, Report] = field(default_factory=dict)  # to it, by node
+    until: float = math.inf
+    flag: RoundId | None = None
+    flag_until: float = math.inf
+    started: int = 0  # rounds of its own
+    over: dict[int, int] = field(default_factory=dict)  # by starter, the latest that it has ended
+
+    def go(self, event: Event, until: float = math.inf) -> str:
+        """An event of its own round; why the state changed, or nothing where it did not."""
+        if (self.state, event) not in TRANSITIONS:
+            return ""
+        self.state, why = TRANSITIONS[self.state, event]
+        self.until = until
+        if self.state != "asking":
+            self.answers.clear()
+        return why
+
+    def start(self, now: float, iteration: int, until: float) -> RoundId:
+        """a2, a3: V is false, and a round is needed."""
+        self.go("free", until)
+        self.started += 1
+        self.began = now
+        self.round = RoundId(iteration, self.node, self.started)
+        return self.round
+
+    def stop(self) -> RoundId | None:
+        """Its own round, which is no more."""
+        stopped, self.round = self.round, None
+        return stopped
+
+    def take_part(self, asked: RoundId, until: float) -> bool:
+        """a1: test-and-set of V_i, with a timer; whether to answer. A round that is asked again is answered
+        again, and its timer goes on."""
+        if asked.number <= self.over.get(asked.node, 0):
+            return False
+        flag = self.flag
+        if flag is None or (flag.node == asked.node and flag.number < asked.number):
+            self.flag, self.flag_until = asked, until
+        return self.flag == asked
+
+    def clear(self, ended: RoundId | None) -> bool:
+        """END, ABORT, or (None) the timer: V_i is false again; whether it was of this round."""
+        if ended is not None:
+            self.over[ended.node] = max(ended.number, self.over.get(ended.node, 0))
+        if self.flag is None or (ended is not None and self.flag != ended):
+            return False
+        self.flag, self.flag_until = None, math.inf
+        return True

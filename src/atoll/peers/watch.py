@@ -1,0 +1,99 @@
+"""Who is heard, who goes on, and whom a node would have removed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from atoll.core.units import format_seconds
+from atoll.peers.pace import Limit
+from atoll.peers.settings import Settings
+from atoll.wire.peerviews import Life
+
+
+@dataclass
+class _Seen:
+    """What is known of another member."""
+
+    heard: float  # when
+    silence: Limit
+    progress: Limit
+    iteration: int = 0  # its k, as it last said
+    advanced: float = 0.0  # when that rose
+    finished: bool = False
+
+
+class Watch:
+    """The other members of the view, by life. Two limits follow what was measured of each: how long it may be
+    silent, and how long it may make no iteration while this node waits for one of it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._seen: dict[Life, _Seen] = {}
+
+    def install(self, now: float, others: Iterable[Life]) -> None:
+        """These are the others now; one that is new has all the time that is allowed."""
+        silence, progress = self._settings.silence, self._settings.progress
+        new = {
+            life: _Seen(now, Limit("silence", *silence), Limit("progress", *progress), advanced=now)
+            for life in others
+        }
+        self._seen = {life: self._seen.get(life, each) for life, each in new.items()}
+
+    def handle_heard(self, now: float, node: int) -> None:
+        """Something came from a member."""
+        for life, seen in self._seen.items():
+            if life.node == node:
+                seen.silence.note(now - seen.heard, node)
+                seen.heard = now
+
+    def handle_iteration(self, now: float, life: Life, iteration: int) -> None:
+        """Its k, as itself or others have it."""
+        seen = self._seen.get(life)
+        if seen is not None and iteration > seen.iteration:
+            seen.progress.note((now - seen.advanced) / (iteration - seen.iteration), life.node)
+            seen.iteration, seen.advanced = iteration, now
+
+    def handle_finished(self, life: Life) -> None:
+        if life in self._seen:
+            self._seen[life].finished = True
+
+    def iteration(self, life: Life) -> int:
+        """The k of another."""
+        return self._seen[life].iteration
+
+    def is_gone(self, now: float, life: Life) -> bool:
+        """Whether a member has finished and is silent."""
+        seen = self._seen[life]
+        return seen.finished and now >= seen.heard + seen.silence.seconds
+
+    def suspects(
+        self, now: float, lacking: Iterable[Life], since: float, absent: Iterable[Life]
+    ) -> dict[int, str]:
+        """Whom to remove, and why. This node has waited since `since` for an iteration of each in `lacking`,
+        and for each of `absent` to come to a meeting (infinity: it waits for none)."""
+        found: dict[int, str] = {}
+        for life, seen in self._seen.items():
+            if now >= seen.heard + seen.silence.seconds:
+                found[life.node] = f"silent for {format_seconds(now - seen.heard)}; {seen.silence.reason()}"
+        for life in lacking:
+            seen = self._seen[life]
+            idle = now - max(seen.advanced, since)
+            if seen.finished:
+                found.setdefault(life.node, "its script has ended")
+            elif idle >= seen.progress.seconds:
+                why = f"no iteration for {format_seconds(idle)}; {seen.progress.reason()}"
+                found.setdefault(life.node, why)
+        for life in absent:
+            if self._seen[life].finished:
+                found.setdefault(life.node, "its script has ended")
+        return found
+
+    def deadline(self, lacking: Iterable[Life], since: float) -> float:
+        """When the next of them would be suspected."""
+        silent = (seen.heard + seen.silence.seconds for seen in self._seen.values())
+        stuck = (
+            max(self._seen[life].advanced, since) + self._seen[life].progress.seconds for life in lacking
+        )
+        return min(min(silent, default=math.inf), min(stuck, default=math.inf))

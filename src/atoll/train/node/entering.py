@@ -1,0 +1,87 @@
+"""A node that comes into a run that goes on, or comes back to it; and what members do for one.
+
+It asks to be in the next view, takes over the state from a member, and gets what a member's script was at
+when that came to the newcomer's first iteration. Source: S0, "Members come and go".
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from atoll.train.node.network import Network
+from atoll.train.node.takeover import Taker
+from atoll.wire.nodes import Script
+from atoll.wire.peerviews import Life, View
+
+
+class Entering:
+    """What a node that comes in has got so far; `returned`: its worker has trained here before. `token` is a
+    name that no other process has, nor this one before."""
+
+    def __init__(self, timeout: float, *, returned: bool, reason: str = "") -> None:
+        self.returned, self.reason = returned, reason
+        self.token = secrets.token_hex(8)
+        self.timeout = timeout
+        self._since = time.monotonic()
+        self.first: int | None = None  # its first iteration, once a view has it
+        self.taker: Taker | None = None
+        self.unpacking = False
+        self.has_state = False
+        self.scripts: dict[int, Script] = {}  # by the iteration that each is of
+
+    @property
+    def script(self) -> Script | None:
+        """What the script begins with, once it is here."""
+        return self.scripts.get(self.first) if self.first is not None else None
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self._since
+
+    def lacks(self) -> str:
+        """What it waits for, in words; empty when it may begin."""
+        if self.first is None:
+            return "a view that has it"
+        if not self.has_state:
+            source = f"node {self.taker.source}" if self.taker is not None else "a member"
+            return f"the state, from {source}"
+        return "" if self.script is not None else f"a member's script to come to iteration {self.first}"
+
+
+class Newcomers:
+    """Those who come in while this node is a member: each gets what this node's script is at when it comes to
+    the newcomer's first iteration. Kept until the newcomer has contributed: it is sent again on each new
+    connection, since one that breaks loses what is on its way."""
+
+    def __init__(self) -> None:
+        self._first: dict[Life, int] = {}
+        self._scripts: dict[int, Script] = {}
+
+    def view(self, old: View | None, new: View, own: Life) -> list[int]:
+        """A view is there: the iterations at whose beginning the script is to be captured."""
+        before = {each.life for each in old.members} if old is not None else set()
+        if own not in before:
+            return []  # a newcomer itself
+        come = [each for each in new.members if each.life not in before]
+        self._first.update({each.life: each.first for each in come})
+        return sorted({each.first for each in come})
+
+    def captured(self, script: Script, network: Network) -> None:
+        """The script has come to an iteration that somebody begins with."""
+        self._scripts[script.iteration] = script
+        for life, first in self._first.items():
+            if first == script.iteration:
+                network.send_chunk(life.node, script)
+
+    def up(self, node: int, network: Network) -> None:
+        """A node can be reached anew."""
+        for life, first in self._first.items():
+            if life.node == node and first in self._scripts:
+                network.send_chunk(node, self._scripts[first])
+
+    def contributed(self, life: Life) -> None:
+        """A newcomer is at work."""
+        if self._first.pop(life, None) is not None:
+            kept = set(self._first.values())
+            self._scripts = {first: script for first, script in self._scripts.items() if first in kept}

@@ -1,0 +1,56 @@
+"""The parts of the nodes' meetings that are here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atoll.core.errors import RunError
+from atoll.wire.device import Met
+from atoll.wire.nodes import MeetingPart
+from atoll.wire.peers import Key
+
+
+class _Part(NamedTuple):
+    what: str
+    payload: bytes
+    since: int
+
+
+class MeetingParts:
+    """By key; `since` is the first meeting that this node takes part in."""
+
+    def __init__(self) -> None:
+        self.since = 0
+        self._parts: dict[Key, _Part] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._parts
+
+    def put(self, key: Key, what: str, payload: bytes, since: int) -> None:
+        """Keep a node's part."""
+        self._parts[key] = _Part(what, payload, since)
+
+    def message(self, key: Key) -> tuple[MeetingPart, bytes]:
+        """A part as it goes to another node, and its payload."""
+        part = self._parts[key]
+        return MeetingPart(key=key, what=part.what, since=part.since), part.payload
+
+    def meet(self, number: int, keys: Sequence[Key]) -> Met:
+        """The meeting of these parts, in order of node. Raises RunError where they meet on different things:
+        their scripts do not do the same."""
+        whats = [(self._parts[key].what, key.life.node) for key in keys]
+        unlike = [(what, node) for what, node in whats if what != whats[0][0]]
+        if unlike:
+            raise RunError(
+                f"meeting {number}: node {whats[0][1]} meets on {whats[0][0]}, and node {unlike[0][1]} on "
+                f"{unlike[0][0]}: every node's script must make the same calls in the same order"
+            )
+        nodes = [key.life.node for key in keys]
+        return Met(number=number, nodes=nodes, payloads=[self._parts[key].payload for key in keys])
+
+    def drop(self, key: Key) -> None:
+        self._parts.pop(key, None)
+
+    def clear(self) -> None:
+        self._parts.clear()

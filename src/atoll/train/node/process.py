@@ -1,0 +1,732 @@
+"""A node's CPU side at work: one loop that hears worker and nodes and does what the decisions say, beside one
+thread that computes.
+
+The decisions (`peers.node`) know contributions by their keys; here are the payloads, the sockets and the
+clock. What the worker says is its own count of iterations, which is the decisions' shifted by what a
+checkpoint had made before. Source: S0.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.peers import outputs as out
+from atoll.peers.node import Node
+from atoll.peers.settings import Settings
+from atoll.train.node.calculating import Calculating
+from atoll.train.node.entering import Entering, Newcomers
+from atoll.train.node.figures import Counting
+from atoll.train.node.globals import Outcome
+from atoll.train.node.network import Arrived, Met, Network
+from atoll.train.node.parts import MeetingParts
+from atoll.train.node.post import Post, PostClosedError
+from atoll.train.node.state import most_bytes, pack_globals
+from atoll.train.node.takeover import Giver, Taker, give
+from atoll.train.node.trained import Trained
+from atoll.wire import device as d
+from atoll.wire import nodes as n
+from atoll.wire.peers import WITNESS, Key
+from atoll.wire.peerviews import Life, Member, View
+
+_LONGEST_WAIT = 0.25  # seconds, for what no message announces
+_WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
+_DIGESTS = 64  # of the latest iterations, that others' are held against
+_ENDED = "the worker has closed its socket"
+
+
+class CpuSideProcess:
+    """Serves the worker at the other end of `post`, until that is done or gone (PostClosedError). `watch` can
+    be read from once its process has ended (-1: nothing tells)."""
+
+    def __init__(self, post: Post, watch: int) -> None:
+        torch.set_num_threads(1)
+        self._post, self._watch = post, watch
+        self._epoll = select.epoll()
+        self._calculating = Calculating()
+        for each in (post.fileno(), self._calculating.fileno(), watch):
+            if each >= 0:
+                self._epoll.register(each, select.EPOLLIN)
+        self._post_full = False
+        self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+        self._begin: d.Begin | None = None
+        self._network_: Network | None = None
+        self._node_: Node | None = None
+        self._nodes: list[d.NodeAt] = []
+        self._view: View | None = None
+        self._trained: Trained | None = None
+        self._meetings = MeetingParts()
+        self._entering: Entering | None = None
+        self._newcomers, self._giver = Newcomers(), Giver()
+        self._counting = Counting(0)
+        self._setup_since: float | None = None  # a set-up that is not agreed on yet
+        self._is_ready = False  # the worker has had Ready
+        self._resuming: int | None = None  # the incarnation that the worker is to say Resumed to
+        self._dirty = False  # there is something newer to publish than what was
+        self._wanted: d.Want | None = None
+        self._waiting_told, self._waiting_at = "", 0.0
+        self._digests: dict[int, bytes] = {}
+        self._left = False
+        self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
+            d.Begin: self._handle_begin,
+            d.Introduce: self._handle_introduce,
+            d.SetUp: self._handle_set_up,
+            d.Contribute: self._handle_contribute,
+            d.Want: self._handle_want,
+            d.Release: self._handle_release,
+            d.Meet: self._handle_meet,
+            d.WantState: self._handle_want_state,
+            d.Captured: self._handle_captured,
+            d.Resumed: self._handle_resumed,
+            d.Leave: self._handle_leave,
+        }
+        self._doers: dict[type, Callable[[Any], None]] = {
+            out.Send: self._do_send,
+            out.SendPart: self._do_send_part,
+            out.Apply: self._do_apply,
+            out.Meet: self._do_meet,
+            out.Drop: self._do_drop,
+            out.Grant: self._do_grant,
+            out.FetchState: self._do_fetch_state,
+            out.ViewChanged: self._do_view_changed,
+            out.Removed: self._do_removed,
+            out.Finished: self._do_finished,
+            out.Note: self._do_note,
+        }
+
+    def __enter__(self) -> CpuSideProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._network_ is not None:
+            self._network_.close()
+        self._calculating.close()
+        if self._trained is not None:
+            self._trained.close()
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until the worker is gone: PostClosedError. Raises, too, what the run cannot go on with."""
+        while True:
+            self._wait()
+            if self._watch >= 0 and select.select([self._watch], [], [], 0)[0]:
+                raise PostClosedError(_ENDED)
+            self._post.flush()
+            while (got := self._post.receive()) is not None:
+                self._handlers[type(got[0])](*got)
+            if self._network_ is not None:
+                for arrived in self._network.take():
+                    self._hear(arrived)
+            self._calculating.collect()
+            self._see_to_time()
+            self._start_job()
+            self._free_slots()
+
+    def _wait(self) -> None:
+        if self._post.is_full != self._post_full:
+            self._post_full = self._post.is_full
+            events = select.EPOLLIN | (select.EPOLLOUT if self._post_full else 0)
+            self._epoll.modify(self._post.fileno(), events)
+        timeout = _LONGEST_WAIT
+        if self._node_ is not None:
+            timeout = min(timeout, max(0.0, self._node_.deadline - time.monotonic()))
+        if self._network_ is not None:
+            self._network_.wait(timeout, self._epoll.fileno())
+        else:
+            select.select([self._epoll], [], [], timeout)
+
+    def _see_to_time(self) -> None:
+        now = time.monotonic()
+        if self._node_ is not None and self._node_.deadline <= now:
+            self._do(self._node_.poll(now))
+        if self._entering is not None:
+            self._see_to_entering(self._entering)
+        elif self._setup_since is not None:
+            self._see_to_set_up(self._setup_since)
+        if self._wanted is not None and now > self._waiting_at + _WAITING_EACH:
+            self._tell_waiting()
+        self._tell_figures(now=False)
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    @property
+    def _network(self) -> Network:
+        assert self._network_ is not None
+        return self._network_
+
+    @property
+    def _node(self) -> Node:
+        if self._node_ is None:
+            raise RunError("the worker says Introduce before it speaks of iterations or meetings")
+        return self._node_
+
+    @property
+    def _model(self) -> Trained:
+        if self._trained is None:
+            raise RunError("the worker says SetUp before it speaks of iterations")
+        return self._trained
+
+    @property
+    def _shift(self) -> int:
+        return self._trained.shift if self._trained is not None else 0
+
+    def _tell(self, what: str, choice: str, reason: str) -> None:
+        self._post.send(d.Told(what=what[:256], choice=choice[:4000], reason=reason[:4000]))
+
+    # -- the worker ---------------------------------------------------------------------------------------
+
+    def _handle_begin(self, message: d.Begin, _: list[int]) -> None:
+        self._begin = message
+        self._counting = Counting(message.stale_max)
+        self._network_ = Network(message, self._tell)
+        self._post.send(d.Listening(address=self._network_.address))
+
+    def _handle_introduce(self, message: d.Introduce, _: list[int]) -> None:
+        begin = self._begin
+        assert begin is not None
+        self._nodes = [each for each in message.nodes if each.node != begin.node]
+        for each in self._nodes:
+            self._network.connect(each)
+        if message.late:
+            self._entering = Entering(begin.timeout, returned=False)
+            return
+        members = tuple(
+            Member(Life(each.node, each.incarnation), address=each.address)
+            for each in sorted(message.nodes, key=lambda each: each.node)
+        )
+        last = {each.life.node: each.life.incarnation for each in members}
+        view = View(message.founding, 0, members, last=last)
+        mine = [each.life for each in members if each.life.node == begin.node]
+        if not mine:
+            raise UserError(f"node {begin.node} is none of those that it was introduced to")
+        self._view = view
+        self._node_ = Node(mine[0], view, self._settings(), np.random.default_rng(), time.monotonic())
+        self._do(self._node_.poll(time.monotonic()))
+
+    def _settings(self) -> Settings:
+        begin = self._begin
+        assert begin is not None
+        fixed: dict[str, Any] = {}
+        if begin.round_timeout > 0:
+            fixed["round"] = (begin.round_timeout, begin.round_timeout)
+        if begin.backoff > 0:
+            fixed["backoff"] = (begin.backoff, begin.backoff)
+        return Settings(stale_max=begin.stale_max, **fixed)
+
+    def _handle_set_up(self, message: d.SetUp, descriptors: list[int]) -> None:
+        iteration = self._node_.applied if self._node_ is not None else 0
+        if self._node_ is not None and self._node_.iteration != iteration:
+            raise RunError(f"set up at iteration {self._node_.iteration}, where {iteration} are applied")
+        if self._trained is not None:
+            self._trained.close()
+        self._trained = Trained(message, descriptors, iteration, self._wants)
+        self._digests.clear()
+        self._is_ready, self._dirty, self._wanted = False, False, None
+        self._network.set_up(message.digest, message.number)
+        self._setup_since = time.monotonic()
+
+    def _see_to_set_up(self, since: float) -> None:
+        """Go on once all members train the same."""
+        begin, setup = self._begin, self._model.setup
+        assert begin is not None
+        assert self._view is not None
+        missing = []
+        for each in self._view.members:
+            node = each.life.node
+            if node == begin.node:
+                continue
+            digest, number = self._network.trains(node)
+            if number == setup.number and digest != setup.digest:
+                raise UserError(
+                    f"node {begin.node} and node {node} train different models, or with different "
+                    "optimizers, configurations or kinds of processor: give every node the same"
+                )
+            if number < setup.number:
+                missing.append(f"node {node} at {each.address}")
+        self._check_refused()
+        if not missing:
+            self._setup_since = None
+            self._ready(self._node.iteration, self._node.life.incarnation, 0, b"")
+        elif time.monotonic() > since + begin.timeout:
+            raise DeadlineError(
+                f"node {begin.node} waited {begin.timeout:.1f} s for {' and '.join(missing)} to be set up "
+                f"(deadline sync.timeout, {begin.timeout:g} s)"
+            )
+
+    def _check_refused(self) -> None:
+        """Raise why another node does not take this one, before it was ever among them."""
+        assert self._begin is not None
+        refusals = self._network.refusals()
+        late = self._entering is not None
+        if refusals and not self._is_ready and (not late or len(refusals) == len(self._nodes)):
+            raise UserError(f"node {self._begin.node}: {refusals[0]}")
+
+    def _ready(self, iteration: int, incarnation: int, meeting: int, script: bytes) -> None:
+        """The worker may begin, with what is in buffer 0."""
+        model = self._model
+        self._is_ready = True
+        first = iteration + model.shift
+        self._post.send(d.Ready(iteration=first, incarnation=incarnation, meeting=meeting, script=script))
+        model.buffers.announce(0)
+        taken = self._node.applied + model.shift
+        self._post.send(d.Published(buffer=0, taken=taken, through=taken))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether what the worker says is of a life that is over, which it may not know yet."""
+        return self._entering is not None or self._resuming is not None
+
+    def _handle_contribute(self, message: d.Contribute, _: list[int]) -> None:
+        if self._is_over:
+            return
+        node = self._node
+        self._model.put(node.life, message)
+        if self._publishes_own:
+            self._dirty = True
+        self._counting.waits(False)
+        self._wanted = None
+        self._do(node.handle_contributed(time.monotonic(), message.iteration - self._shift))
+
+    @property
+    def _publishes_own(self) -> bool:
+        """Whether parameters with an own contribution over them are of use before it is applied."""
+        assert self._begin is not None
+        return self._begin.overlay != "none" and self._begin.stale_max > 0
+
+    def _handle_want(self, message: d.Want, _: list[int]) -> None:
+        if self._is_over:
+            return
+        self._wanted, self._waiting_at = message, time.monotonic()
+        self._waiting_told = ""
+        self._counting.waits(True)
+        self._dirty = True
+        wanted = message.iteration - self._shift, message.least - self._shift
+        self._do(self._node.handle_wanted(time.monotonic(), *wanted))
+
+    def _handle_release(self, message: d.Release, _: list[int]) -> None:
+        for each in message.buffers:
+            self._model.buffers.release(each)
+
+    def _handle_meet(self, message: d.Meet, _: list[int]) -> None:
+        if self._is_over:
+            return
+        node = self._node
+        at = message.at if message.at >= d.NO_MORE else max(0, message.at - self._shift)
+        key = Key("meetings", message.number, node.life)
+        self._meetings.put(key, message.what, message.payload, self._meetings.since)
+        self._do(node.handle_met(time.monotonic(), message.number, at))
+
+    def _handle_want_state(self, _: d.WantState, descriptors: list[int]) -> None:
+        model, file = self._model, descriptors[0]
+
+        def pack() -> int:
+            try:
+                return pack_globals(model.globals, values=False, fd=file).nbytes
+            finally:
+                os.close(file)
+
+        def tell(packed: int) -> None:
+            iteration = model.globals.iteration + model.shift
+            self._post.send(d.State(iteration=iteration, packed=packed))
+
+        self._jobs.append((pack, tell))
+
+    def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
+        if not self._is_over:
+            script = n.Script(
+                iteration=message.iteration - self._shift, meeting=message.meeting, script=message.script
+            )
+            self._newcomers.captured(script, self._network)
+
+    def _handle_resumed(self, message: d.Resumed, _: list[int]) -> None:
+        if message.incarnation == self._resuming:
+            self._resuming = None
+
+    def _handle_leave(self, _: d.Leave, __: list[int]) -> None:
+        if self._node_ is None or self._entering is not None:
+            self._left = True
+            self._post.send(d.Left())
+            return
+        self._do(self._node_.handle_finished(time.monotonic()))
+
+    # -- coming in ----------------------------------------------------------------------------------------
+
+    def _see_to_entering(self, entering: Entering) -> None:
+        begin, model = self._begin, self._trained
+        assert begin is not None
+        if model is None:
+            return  # the worker is to say what it trains
+        now = time.monotonic()
+        if self._node_ is None:
+            contacts = [each.node for each in self._nodes]
+            self._node_ = Node.joining(
+                begin.node,
+                entering.token,
+                self._network.address,
+                contacts,
+                self._settings(),
+                np.random.default_rng(),
+                now,
+            )
+            self._do(self._node_.poll(now))
+        self._check_refused()
+        if entering.taker is not None and (why := entering.taker.stalled()):
+            source, entering.taker = entering.taker.source, None
+            self._do(self._node.handle_state_failed(now, source, why))
+        if not entering.lacks():
+            self._enter(entering)
+        elif entering.waited > entering.timeout:
+            raise DeadlineError(
+                f"node {begin.node} waited {entering.waited:.1f} s for {entering.lacks()} "
+                f"(deadline sync.timeout, {entering.timeout:g} s)"
+            )
+
+    def _enter(self, entering: Entering) -> None:
+        """All is here that this node begins with."""
+        script, model, node = entering.script, self._model, self._node
+        assert script is not None
+        self._entering, self._setup_since, self._dirty = None, None, True
+        self._meetings.since = script.meeting
+        first, incarnation = script.iteration + model.shift, node.life.incarnation
+        self._is_ready = True
+        if entering.returned:
+            self._resuming = incarnation
+            self._post.send(
+                d.Returned(
+                    incarnation=incarnation,
+                    iteration=first,
+                    meeting=script.meeting,
+                    script=script.script,
+                    reason=entering.reason[:4000],
+                )
+            )
+        else:
+            self._post.send(
+                d.Ready(
+                    iteration=first, incarnation=incarnation, meeting=script.meeting, script=script.script
+                )
+            )
+
+    def _hear_takeover(self, sender: int, message: n.Takeover, payload: memoryview | None) -> None:
+        entering = self._entering
+        if entering is None or entering.taker is None or entering.unpacking:
+            return
+        taker, model = entering.taker, self._model
+        raw = taker.handle(sender, message, payload)
+        if raw is None:
+            return
+        entering.unpacking = True
+
+        def unpacked(_: None) -> None:
+            entering.unpacking, entering.taker = False, None
+            entering.has_state, model.shift = True, taker.shift
+            if self._entering is entering:
+                self._do(self._node.handle_state(time.monotonic(), model.globals.iteration))
+
+        self._jobs.append((lambda: model.take_over(raw), unpacked))
+
+    def _give_state(self) -> None:
+        """Have the state packed for those who may have it now."""
+        node, model = self._node_, self._trained
+        if node is None or model is None or self._entering is not None or self._view is None:
+            return
+        lives = {each.life for each in self._view.members}
+        for life in self._giver.due(node.applied, lives.__contains__):
+
+            def send(raw: memoryview, to: int = life.node) -> None:
+                give(self._network, to, raw, model.globals.iteration, model.shift)
+
+            self._jobs.append((lambda: pack_globals(model.globals), send))
+
+    # -- the network --------------------------------------------------------------------------------------
+
+    def _wants(self, key: Key) -> bool:
+        return self._node_ is not None and not self._node_.refusal(key)
+
+    def _hear(self, arrived: Arrived | Met) -> None:
+        if isinstance(arrived, Met):
+            if arrived.up:
+                self._newcomers.up(arrived.node.node, self._network)
+            return
+        sender, _, message, payload = arrived
+        now = time.monotonic()
+        if isinstance(message, (n.About, n.Piece)):
+            if self._trained is not None and self._node_ is not None:
+                key = self._trained.assembly.add(message, payload)
+                if key is not None:
+                    self._newcomers.contributed(key.life)
+                    self._do(self._node_.handle_part(now, key))
+        elif isinstance(message, n.Word):
+            if self._node_ is not None:
+                self._do(self._node_.handle_message(now, sender, message.body))
+        elif isinstance(message, n.MeetingPart):
+            self._hear_meeting_part(message, payload)
+        elif isinstance(message, n.Stands):
+            self._compare(sender, message.iteration, message.digest)
+        elif isinstance(message, n.Lacks):
+            self._giver.handle(message)
+            self._give_state()
+        elif isinstance(message, n.Takeover):
+            self._hear_takeover(sender, message, payload)
+        elif isinstance(message, n.Script) and self._entering is not None:
+            self._entering.scripts.setdefault(message.iteration, message)
+
+    def _hear_meeting_part(self, message: n.MeetingPart, payload: memoryview | None) -> None:
+        key = message.key
+        if key.stream == "meetings" and key not in self._meetings and self._wants(key):
+            self._meetings.put(key, message.what, bytes(payload or b""), message.since)
+            self._do(self._node.handle_part(time.monotonic(), key, message.since))
+
+    def _compare(self, sender: int, iteration: int, digest: bytes) -> None:
+        """Hold another node's digest of its global parameters against our own."""
+        own = self._digests.get(iteration)
+        if own is not None and own != digest:
+            raise RunError(
+                f"after iteration {iteration + self._shift} the global parameters of node {sender} and of "
+                f"node {self._network.node} differ ({digest.hex()} and {own.hex()}): their processors or "
+                "their PyTorch do not compute alike"
+            )
+
+    # -- what the decisions say ---------------------------------------------------------------------------
+
+    def _do(self, outputs: Sequence[out.Output]) -> None:
+        for output in outputs:
+            self._doers[type(output)](output)
+
+    def _do_send(self, output: out.Send) -> None:
+        if output.to == WITNESS:
+            return
+        self._network.say(output.to, output.message)  # type: ignore[arg-type]  # a PeerMessage
+
+    def _do_send_part(self, output: out.SendPart) -> None:
+        key, to = output.key, output.to
+        if key.stream == "meetings":
+            if key in self._meetings:
+                self._network.send_chunk(to, *self._meetings.message(key))
+        elif self._trained is not None and key in self._trained.assembly:
+            self._trained.assembly.send(
+                key, lambda message, payload: self._network.send_chunk(to, message, payload)
+            )
+
+    def _do_apply(self, output: out.Apply) -> None:
+        model, node, keys = self._model, self._node, output.keys
+        abouts = [model.assembly[key].about for key in keys]
+        contributions = model.contributions(keys)
+
+        def applied(outcome: Outcome) -> None:
+            if self._node_ is not node:
+                return  # of a life that is over
+            self._note_applied(output.iteration, outcome, [each for each in abouts if each is not None])
+            self._do(node.handle_applied(time.monotonic(), output.iteration))
+            self._dirty = True
+            self._give_state()
+
+        self._jobs.append((lambda: model.apply(output.iteration, contributions), applied))
+
+    def _note_applied(self, iteration: int, outcome: Outcome, abouts: Sequence[n.About]) -> None:
+        shift, own = self._shift, self._network.node
+        parts = [
+            d.Part(each.key.life.node, each.key.life.incarnation, each.samples, each.weight, each.note)
+            for each in abouts
+        ]
+        skipped = "" if outcome.stepped else "no contribution was to be used"
+        digest = outcome.digest.hex()
+        self._post.send(d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped))
+        self._counting.applied([iteration - each.taken for each in abouts])
+        if outcome.unlike:
+            who = " and ".join(f"node {node}" for node in outcome.unlike)
+            self._tell(
+                "hyperparameters",
+                "",
+                f"iteration {iteration + shift}: {who} gave other hyperparameters than node "
+                f"{abouts[0].key.life.node}, whose counted: set them by the iteration alone",
+            )
+        self._digests[iteration] = outcome.digest
+        self._digests.pop(iteration - _DIGESTS, None)
+        assert self._view is not None
+        for each in self._view.members:
+            if each.life.node != own:
+                self._network.send(each.life.node, n.Stands(iteration=iteration, digest=outcome.digest))
+
+    def _do_meet(self, output: out.Meet) -> None:
+        self._post.send(self._meetings.meet(output.number, output.keys))
+
+    def _do_drop(self, output: out.Drop) -> None:
+        for key in output.keys:
+            if key.stream == "meetings":
+                self._meetings.drop(key)
+            elif self._trained is not None:
+                self._trained.assembly.drop(key)
+
+    def _do_grant(self, _: out.Grant) -> None:
+        self._dirty = True  # the worker waits for parameters that are here now
+
+    def _do_fetch_state(self, output: out.FetchState) -> None:
+        entering = self._entering
+        if entering is None:
+            return
+        most = most_bytes(self._model.globals)
+        entering.taker = Taker(self._network, self._node.life, output.source, output.base, most)
+        self._tell("state", f"from node {output.source}", output.reason)
+
+    def _do_view_changed(self, output: out.ViewChanged) -> None:
+        old, self._view = self._view, output.view
+        life, members = self._node.life, output.view.members
+        for each in members:
+            if each.life.node != life.node:
+                self._network.connect(d.NodeAt(each.life.node, self._process_of(each), each.address))
+            elif self._entering is not None:
+                self._entering.first = each.first
+        here = {each.life.node for each in members}
+        for gone in [] if old is None else [each.life.node for each in old.members]:
+            if gone not in here:
+                self._network.drop_unsent(gone)
+        if self._entering is None:
+            for first in self._newcomers.view(old, output.view, life):
+                self._post.send(d.CaptureAt(iteration=first + self._shift))
+        self._post.send(
+            d.Members(
+                view=output.view.number,
+                members=[d.NodeAt(*each.life, each.address) for each in members],
+                known=[*self._network.nodes, self._own_place],
+                reason=output.reason[:4000],
+            )
+        )
+        self._give_state()
+
+    def _process_of(self, member: Member) -> int:
+        """Which of a node's processes the connections to it are to, where there are any: an incarnation that
+        a view gave to the same process is none of another."""
+        known = {each.node: each for each in self._network.nodes}.get(member.life.node)
+        return known.incarnation if known is not None and known.address == member.address else 0
+
+    @property
+    def _own_place(self) -> d.NodeAt:
+        return d.NodeAt(self._network.node, self._network.incarnation, self._network.address)
+
+    def _do_removed(self, output: out.Removed) -> None:
+        """Come back as another incarnation: all that is of this one goes."""
+        begin = self._begin
+        assert begin is not None
+        self._tell("membership", "come back", output.reason)
+        self._nodes = [
+            d.NodeAt(each.life.node, 0, each.address)
+            for each in output.view.members
+            if each.life.node != begin.node
+        ]
+        for each in self._network.nodes:
+            self._network.drop_unsent(each.node)
+        self._node_, self._view, self._wanted = None, None, None
+        self._newcomers, self._giver = Newcomers(), Giver()
+        self._jobs.clear()
+        self._meetings.clear()
+        self._digests.clear()
+        self._model.assembly.clear()
+        self._counting.waits(False)
+        self._entering = Entering(begin.timeout, returned=True, reason=output.reason)
+
+    def _do_finished(self, _: out.Finished) -> None:
+        self._tell_figures(now=True)
+        self._left = True
+        self._post.send(d.Left())
+
+    def _do_note(self, output: out.Note) -> None:
+        self._counting.note(output)
+        self._tell(output.what, output.about or output.what, output.reason)
+
+    # -- computing, and telling the worker ----------------------------------------------------------------
+
+    def _start_job(self) -> None:
+        """Have the next thing computed: first what the decisions say, then what the worker may take."""
+        if self._calculating.busy:
+            return
+        if self._jobs:
+            self._calculating.start(*self._jobs.popleft())
+        elif self._dirty and self._is_ready and self._entering is None and self._trained is not None:
+            self._publish(self._trained)
+
+    def _publish(self, model: Trained) -> None:
+        node, buffer = self._node, model.buffers.free()
+        least = self._wanted.least - model.shift if self._wanted is not None else 0
+        if buffer is None or node.applied < least:
+            return  # a Release, or an Apply, comes
+        self._dirty = False
+        taken, through = node.applied, node.iteration if self._publishes_own else node.applied
+        waiting = self._pending(model, taken) if self._publishes_own else []
+
+        def published(_: None) -> None:
+            if self._node_ is not node:
+                return
+            model.buffers.announce(buffer)
+            shift = model.shift
+            told = d.Published(buffer=buffer, taken=taken + shift, through=max(taken, through) + shift)
+            self._post.send(told)
+            if self._wanted is not None and told.taken >= self._wanted.least:
+                self._wanted = None
+                self._counting.waits(False)
+
+        self._calculating.start(lambda: model.publish(buffer, waiting), published)
+
+    def _pending(self, model: Trained, applied: int) -> list[Any]:
+        """What is here of each iteration that is not applied yet, in order."""
+        assert self._begin is not None
+        assert self._view is not None
+        own = self._node.life
+        by_iteration: dict[int, list[Key]] = {}
+        for key in model.assembly:
+            if key.number >= applied and (self._begin.overlay == "all" or key.life == own):
+                by_iteration.setdefault(key.number, []).append(key)
+        return [
+            model.pending(iteration, sorted(keys, key=lambda key: key.life), self._contributors(iteration))
+            for iteration, keys in sorted(by_iteration.items())
+        ]
+
+    def _contributors(self, iteration: int) -> int:
+        """How many nodes contribute to an iteration."""
+        assert self._view is not None
+        members = sum(each.first <= iteration for each in self._view.members)
+        return members + sum(each.first <= iteration < each.held for each in self._view.removed)
+
+    def _free_slots(self) -> None:
+        if self._trained is None or self._node_ is None or self._entering is not None:
+            return
+        before = self._trained.freed(self._node_.iteration)
+        if before is not None:
+            self._post.send(d.Freed(before=before))
+
+    def _tell_waiting(self) -> None:
+        self._waiting_at = time.monotonic()
+        lines = self._node.waiting_for()
+        if self._calculating.busy or self._jobs:
+            lines = [*lines, "the optimizer's step"]
+        told = "; ".join(lines[:4])[:4000]
+        if told and told != self._waiting_told:
+            self._waiting_told = told
+            self._post.send(d.Waiting(what=told))
+
+    def _tell_figures(self, *, now: bool) -> None:
+        if self._network_ is None:
+            return
+        counts, model = self._network_.counts, self._trained
+        figures = self._counting.due(
+            counts.bytes_in,
+            counts.bytes_out,
+            model.assembly.no_room if model is not None else 0,
+            model.seconds_applying if model is not None else 0.0,
+            model.seconds_overlaying if model is not None else 0.0,
+            now=now,
+        )
+        if figures is not None:
+            self._post.send(figures)

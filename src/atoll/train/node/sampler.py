@@ -1,0 +1,200 @@
+"""Batches of one size over all nodes, of which each takes a part in proportion to its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from atoll.core.errors import CheckpointError
+from atoll.train.dealing import Run
+from atoll.train.node.dealing import PeerDeal
+from atoll.train.sampler import check_saved, epoch_order, left_in, length_of, saved_place
+
+
+class PeerBatches(Sampler[list[int]]):
+    """One node's part of batches with `batch` samples over all nodes: for `DataLoader(batch_sampler=...)`.
+
+    As BatchesSampler, but that a node's part is in proportion to its speed, as all know it (`PeerDeal`). A
+    node for whom nothing is left of a batch gets a fill: one sample, which weighs nothing in the mean.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        batch: int,
+        node: int,
+        nodes: Sequence[int],
+        stale_max: int,
+        iteration: Callable[[], int],
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        on_index: Callable[[Any], None] | None = None,
+    ) -> None:
+        """`iteration()` is the one under way; the rest as in BatchesSampler."""
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._length = length_of(dataset)
+        self._node, self._iteration, self._on_index = node, iteration, on_index
+        self._seed, self._epoch = int(seed), 0
+        self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last)
+        self._sizes: list[int] = []  # of what was given and not used; 0 for a fill
+        self._consumed = 0  # samples of it that a backward has reached
+        self._iterations = self._iterating = 0  # the number of the one that is asked for more; 0: none is
+        self._whole = False  # the epoch has given its last batch
+        self._start = self._plain_runs()  # of this deal: an iteration that is broken off begins there again
+        self._given = False  # something of it
+        self._within = False  # it begins inside an epoch, where a checkpoint was made
+        self._orders: dict[int, Tensor] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being iterated over; between two, the one that has ended."""
+        return self._epoch
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the iteration begins inside an epoch, where a checkpoint was made."""
+        return self._within
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
+        if epoch != self._epoch or self._whole:
+            self._begin(int(epoch), carry=False)
+
+    def __len__(self) -> int:
+        """How many batches this node gets from what is left of the epoch, if no node is lost."""
+        return self._deal.ticks_left
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._whole:
+            self._begin(self._epoch + 1, carry=not self.drop_last)
+        elif self._given:
+            self._deal.again(self._start, carry=False)
+            self._begun()
+        self._iterations += 1
+        self._iterating = self._iterations
+        return self._give(self._iterations)
+
+    def _give(self, iteration: int) -> Iterator[list[int]]:
+        try:
+            while self._iterating == iteration:
+                dealt = self._deal.tick(self._deal.used + len(self._sizes))
+                if dealt is None:
+                    self._whole = True
+                    return
+                items = dealt.part_of(self._node)
+                self._sizes.append(len(items))
+                self._given = True
+                if self._on_index is not None:
+                    self._on_index(self)
+                self._within = False
+                yield [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
+        finally:
+            if self._iterating == iteration:
+                self._iterating = 0
+
+    # What is told
+
+    def applied(self, iteration: int, paces: Mapping[int, float]) -> None:
+        """As PeerDeal.applied."""
+        self._deal.applied(iteration, paces)
+
+    def count(self, samples: float) -> float:
+        """A backward has reached this many samples: how many of them count in the mean."""
+        used = self._used()
+        if used == len(self._sizes):  # of a deal before: its loader had it in hand
+            return samples
+        self._consumed += int(samples)
+        return 0.0 if self._sizes[used] == 0 else samples
+
+    def committed(self) -> None:
+        """The backward of an iteration is whole: what was used so far counts."""
+        used = self._used()
+        self._consumed -= sum(max(1, size) for size in self._sizes[:used])
+        del self._sizes[:used]
+        self._deal.made(self._iteration(), self._deal.used + used)
+
+    # Where it is
+
+    def place(self) -> dict[str, Any]:
+        """All nodes are at the same place, which each knows by itself."""
+        return {}
+
+    def state_dict(self, _places: int | Sequence[Mapping[str, Any]] = 0) -> dict[str, Any]:
+        """The place in the epoch, with all iterations so far applied, in the form of DealtSampler's."""
+        return saved_place(self._deal.left(), self._seed, self._epoch, self._length, self.shuffle)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is of another dataset or another order than this sampler's."""
+        check_saved(state, self._length, self.shuffle)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the place in `state`, on every node: the next iteration gives what is left of its epoch,
+        else the next epoch. Raises CheckpointError as `check_state` does."""
+        self.check_state(state)
+        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._orders.clear()
+        self._start = left_in(state)
+        self._deal.again(self._start, carry=False)
+        self._begun()
+        self._within = state["offset"] != 0
+        if self._length and not self._deal.ticks_left:
+            self._begin(self._epoch + 1, carry=False)
+
+    def deal_state(self) -> dict[str, Any]:
+        """The deal as it is: with it, one who comes late and the others deal alike."""
+        start = [list(run) for run in self._start]
+        return {**self.state_dict(), "deal": self._deal.state(), "start": start, "over": self._whole}
+
+    def check_deal_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where `state` is no deal of this sampler's dataset and order."""
+        self.check_state(state)
+        try:
+            PeerDeal([], 1, [self._node], 0).load(state["deal"])
+            msgspec.convert(state["start"], list[Run])
+        except (KeyError, msgspec.ValidationError) as error:
+            raise CheckpointError(f"the sampler's deal is none: {error}") from None
+
+    def load_deal_state(self, state: Mapping[str, Any], _rank: int | None = None) -> None:
+        """Deal as the node does that `state` is of."""
+        self.check_deal_state(state)
+        self._seed, self._epoch = state["seed"], state["epoch"]
+        self._orders.clear()
+        self._deal.load(state["deal"])
+        self._start = [(epoch, start, stop) for epoch, start, stop in state["start"]]
+        self._begun()
+        self._whole = bool(state["over"])
+
+    # Inside
+
+    def _begin(self, epoch: int, *, carry: bool) -> None:
+        self._epoch = epoch
+        self._orders.clear()
+        self._start = self._deal.again(self._plain_runs(), carry=carry)
+        self._begun()
+
+    def _begun(self) -> None:
+        self._sizes.clear()
+        self._consumed, self._whole = 0, False
+        self._given = self._within = False
+
+    def _used(self) -> int:
+        """How many of the batches given have been used."""
+        left, used = self._consumed, 0
+        while used < len(self._sizes) and left >= max(1, self._sizes[used]):
+            left -= max(1, self._sizes[used])
+            used += 1
+        return used
+
+    def _plain_runs(self) -> list[Run]:
+        return [(self._epoch, 0, self._length)] if self._length else []
+
+    def _index(self, epoch: int, position: int) -> int:
+        if epoch not in self._orders:
+            self._orders[epoch] = epoch_order(self._length, self._seed, epoch, self.shuffle)
+        return int(self._orders[epoch][position])

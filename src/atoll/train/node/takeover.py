@@ -1,0 +1,86 @@
+"""The state that a node takes over from another when it joins: asked for, given in pieces, put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atoll.train.node.network import Network
+from atoll.wire.nodes import Lacks, Takeover
+from atoll.wire.peerviews import Life
+
+_PIECE = 2**24  # bytes of a message
+_ASK_SECONDS = 5.0  # without an answer, after which it is asked again: the asked may not know us yet
+_STALL_SECONDS = 15.0  # without a piece, after which another node is asked
+
+
+@dataclass
+class Giver:
+    """Who asks this node for its state, and has not got it yet."""
+
+    asked: dict[Life, int] = field(default_factory=dict)  # the base that each wants
+
+    def handle(self, message: Lacks) -> None:
+        self.asked[message.life] = message.base
+
+    def due(self, applied: int, is_member: Callable[[Life], bool]) -> list[Life]:
+        """Those to whom the state can be given now; each is handed out once."""
+        due = [life for life, base in self.asked.items() if applied >= base and is_member(life)]
+        for life in due:
+            del self.asked[life]
+        return due
+
+
+def give(network: Network, to: int, raw: memoryview, iteration: int, shift: int) -> None:
+    """Send a state, which nobody changes any more, to a node."""
+    for start in range(0, max(raw.nbytes, 1), _PIECE):
+        piece = raw[start : start + _PIECE]
+        told = Takeover(iteration=iteration, start=start, total=raw.nbytes, shift=shift)
+        network.send_chunk(to, told, piece)
+
+
+class Taker:
+    """Asks `source` for its state at global iteration `base` or later, for this node in the life `life`.
+    `most` bytes is what it may have."""
+
+    def __init__(self, network: Network, life: Life, source: int, base: int, most: int) -> None:
+        self.source, self._network, self._life, self._base, self._most = source, network, life, base, most
+        self._raw = bytearray()
+        self._got = 0
+        self.iteration, self.shift = -1, 0
+        self._began = self._asked_at = time.monotonic()
+        self._heard_at = self._began
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._network.send(self.source, Lacks(life=self._life, base=self._base))
+
+    def handle(self, sender: int, message: Takeover, payload: memoryview | None) -> memoryview | None:
+        """Take a piece; the whole once it is there. A piece that comes out of order begins nothing: it is of
+        an answer whose beginning was lost, or of another."""
+        size = payload.nbytes if payload is not None else 0
+        if sender != self.source or message.iteration < self._base:
+            return None
+        if message.total > self._most or message.start + size > message.total:
+            return None
+        if message.start == 0:
+            self._raw, self._got = bytearray(message.total), 0
+            self.iteration, self.shift = message.iteration, message.shift
+        if (message.start, message.iteration, message.total) != (self._got, self.iteration, len(self._raw)):
+            return None
+        self._heard_at = time.monotonic()
+        if payload is not None:
+            self._raw[self._got : self._got + size] = payload
+        self._got += size
+        return memoryview(self._raw) if self._got == len(self._raw) else None
+
+    def stalled(self) -> str:
+        """Why another node is to be asked; empty while this one may yet answer. Asks again now and then."""
+        now = time.monotonic()
+        if now > self._heard_at + _STALL_SECONDS:
+            return f"nothing of its state came for {now - self._heard_at:.1f} s"
+        if not self._got and now > self._asked_at + _ASK_SECONDS:
+            self._ask()
+        return ""

@@ -1,0 +1,197 @@
+"""What a node's CPU side holds of the model: the shared memory, contributions, the global parameters, and the
+local ones that it publishes.
+
+What computes is done on one thread (calculating.py), in order; the rest on the one that speaks with others.
+Iterations here are the decisions' own: `shift` higher or lower by the script's count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+from torch import Tensor
+
+from atoll.chunks import ChunkMap
+from atoll.core.errors import UserError
+from atoll.net.endpoint import Buffer
+from atoll.train.node import globals as steps
+from atoll.train.node.assembly import Assembly
+from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
+from atoll.train.node.overlay import Pending, pending, write_overlay
+from atoll.train.node.state import unpack_globals
+from atoll.wire.device import Contribute, SetUp
+from atoll.wire.nodes import About
+from atoll.wire.peers import Key
+from atoll.wire.peerviews import Life
+
+# Nobody writes to what came in a message; torch cannot know.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+class Trained:
+    """The model that `setup` describes, at global iteration `iteration`. `descriptors` came with it, and are
+    closed. `life` is this node's, and `wanted(key)` whether a contribution that comes may be kept.
+
+    Raises UserError for an optimizer or a state that cannot be run here.
+    """
+
+    def __init__(
+        self,
+        setup: SetUp,
+        descriptors: Sequence[int],
+        iteration: int,
+        wanted: Callable[[Key], bool],
+    ) -> None:
+        self.setup, self.shift = setup, setup.iteration - iteration
+        layout = msgspec.msgpack.decode(setup.layout, type=ChunkMap)
+        self.chunks = [chunk.id for chunk in layout.trainable]
+        self._dtypes = [getattr(torch, chunk.dtype) for chunk in layout.trainable]
+        try:
+            self.memory = HostMemory(plan_memory(layout, setup.slots, setup.buffers), descriptors[0])
+            self.globals = steps.GlobalParameters(
+                layout, setup.optimizer, setup.hyperparameters, threads=max(1, setup.threads)
+            )
+            for chunk, values in [*self.memory.buffer(0).items(), *self.memory.frozen.items()]:
+                self.globals.set_values(chunk, values)
+            self.globals.begin(iteration)
+            if setup.packed:
+                packed = map_bytes(descriptors[1], setup.packed).numpy()
+                unpack_globals(packed.data, self.globals)
+        finally:
+            for each in descriptors[1:]:
+                os.close(each)
+        self.buffers = Buffers(setup.buffers)
+        self.assembly = Assembly(layout, len(setup.hyperparameters), wanted)
+        # Iterations of this node's own whose slots are in use, and what may still read them.
+        self._slots: dict[int, list[weakref.ref[numpy.ndarray[Any, Any]]]] = {}
+        self._in_slots: dict[int, Key] = {}
+        self._freed = iteration
+        self.seconds_applying = self.seconds_overlaying = 0.0
+
+    # -- this node's contributions ------------------------------------------------------------------------
+
+    def put(self, life: Life, given: Contribute) -> Key:
+        """Take this node's own contribution, which lies in its slot."""
+        iteration = given.iteration - self.shift
+        arrays = [_bytes_of(flat) for flat in self.memory.gradients(given.iteration).values()]
+        self._slots[iteration] = [weakref.ref(array) for array in arrays]
+        about = About(
+            key=Key("iterations", iteration, life),
+            taken=max(0, given.taken - self.shift),
+            samples=given.samples,
+            weight=given.weight,
+            present=given.present,
+            hyperparameters=given.hyperparameters,
+            clip=given.clip,
+            note=given.note,
+        )
+        if reason := self.assembly.why_not(about, None):
+            raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
+        self._in_slots[iteration] = about.key
+        return self.assembly.put(about, [array.data for array in arrays])
+
+    def freed(self, next_iteration: int) -> int | None:
+        """Before which iteration all slots may be written again, where that is news. When the slot is still
+        in use that the node's next iteration needs, what lies there is copied."""
+        for iteration in sorted(self._slots):
+            key = self._in_slots.get(iteration)
+            if key is not None and key not in self.assembly:
+                del self._in_slots[iteration]
+            elif key is not None and iteration + self.setup.slots <= next_iteration:
+                held = self.assembly[key]
+                assert held.about is not None
+                self.assembly.put(held.about, [_copy_of(payload) for payload in held.payloads])
+                held = None  # type: ignore[assignment]  # the last that reads the slot here
+                del self._in_slots[iteration]
+            if iteration in self._in_slots or any(each() is not None for each in self._slots[iteration]):
+                break
+            del self._slots[iteration]
+        before = min(self._slots, default=next_iteration)
+        if before <= self._freed:
+            return None
+        self._freed = before
+        return before + self.shift
+
+    # -- computing ----------------------------------------------------------------------------------------
+
+    def contributions(self, keys: Iterable[Key]) -> list[steps.Contribution]:
+        """Contributions that are here whole, as the optimizer takes them."""
+        return [self._contribution(key) for key in keys]
+
+    def _contribution(self, key: Key) -> steps.Contribution:
+        held = self.assembly[key]
+        about = held.about
+        assert about is not None
+        tensors = (
+            _tensor_of(payload, dtype) for payload, dtype in zip(held.payloads, self._dtypes, strict=True)
+        )
+        return steps.Contribution(
+            node=key.life.node,
+            incarnation=key.life.incarnation,
+            samples=about.samples,
+            weight=about.weight,
+            gradients=dict(zip(self.chunks, tensors, strict=True)),
+            present=dict(zip(self.chunks, about.present, strict=True)),
+            hyperparameters=about.hyperparameters,
+            clip=about.clip,
+        )
+
+    def apply(self, iteration: int, contributions: Sequence[steps.Contribution]) -> steps.Outcome:
+        """On the calculating thread: make an iteration's step."""
+        began = time.perf_counter()
+        if contributions:
+            outcome = self.globals.apply(iteration, contributions)
+        else:  # all who were to contribute are gone
+            self.globals.begin(iteration + 1)
+            outcome = steps.Outcome(iteration, False, None, (), self.globals.digest)
+        self.seconds_applying += time.perf_counter() - began
+        return outcome
+
+    def pending(self, iteration: int, keys: Sequence[Key], members: int) -> Pending:
+        """What is there of an iteration to which `members` contribute, as the overlay takes it."""
+        return pending(iteration, self.contributions(keys), self.setup.batch, members)
+
+    def publish(self, buffer: int, waiting: Sequence[Pending]) -> None:
+        """On the calculating thread: write local parameters to a buffer."""
+        began = time.perf_counter()
+        write_overlay(self.globals, waiting, self.memory.buffer(buffer))
+        self.seconds_overlaying += time.perf_counter() - began
+
+    def take_over(self, raw: memoryview) -> None:
+        """On the calculating thread: put another node's state in the place of this one's."""
+        unpack_globals(raw, self.globals)
+        for chunk, values in self.memory.frozen.items():
+            values.copy_(self.globals.values(chunk))
+
+    def close(self) -> None:
+        self.globals.close()
+        self.assembly.clear()
+        self.memory.close()
+
+
+def _bytes_of(flat: Tensor) -> numpy.ndarray[Any, Any]:
+    array: numpy.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    return array
+
+
+def _copy_of(payload: Buffer) -> memoryview:
+    return memoryview(bytearray(payload))
+
+
+def _tensor_of(payload: Buffer, dtype: torch.dtype) -> Tensor:
+    """The values in a payload of the right size, in place where its address allows it."""
+    view = memoryview(payload)
+    if view.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(view, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype)

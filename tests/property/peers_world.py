@@ -1,0 +1,529 @@
+"""Nodes of strategy `peers` in a virtual world: the real `Node`s, and doubles of their devices, payloads and
+network, which delays, loses, repeats and reorders; nodes die, come back, stand still, and are cut off.
+
+The world knows all, and checks at each step what must always hold (S0): see `World`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from atoll.peers import outputs
+from atoll.peers.node import Node
+from atoll.peers.settings import Settings
+from atoll.peers.views import first_view
+from atoll.peers.witness import Witness
+from atoll.sim.clock import VirtualClock
+from atoll.wire.peers import WITNESS, Key, PeerMessage
+from atoll.wire.peerviews import Life, Member
+
+MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
+STEP = 0.1  # seconds, of an iteration: the median
+FAR = 0.2  # seconds, which no message takes: then it is lost
+PATIENCE = 400.0  # seconds in which the world must have come together again
+GOES_ON = 6  # iterations that it makes after the last fault
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+
+Kind = Literal["dies", "stops", "cut off", "slow", "device hangs"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a node, `after` seconds from the fault before it, and for how long. `cut off`: with
+    `others` further ones, in order of node."""
+
+    kind: Kind
+    after: float
+    who: int
+    lasts: float = 1.0
+    others: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A run: `slow` is by how much the last node is slower than the others."""
+
+    seed: int
+    nodes: int
+    stale_max: int
+    faults: tuple[Fault, ...] = ()
+    loss: float = 0.0
+    repeats: float = 0.0
+    slow: float = 1.0
+    hub: bool = False  # it lives, and is a witness
+    iterations: int = 8  # at least, before the first fault is over
+
+
+class WrongError(AssertionError):
+    """What must not happen."""
+
+
+@dataclass
+class Process:
+    """A node's process: its `Node`, the payloads that it keeps, and its device."""
+
+    node: Node
+    name: int
+    payloads: set[Key] = field(default_factory=set)
+    chain: int = 0  # of all that was applied here, in order
+    applying: list[outputs.Apply] = field(default_factory=list)
+    taken: int = 0  # W, of the device's parameters
+    waits: bool = False  # the device, for a Grant
+    meets: bool = False  # the script, for a Meet
+    computes: bool = False
+    fresh: bool = True  # the device has not begun
+    stands_until: float = 0.0
+    hangs_until: float = 0.0
+    inbox: list[tuple[str, object]] = field(default_factory=list)
+    alive: bool = True
+    wakes: int = -1  # number of the clock's call
+    wakes_at: float = float("inf")
+    polled: int = 0
+
+
+class World:
+    """Checked at each step: a device never computes on parameters staler than stale_max; whoever applies
+    iteration t has applied the same contributions before it as everybody else, and each one once; what is
+    applied is held by a majority of the view; a minority, cut off, applies nothing; a meeting is of the same
+    parts everywhere. At the end: all nodes are back and go on (`come_together`)."""
+
+    def __init__(self, schedule: Schedule, settings: Settings | None = None) -> None:
+        self.schedule = schedule
+        self.rng = random.Random(schedule.seed)
+        self.settings = settings or settings_for(schedule.stale_max)
+        self.clock = VirtualClock()
+        self.processes: dict[int, Process] = {}
+        self.chains: dict[int, int] = {0: 0}  # by W
+        self.applied: dict[int, tuple[Key, ...]] = {}  # by iteration
+        self.meetings: dict[int, tuple[Key, ...]] = {}
+        self.held: defaultdict[Life, set[Key]] = defaultdict(set)  # ever
+        self.bases: dict[Life, int] = {}
+        self.firsts: dict[Life, int] = {}
+        self.cuts: dict[Life, int] = {}
+        self.apart: frozenset[int] = frozenset()  # these are cut off from the others
+        self.apart_since = 0.0
+        self.slowed: dict[int, float] = {schedule.nodes - 1: schedule.slow}
+        self.witness = Witness()
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.steps = 0
+        self.most_held = 0
+        self._tokens = 0
+        self.trace: list[str] | None = None
+        view = first_view(1, [Member(Life(node, 1)) for node in range(schedule.nodes)])
+        self.bases |= {member.life: 0 for member in view.members}
+        self.firsts |= {member.life: 0 for member in view.members}
+        for node in range(schedule.nodes):
+            made = Node(Life(node, 1), view, self.settings, self._generator(), 0.0)
+            self._begin(Process(made, node))
+
+    def _generator(self) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(self.rng.getrandbits(32)))
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    # -- processes ----------------------------------------------------------------------------------------
+
+    def _begin(self, process: Process) -> None:
+        self.processes[process.name] = process
+        self._later(0.01 * self.rng.random(), process, "poll", None)
+
+    def comes(self, name: int) -> None:
+        """A node comes (back): a process of its own, that knows nothing."""
+        self._tokens += 1
+        contacts = list(range(self.schedule.nodes))
+        token = f"token {self._tokens}"
+        node = Node.joining(
+            name, token, f"at {name}", contacts, self.settings, self._generator(), self.now
+        )
+        self._begin(Process(node, name))
+
+    def dies(self, name: int) -> None:
+        process = self.processes[name]
+        process.alive = False
+        self.clock.cancel(process.wakes)
+
+    def _later(self, delay: float, process: Process, what: str, arg: object) -> None:
+        self.clock.call_at(self.now + delay, lambda: self._comes_in(process, what, arg))
+
+    def _comes_in(self, process: Process, what: str, arg: object) -> None:
+        """Something for a process: now, or when it runs again."""
+        if not process.alive:
+            return
+        if self.now < process.stands_until:
+            self._later(process.stands_until - self.now, process, what, arg)
+            return
+        self._do(process, what, arg)
+
+    def _do(self, process: Process, what: str, arg: object) -> None:
+        self.steps += 1
+        node, now = process.node, self.now
+        if self.trace is not None and what != "poll":
+            self.trace.append(f"{now:8.3f} {process.name} <- {what} {arg}")
+        if what == "poll":
+            process.wakes_at = float("inf")
+            process.polled += 1
+            done = node.poll(now)
+        elif what == "message":
+            sender, raw = arg  # type: ignore[misc]
+            done = node.handle_message(now, sender, _decoder.decode(raw))
+        elif what == "part":
+            done = self._part(process, arg)  # type: ignore[arg-type]
+        elif what == "applied":
+            done = self._applied(process, arg)  # type: ignore[arg-type]
+        elif what == "computed":
+            done = self._computed(process, arg)  # type: ignore[arg-type]
+        elif what == "state":
+            iteration, chain = arg  # type: ignore[misc]
+            process.chain = chain
+            process.taken = iteration
+            done = node.handle_state(now, iteration)
+        elif what == "no state":
+            done = node.handle_state_failed(now, arg, "it did not answer")  # type: ignore[arg-type]
+        else:
+            assert what == "fetch state"
+            self._fetch_state(process, arg)  # type: ignore[arg-type]
+            return
+        self._act(process, done)
+        self._drive(process)
+        self._wake(process)
+        self.most_held = max(self.most_held, sum(1 for k in process.payloads if k.stream == "iterations"))
+
+    def _wake(self, process: Process) -> None:
+        deadline = process.node.deadline
+        if deadline <= self.now and process.polled > 100:
+            raise WrongError(f"node {process.name}: a timer is not reset: {process.node.timers()}")
+        if deadline > self.now:
+            process.polled = 0
+        if deadline != process.wakes_at:
+            self.clock.cancel(process.wakes)
+            process.wakes_at = deadline
+            if deadline < float("inf"):
+                call = lambda: self._comes_in(process, "poll", None)  # noqa: E731
+                process.wakes = self.clock.call_at(deadline, call)
+
+    # -- what a node wants done ---------------------------------------------------------------------------
+
+    def _act(self, process: Process, done: Sequence[outputs.Output]) -> None:
+        for output in done:
+            if self.trace is not None:
+                self.trace.append(f"{self.now:8.3f} {process.name} -> {output}")
+            if isinstance(output, outputs.Send):
+                self._send(process.name, output.to, _encoder.encode(output.message))
+            elif isinstance(output, outputs.SendPart):
+                if output.key not in process.payloads:
+                    raise WrongError(f"node {process.name} gives {output.key}, which it has not")
+                self._send_part(process.name, output)
+            elif isinstance(output, outputs.Apply):
+                self._check_apply(process, output)
+                process.applying.append(output)
+                self._later(self.rng.expovariate(100.0), process, "applied", output)
+            elif isinstance(output, outputs.Meet):
+                self._check_meeting(process, output)
+            elif isinstance(output, outputs.Drop):
+                process.payloads -= set(output.keys)
+            elif isinstance(output, outputs.Grant):
+                self._granted(process, output)
+            elif isinstance(output, outputs.FetchState):
+                self._later(0.0, process, "fetch state", (output, 0))
+            elif isinstance(output, outputs.ViewChanged):
+                self._learn_view(process, output)
+            elif isinstance(output, outputs.Removed):
+                self.counts["removed"] += 1
+                self.dies(process.name)
+                name = process.name
+                self.clock.call_at(self.now + 0.1, lambda: self._returns(name, process))
+            elif isinstance(output, outputs.Note):
+                self.counts[output.what] += 1
+
+    def _returns(self, name: int, before: Process) -> None:
+        if self.processes[name] is before:
+            self.comes(name)
+
+    def _learn_view(self, process: Process, output: outputs.ViewChanged) -> None:
+        if process.fresh and process.node.life.incarnation > 1 and process.node.applied:
+            self.counts["joined"] += 1
+        for member in output.view.members:
+            self.bases.setdefault(member.life, member.base)
+            self.firsts.setdefault(member.life, member.first)
+        for each in output.view.removed:
+            if self.cuts.setdefault(each.life, each.held) != each.held:
+                raise WrongError(f"the cut of {each.life} was {self.cuts[each.life]}, and is {each.held}")
+
+    # -- the network --------------------------------------------------------------------------------------
+
+    def _delay(self) -> float:
+        """Mostly a few milliseconds; the order changes."""
+        return min(self.rng.expovariate(200.0), FAR) + (self.rng.random() < 0.02) * FAR * self.rng.random() / 2
+
+    def _is_lost(self, a: int, b: int) -> bool:
+        return (a in self.apart) != (b in self.apart) or self.rng.random() < self.schedule.loss
+
+    def _copies(self) -> int:
+        return 1 + (self.rng.random() < self.schedule.repeats)
+
+    def _send(self, a: int, b: int, raw: bytes) -> None:
+        if b == WITNESS:
+            self._ask_witness(a, raw)
+            return
+        for _ in range(self._copies()):
+            if not self._is_lost(a, b):
+                self.clock.call_at(self.now + self._delay(), lambda: self._arrives(a, b, "message", (a, raw)))
+
+    def _send_part(self, a: int, output: outputs.SendPart) -> None:
+        for _ in range(self._copies()):
+            if not self._is_lost(a, output.to):
+                when = self.now + self._delay() + self.rng.expovariate(200.0)
+                self.clock.call_at(when, lambda: self._arrives(a, output.to, "part", output.key))
+
+    def _arrives(self, a: int, b: int, what: str, arg: object) -> None:
+        """Whoever is there under that name now gets it."""
+        if (a in self.apart) == (b in self.apart):
+            self._comes_in(self.processes[b], what, arg)
+
+    def _ask_witness(self, a: int, raw: bytes) -> None:
+        if not self.schedule.hub or a in self.apart:
+            return
+        answer = self.witness.handle(a, _decoder.decode(raw))  # type: ignore[arg-type]
+        if answer is not None:
+            back = _encoder.encode(answer)
+            self.clock.call_at(
+                self.now + 2 * self._delay(), lambda: self._comes_in(self.processes[a], "message", (WITNESS, back))
+            )
+
+    def _part(self, process: Process, key: Key) -> list[outputs.Output]:
+        node = process.node
+        if node.refusal(key):
+            self.counts["refused: " + node.refusal(key).split(" ")[0]] += 1
+            return []
+        process.payloads.add(key)
+        if not process.node._stateless or key.number >= process.node.applied:
+            self.held[node.life].add(key)
+        return node.handle_part(self.now, key, since=self._since(key))
+
+    def _since(self, key: Key) -> int:
+        if key.stream == "iterations":
+            return 0
+        return meetings_before(self.firsts[key.life])
+
+    def _fetch_state(self, process: Process, arg: tuple[outputs.FetchState, int]) -> None:
+        wish, tries = arg
+        giver = self.processes[wish.source]
+        knows = any(member.life == process.node.life for member in giver.node.view.members)
+        reached = (wish.source in self.apart) == (process.name in self.apart)
+        runs = giver.alive and self.now >= giver.stands_until and giver.node.is_member
+        if reached and runs and knows and giver.node.applied >= wish.base and not giver.node._stateless:
+            delay = self.rng.expovariate(5.0)
+            self._later(delay, process, "state", (giver.node.applied, giver.chain))
+        elif tries >= 10:
+            self._do(process, "no state", wish.source)
+        else:
+            self._later(0.2, process, "fetch state", (wish, tries + 1))
+
+    # -- the devices and the script -----------------------------------------------------------------------
+
+    def _drive(self, process: Process) -> None:
+        """The script goes on as far as it can."""
+        node = process.node
+        if not process.alive or process.computes or process.waits or process.meets or not node.is_member:
+            return
+        if node._stateless:
+            return
+        process.fresh = False
+        k = node.iteration
+        number = meetings_before(k)
+        if k % MEETS_EACH == 0 and self._next_meeting(process) == number:
+            process.meets = True
+            key = Key("meetings", number, node.life)
+            process.payloads.add(key)
+            self.held[node.life].add(key)
+            self._act(process, node.handle_met(self.now, number, k))
+            self._drive(process)
+            return
+        if self.rng.random() < 0.5:
+            process.taken = node.applied  # what is there is taken, and nothing waited for
+        if k - process.taken > self.settings.stale_max and node.applied > process.taken:
+            process.taken = node.applied
+        if k - process.taken > self.settings.stale_max:
+            process.waits = True
+            self._act(process, node.handle_wanted(self.now, k, k - self.settings.stale_max))
+            self._drive(process)
+            return
+        process.computes = True
+        seconds = STEP * self.rng.lognormvariate(0.0, 0.3) * self.slowed.get(process.name, 1.0)
+        hangs = max(0.0, process.hangs_until - self.now)
+        if k - process.taken > self.settings.stale_max:
+            raise WrongError(f"node {process.name} computes iteration {k} on parameters of {process.taken}")
+        self._later(seconds + hangs, process, "computed", k)
+
+    def _next_meeting(self, process: Process) -> int:
+        """Whether the meeting at this beginning has been: the next one's number."""
+        k = process.node.iteration
+        return process.node.met if process.node._has_met else meetings_before(k)
+
+    def _granted(self, process: Process, grant: outputs.Grant) -> None:
+        if not process.waits or grant.applied > process.node.applied:
+            raise WrongError(f"node {process.name}: {grant}")
+        process.waits = False
+        process.taken = process.node.applied
+
+    def _computed(self, process: Process, k: int) -> list[outputs.Output]:
+        process.computes = False
+        key = Key("iterations", k, process.node.life)
+        process.payloads.add(key)
+        self.held[process.node.life].add(key)
+        return process.node.handle_contributed(self.now, k)
+
+    def _applied(self, process: Process, output: outputs.Apply) -> list[outputs.Output]:
+        assert process.applying.pop(0) is output or True
+        chain = hash((process.chain, output.iteration, output.keys))
+        process.chain = chain
+        w = output.iteration + 1
+        if self.chains.setdefault(w, chain) != chain:
+            raise WrongError(f"node {process.name} at W = {w} differs from the others")
+        return process.node.handle_applied(self.now, output.iteration)
+
+    # -- what must hold -----------------------------------------------------------------------------------
+
+    def _check_apply(self, process: Process, output: outputs.Apply) -> None:
+        who = f"node {process.name}, iteration {output.iteration}"
+        if any(key not in process.payloads for key in output.keys):
+            raise WrongError(f"{who}: not all of {output.keys} is here")
+        nodes = [key.life.node for key in output.keys]
+        if nodes != sorted(set(nodes)):
+            raise WrongError(f"{who}: {output.keys} is not in order of node, each once")
+        known = self.applied.setdefault(output.iteration, output.keys)
+        if known != output.keys:
+            raise WrongError(f"{who} applies {output.keys}, others {known}")
+        members = process.node.view.members
+        majority = len(members) // 2 + 1
+        for key in output.keys:
+            holders = [m.life for m in members if key in self.held[m.life] or key.number < self.bases[m.life]]
+            if len(holders) < majority:
+                raise WrongError(f"{who} applies {key}, which only {holders} hold")
+        if self.apart and self.now > self.apart_since + 4 * FAR:
+            side = [m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)]
+            if len(side) < majority:
+                raise WrongError(f"{who}: a minority, {side}, goes on")
+
+    def _check_meeting(self, process: Process, output: outputs.Meet) -> None:
+        known = self.meetings.setdefault(output.number, output.keys)
+        if known != output.keys:
+            raise WrongError(f"node {process.name} meets in {output.keys}, others in {known}")
+        if any(key not in process.payloads for key in output.keys):
+            raise WrongError(f"node {process.name}: not all of {output.keys} is here")
+        process.meets = False
+
+    def check_once(self) -> None:
+        """Each contribution of a node, up to its cut, was applied once; none later, none left out."""
+        by_life: defaultdict[Life, list[int]] = defaultdict(list)
+        for iteration, keys in sorted(self.applied.items()):
+            for key in keys:
+                if key.number != iteration:
+                    raise WrongError(f"{key} is applied as iteration {iteration}")
+                by_life[key.life].append(iteration)
+        top = max(self.applied, default=-1) + 1
+        if sorted(self.applied) != list(range(top)):
+            raise WrongError(f"iterations {sorted(self.applied)} were applied")
+        for life, first in self.firsts.items():
+            stop = min(self.cuts.get(life, top), top)
+            if by_life.get(life, []) != list(range(first, stop)):
+                raise WrongError(f"of {life} {by_life.get(life)} were applied, not those of [{first}, {stop})")
+
+    # -- the schedule -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All faults, each in its turn, and then the time that nodes need to come together again."""
+        at = 0.0
+        for fault in self.schedule.faults:
+            at += fault.after
+            self.clock.advance(max(at, self.now))
+            self._happens(fault)
+        self.clock.advance(self.now + max((fault.lasts for fault in self.schedule.faults), default=0.0))
+        self.come_together()
+        self.check_once()
+
+    def _happens(self, fault: Fault) -> None:
+        name = fault.who % self.schedule.nodes
+        process = self.processes[name]
+        until = self.now + fault.lasts
+        self.counts[fault.kind] += 1
+        if fault.kind == "dies" and process.alive:
+            self.dies(name)
+            self.clock.call_at(until, lambda: self._returns(name, process))
+        elif fault.kind == "stops":
+            process.stands_until = max(process.stands_until, until)
+        elif fault.kind == "cut off" and not self.apart:
+            names = range(name, name + 1 + fault.others % self.schedule.nodes)
+            self.apart = frozenset(each % self.schedule.nodes for each in names)
+            self.apart_since = self.now
+            self.clock.call_at(until, self._heal)
+        elif fault.kind == "slow":
+            self.slowed[name] = 5.0
+            self.clock.call_at(until, lambda: self.slowed.pop(name, None))
+        elif fault.kind == "device hangs":
+            process.hangs_until = until
+
+    def _heal(self) -> None:
+        self.apart = frozenset()
+
+    def come_together(self) -> None:
+        """Delays are bounded and all nodes live: so W rises at all of them. Raises WrongError otherwise."""
+        until = self.now + PATIENCE
+        goal = max(max(self.chains) + GOES_ON, self.schedule.iterations)
+        while not self._is_at(goal):
+            if self.clock.next_event() > until:
+                raise WrongError(f"nobody goes on to {goal}:\n{self.describe()}")
+            self.clock.advance(self.clock.next_event())
+
+    def _is_at(self, goal: int) -> bool:
+        return all(each.alive and each.node.is_member and each.node.applied >= goal for each in self.processes.values())
+
+    def describe(self) -> str:
+        lines = []
+        for each in self.processes.values():
+            node = each.node
+            lines.append(
+                f"{node.life} alive {each.alive} member {node.is_member} view {node.view.number} "
+                f"{[m.life for m in node.view.members]} k {node.iteration} W {node.applied} met {node.met} "
+                f"waits {each.waits} meets {each.meets} computes {each.computes}: {node.waiting_for()} "
+                f"{node.rounds.state} {node.timers()}"
+            )
+        return "\n".join(lines)
+
+
+def meetings_before(k: int) -> int:
+    """How many meetings the script has come to before iteration `k`'s beginning."""
+    return -(-k // MEETS_EACH)
+
+
+def settings_for(stale_max: int) -> Settings:
+    """Times that fit the world's."""
+    return Settings(
+        stale_max=stale_max,
+        heartbeat=0.5,
+        silence=(1.6, 3.0),
+        progress=(3.0, 8.0),
+        round=(0.05, 1.0),
+        backoff=(0.01, 0.5),
+        rest=(0.2, 2.0),
+        fetch=(0.05, 1.0),
+        linger=5.0,
+    )
+
+
+def run(schedule: Schedule) -> World:
+    """The world after the schedule, in which all held."""
+    world = World(schedule)
+    world.run()
+    return world

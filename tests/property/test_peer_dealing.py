@@ -1,0 +1,159 @@
+"""Batches dealt to nodes by nobody: all deal alike, each sample counts once, in proportion to speeds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.core.errors import UserError
+from atoll.train.dealing import Item
+from atoll.train.node.dealing import AHEAD, BLOCK, Fact, PeerDeal, split, weights_by
+
+
+class World:
+    """Nodes that make the same iterations, each with its own deal, its own loader and its own lateness.
+
+    `dies` has the iteration that a node makes no more, though it was dealt to; its contributions of earlier
+    ones are applied.
+    """
+
+    def __init__(
+        self, seed: int, length: int, batch: int, nodes: int, stale_max: int, per: int, dies: dict[int, int]
+    ) -> None:
+        self.random = random.Random(seed)
+        self.length, self.stale_max, self.per, self.dies = length, stale_max, per, dies
+        self.paces = {node: self.random.choice([0.1, 0.2, 0.5, 1.0]) for node in range(nodes)}
+        self.deals = {
+            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max) for node in range(nodes)
+        }
+        self.told = dict.fromkeys(range(nodes), 0)  # iterations that a node knows to be applied
+        self.trained: Counter[Item] = Counter()  # by contributions that were applied
+        self.sizes: Counter[int] = Counter()
+        self.iteration = self.epoch = 0
+
+    def alive(self, node: int, iteration: int) -> bool:
+        return iteration < self.dies.get(node, 2**60)
+
+    def run(self, epochs: int) -> None:
+        while self.epoch < epochs:
+            if not self._iterate():
+                self.epoch += 1
+                for node, deal in self.deals.items():
+                    if self.alive(node, self.iteration):
+                        deal.again([(self.epoch, 0, self.length)] if self.epoch < epochs else [])
+        for node in self.deals:
+            if self.alive(node, self.iteration):
+                self._tell(node, self.iteration, self.iteration)
+
+    def _iterate(self) -> bool:
+        """All nodes make an iteration of `per` ticks, as many as there are; False: there are none."""
+        parts: dict[int, list[Item]] = {}
+        counts = set()
+        for node, deal in self.deals.items():
+            if not self.alive(node, self.iteration):
+                continue
+            self._tell(node, self.iteration - self.stale_max, self.iteration)
+            used, items, ticks = deal.used, [], 0
+            for tick in range(used, used + self.per):
+                dealt = deal.tick(tick)
+                if dealt is None:
+                    break
+                items += dealt.part_of(node)
+                ticks += 1
+            ahead = self.random.randrange(AHEAD - self.per)
+            deal.tick(used + ahead)  # the loader goes on
+            parts[node] = items
+            counts.add(ticks)
+            if ticks:
+                deal.made(self.iteration, used + ticks)
+        assert len(counts) == 1, "all nodes make equally many ticks"
+        if counts == {0}:
+            return False
+        for node, items in parts.items():
+            self.trained.update(items)
+            self.sizes[node] += len(items)
+        self.iteration += 1
+        return True
+
+    def _tell(self, node: int, least: int, most: int) -> None:
+        """A node has applied at least so many iterations when it begins one."""
+        until = self.random.randint(max(0, least), most)
+        for iteration in range(self.told[node], until):
+            paces = {each: pace for each, pace in self.paces.items() if self.alive(each, iteration)}
+            self.deals[node].applied(iteration, paces)
+        self.told[node] = max(self.told[node], until)
+
+
+worlds = st.builds(
+    World,
+    seed=st.integers(0, 2**32),
+    length=st.integers(1, 400),
+    batch=st.integers(1, 24),
+    nodes=st.integers(1, 5),
+    stale_max=st.integers(0, 5),
+    per=st.integers(1, 3),
+    dies=st.dictionaries(st.integers(1, 4), st.integers(0, 60), max_size=3),
+)
+
+
+@given(worlds, st.integers(1, 3))
+@settings(max_examples=300, deadline=None)
+def test_each_sample_counts_once_however_far_nodes_are(world: World, epochs: int) -> None:
+    world.run(epochs)
+    left: set[tuple[Item, ...]] = set()
+    for node, deal in world.deals.items():
+        if world.alive(node, world.iteration):
+            items = [(e, p) for e, start, stop in deal.left() for p in range(start, stop)]
+            left.add(tuple(items))
+    assert len(left) == 1, "all nodes know the same of what is left"
+    (rest,) = left
+    whole = Counter((epoch, position) for epoch in range(epochs) for position in range(world.length))
+    assert world.trained + Counter(rest) == whole
+    if not world.dies:
+        assert not rest
+
+
+def test_parts_follow_the_speeds() -> None:
+    world = World(7, length=40_000, batch=40, nodes=3, stale_max=4, per=1, dies={})
+    world.paces = {0: 0.1, 1: 0.1, 2: 0.4}
+    world.run(1)
+    late = {node: deal.tick(deal.used - 1) for node, deal in world.deals.items()}
+    assert late[0] is not None
+    assert late[0].parts == {0: 18, 1: 18, 2: 4}
+    assert world.sizes[0] >= world.sizes[1] > 3 * world.sizes[2]
+
+
+def test_a_node_that_has_died_gets_nothing_after_a_while_and_its_part_is_dealt_again() -> None:
+    world = World(3, length=8_000, batch=8, nodes=4, stale_max=2, per=1, dies={3: 100})
+    world.run(1)
+    assert set(world.trained.values()) == {1}
+    assert len(world.trained) == 8_000
+    last = world.deals[0].tick(world.deals[0].used - 1)
+    assert last is not None
+    assert sorted(last.parts) == [0, 1, 2]
+
+
+@given(st.integers(0, 300), st.dictionaries(st.integers(0, 9), st.floats(0.001, 1000), min_size=1))
+def test_a_split_is_whole_and_fair(size: int, weights: dict[int, float]) -> None:
+    parts = split(size, weights)
+    assert sum(parts.values()) == size
+    whole = sum(weights.values())
+    assert all(abs(part - size * weights[node] / whole) < 1 for node, part in parts.items())
+
+
+def test_speeds_count_once_all_are_known() -> None:
+    facts = [Fact(0, {0: 0.5, 1: 0.0}), Fact(1, {0: 0.5, 1: 0.25})]
+    assert weights_by(facts[:1]) == {0: 1.0, 1: 1.0}
+    assert weights_by(facts) == {0: 2.0, 1: 4.0}
+
+
+def test_a_loader_that_fetches_too_far_ahead_is_told() -> None:
+    deal = PeerDeal([(0, 0, 10_000)], 1, [0, 1], 4)
+    assert deal.tick(AHEAD - 1) is not None
+    with pytest.raises(UserError, match=f"a DataLoader that fetches more than {AHEAD} batches ahead"):
+        deal.tick(AHEAD)
+    assert AHEAD % BLOCK == 0

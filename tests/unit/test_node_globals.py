@@ -1,0 +1,244 @@
+"""A node's global parameters against plain torch, to the bit: means in order of node, clipping, schedules,
+several param groups, frozen parameters and missing gradients; and that every node computes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from peer_model import SHAPES, WEIGHTS, PeerModel
+
+from atoll.chunks import ParameterSpec, lay_out
+from atoll.core.errors import RunError, UserError
+from atoll.train.node.cpu import fingerprint
+from atoll.train.node.globals import Contribution, GlobalParameters, sum_of_bits
+from atoll.train.node.state import pack_globals
+from atoll.wire.device import Clip
+
+TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
+KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]], bool]] = [
+    (torch.optim.SGD, [{"momentum": 0.9, "nesterov": True, **TWO[0]}, TWO[1]], False),
+    (torch.optim.Adam, TWO, False),
+    (torch.optim.AdamW, TWO, False),
+    (torch.optim.AdamW, [{**group, "fused": True} for group in TWO], True),
+    (torch.optim.Adagrad, TWO, False),
+]  # fmt: skip
+MISSING = [(), (1,), (1, 3), (), (0, 6), (2,)]  # of each iteration, at every node
+NAMES = [f"{kind.__name__}{'-fused' if fused else ''}" for kind, _, fused in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "settings", "fused"), KINDS, ids=NAMES)
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("clip", [None, Clip(1.5), Clip(0.3, math.inf), Clip(1e6, 1.0)], ids=str)
+def test_a_step_is_plain_torchs(
+    kind: type[torch.optim.Optimizer],
+    settings: list[dict[str, Any]],
+    fused: bool,
+    nodes: int,
+    clip: Clip | None,
+) -> None:
+    model = PeerModel(kind, settings)
+    parameters = model.globals(fused=fused)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(model.plain, 0.8)
+    for iteration, missing in enumerate(MISSING):
+        absent = [missing, (*missing, 3), ()][:nodes]  # what one lacks, another may have
+        given = [
+            model.contribution(iteration, node, missing=absent[node], clip=clip) for node in range(nodes)
+        ]
+        gradients = [(WEIGHTS[n], model.gradients(iteration, n, absent[n])) for n in range(nodes)]
+        norm = model.step_plain(model.mean(gradients), clip)
+        outcome = parameters.apply(iteration, given)
+        assert outcome.stepped
+        assert outcome.unlike == ()
+        assert outcome.norm == (None if norm is None else float(norm))
+        model.assert_equal(parameters)
+        schedule.step()
+    assert parameters.iteration == len(MISSING)
+
+
+def test_the_mean_is_the_weighted_one() -> None:
+    """Against the definition, in float64, and not only against the same operations."""
+    model = PeerModel(torch.optim.SGD, [{"lr": 1.0}], torch.float64)
+    parameters = model.globals()
+    before = {chunk: parameters.values(chunk).clone() for chunk in parameters.chunks}
+    given = [model.contribution(0, node) for node in range(3)]
+    parameters.apply(0, given)
+    for chunk in parameters.chunks:
+        mean = sum(each.gradients[chunk] * each.weight for each in given) / sum(WEIGHTS)
+        torch.testing.assert_close(before[chunk] - parameters.values(chunk), mean, rtol=1e-13, atol=1e-14)
+
+
+def large(threads: int) -> tuple[GlobalParameters, list[Contribution]]:
+    """Global parameters large enough for torch to divide work between threads, and two contributions."""
+    model = PeerModel(torch.optim.AdamW, [{"lr": 0.1}])
+    shapes = (300_007,), (700, 301)
+    specs = [ParameterSpec(str(shape), shape, "float32", settings="0") for shape in shapes]
+    layout = lay_out(specs, chunk_bytes=2**20)
+    parameters = GlobalParameters(layout, "torch.optim.AdamW", model.hyperparameters(), threads=threads)
+    generator = torch.Generator().manual_seed(5)
+    for chunk in parameters.chunks:
+        parameters.set_values(chunk, torch.randn(layout.chunks[chunk].extent, generator=generator))
+    parameters.begin(0)
+    drawn = [
+        {chunk: torch.randn(layout.chunks[chunk].extent, generator=generator) for chunk in parameters.chunks}
+        for _ in range(2)
+    ]
+    every = {chunk: bytes([1]) * len(layout.chunks[chunk].slots) for chunk in parameters.chunks}
+    hyperparameters = model.hyperparameters()
+    return parameters, [
+        Contribution(node, 0, 7.0, 7.0, gradients, every, hyperparameters, Clip(1.0))
+        for node, gradients in enumerate(drawn)
+    ]
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """Torch's norm of many values does; a node with more cores must not come to other parameters."""
+    before, found = torch.get_num_threads(), set()
+    try:
+        for torchs, own in ((1, 1), (2, 1), (7, 1), (1, 2), (5, 3)):
+            torch.set_num_threads(torchs)
+            parameters, given = large(own)
+            outcomes = [parameters.apply(iteration, given) for iteration in range(2)]
+            found.add((outcomes[-1].digest, outcomes[-1].norm))
+            assert torch.get_num_threads() == torchs or own > 1
+            parameters.close()
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_what_is_left_out_counts_for_nothing() -> None:
+    model, other = (PeerModel(torch.optim.AdamW, TWO) for _ in range(2))
+    parameters, without = model.globals(), other.globals()
+    bad = model.contribution(0, 1, weight=0.0)
+    for gradients in bad.gradients.values():
+        gradients.fill_(math.nan)
+    parameters.apply(0, [model.contribution(0, 0), bad, model.contribution(0, 2)])
+    without.apply(0, [other.contribution(0, 0), other.contribution(0, 2)])
+    assert parameters.digest == without.digest
+
+
+def test_where_all_are_left_out_the_iteration_counts_alone() -> None:
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    parameters.apply(0, [model.contribution(0, 0)])
+    values = {chunk: parameters.values(chunk).clone() for chunk in parameters.chunks}
+    states = {chunk: parameters.optimizer.state(chunk) for chunk in parameters.chunks}
+    left_out = [model.contribution(1, node, weight=0.0, clip=Clip(1.0)) for node in (0, 1)]
+    outcome = parameters.apply(1, left_out)
+    assert (outcome.stepped, outcome.norm, parameters.iteration) == (False, None, 2)
+    for chunk in parameters.chunks:
+        assert torch.equal(parameters.values(chunk), values[chunk])
+        elements, slots = parameters.optimizer.state(chunk)
+        assert slots == states[chunk][1]
+        assert all(torch.equal(elements[key], states[chunk][0][key]) for key in elements)
+
+
+def test_the_first_nodes_hyperparameters_count_and_others_are_named() -> None:
+    model = PeerModel(torch.optim.SGD, [{"lr": 0.5}])
+    parameters, twin = model.globals(), PeerModel(torch.optim.SGD, [{"lr": 0.5}]).globals()
+    given = [model.contribution(0, node) for node in range(3)]
+    model.plain.param_groups[0]["lr"] = 0.25
+    given[1] = model.contribution(0, 1)
+    given[2] = dataclasses.replace(given[2], clip=Clip(1.0))
+    outcome = parameters.apply(0, given)
+    assert outcome.unlike == (1, 2)
+    model.plain.param_groups[0]["lr"] = 0.5
+    twin.apply(0, [model.contribution(0, node) for node in range(3)])
+    assert outcome.digest == twin.digest
+
+
+def test_an_iteration_is_applied_once_and_in_order() -> None:
+    model = PeerModel(torch.optim.SGD, [{"lr": 0.5}])
+    parameters = model.globals()
+    parameters.apply(0, [model.contribution(0, 0)])
+    for iteration in (0, 2):
+        with pytest.raises(RunError, match=f"iteration {iteration} cannot be applied .* which are at 1"):
+            parameters.apply(iteration, [model.contribution(iteration, 0)])
+
+
+def test_what_comes_from_outside_is_checked() -> None:
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    good = model.contribution(0, 2)
+    parameters.check(good)
+    chunk = parameters.chunks[0]
+    one_less = {**good.gradients, chunk: good.gradients[chunk][1:]}
+    wide = {**good.gradients, chunk: good.gradients[chunk].double()}
+    fewer = {key: value for key, value in good.gradients.items() if key != chunk}
+    for changed, line in (
+        ({"weight": math.inf}, "node 2's contribution has weight inf"),
+        ({"samples": math.nan}, "and nan samples"),
+        ({"gradients": one_less}, f"chunk {chunk} is not"),
+        ({"gradients": wide}, f"chunk {chunk} is not"),
+        ({"gradients": fewer}, "not of the"),
+        ({"present": {**good.present, chunk: b"\1" * 99}}, f"chunk {chunk} has"),
+        ({"hyperparameters": good.hyperparameters[:1]}, "hyperparameters of 1 param groups"),
+        ({"hyperparameters": [{**g, "lr": "much"} for g in good.hyperparameters]}, "'lr' was"),
+    ):
+        with pytest.raises(UserError, match=line):
+            parameters.check(dataclasses.replace(good, **changed))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="none of torch.optim's element-wise ones"):
+        GlobalParameters(model.layout, "torch.optim.LBFGS", model.hyperparameters())
+
+
+def test_the_sum_sees_each_bit_and_each_exchange() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for numel in (1, 7, 2048, 5000, 8192):
+        values = torch.randn(numel, generator=generator)
+        whole = sum_of_bits(values)
+        assert whole == sum_of_bits(values.clone())
+        seen = {whole}
+        for place in {0, numel // 3, numel // 2, numel - 1}:
+            changed = values.clone()
+            changed.view(torch.int32)[place] ^= 1
+            seen.add(sum_of_bits(changed))
+        assert len(seen) == 1 + len({0, numel // 3, numel // 2, numel - 1})
+        if numel > 1:
+            changed = values.clone()
+            changed[[0, numel - 1]] = values[[numel - 1, 0]]
+            assert sum_of_bits(changed) != whole
+    assert sum_of_bits(torch.tensor([0.0])) != sum_of_bits(torch.tensor([-0.0]))
+
+
+def test_the_digest_tells_nodes_apart_whose_parameters_differ() -> None:
+    model = PeerModel(torch.optim.SGD, [{"lr": 0.5}])
+    one, other = model.globals(), model.globals()
+    assert one.digest == other.digest != b""
+    chunk = other.chunks[-1]
+    other.values(chunk).view(torch.int32)[3] ^= 1
+    other.begin(0)
+    assert one.digest != other.digest
+    given = [model.contribution(0, 0)]
+    assert one.apply(0, given).digest != other.apply(0, given).digest
+
+
+def test_the_fingerprint_is_of_the_run_that_is_made() -> None:
+    model = PeerModel(torch.optim.AdamW, TWO)
+    given = "torch.optim.AdamW", model.hyperparameters()
+    found = fingerprint(*given)
+    assert found == fingerprint(*given)
+    assert found.startswith(f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} ")
+    assert found != fingerprint(*given, fused=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 2)
+        assert found == fingerprint(*given)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_as_told() -> None:
+    """The bytes that the formula is made of are those of the tensors that are kept."""
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    parameters.apply(0, [model.contribution(0, node, clip=Clip(1.0)) for node in range(3)])
+    told = parameters.nbytes()
+    assert told["parameters"] == model.layout.nbytes
+    kept = [parameters.optimizer.state(chunk)[0] for chunk in parameters.chunks]
+    assert told["optimizer"] == sum(flat.nbytes for elements in kept for flat in elements.values())
+    assert len(pack_globals(parameters)) >= told["optimizer"]
+    assert sum(math.prod(shape) for shape in SHAPES) * 4 <= told["parameters"]

@@ -1,0 +1,156 @@
+"""Local parameters: what is pending, over the global ones. With all contributions they are what applying will
+give, bit for bit; the global parameters and the optimizer's state are left as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from peer_model import WEIGHTS, PeerModel
+from torch import Tensor
+
+from atoll.train.node.globals import Contribution, GlobalParameters
+from atoll.train.node.overlay import Pending, pending, write_overlay
+from atoll.train.node.state import pack_globals
+from atoll.wire.device import Clip
+
+TWO = [{"lr": 0.05}, {"lr": 0.02, "weight_decay": 0.1}]
+KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [
+    (torch.optim.SGD, [{"momentum": 0.9, "nesterov": True, **TWO[0]}, TWO[1]]),
+    (torch.optim.Adam, TWO),
+    (torch.optim.AdamW, TWO),
+    (torch.optim.Adagrad, TWO),
+    (torch.optim.NAdam, TWO),
+]
+BATCH = sum(WEIGHTS)
+
+
+def local(parameters: GlobalParameters, waiting: list[Pending]) -> dict[int, Tensor]:
+    """The local parameters, and that nothing else has changed."""
+    before = bytes(pack_globals(parameters))
+    into = {chunk: torch.full_like(parameters.values(chunk), 7.0) for chunk in parameters.chunks}
+    write_overlay(parameters, waiting, into)
+    assert bytes(pack_globals(parameters)) == before
+    return into
+
+
+def assert_are(parameters: GlobalParameters, expected: dict[int, Tensor]) -> None:
+    for chunk in parameters.chunks:
+        assert torch.equal(parameters.values(chunk), expected[chunk]), chunk
+
+
+def drawn(model: PeerModel, iterations: int, seed: int) -> list[list[Contribution]]:
+    """All contributions of some iterations: gradients that are missing here and there, clipping and learning
+    rates that change, now and then one that is left out."""
+    generator = random.Random(seed)
+    found = []
+    for iteration in range(iterations):
+        for group in model.plain.param_groups:
+            group["lr"] = generator.uniform(0.01, 0.1)
+        clip = generator.choice([None, Clip(generator.uniform(0.3, 3.0))])
+        found.append(
+            [
+                model.contribution(
+                    iteration,
+                    node,
+                    missing=generator.sample(range(7), generator.choice([0, 0, 1, 3])),
+                    weight=generator.choice([None, None, None, 0.0]),
+                    clip=clip,
+                )
+                for node in range(3)
+            ]
+        )
+    return found
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("fused", [True, False])
+def test_with_all_contributions_it_is_what_applying_will_give(
+    kind: type[torch.optim.Optimizer], settings: list[dict[str, Any]], fused: bool
+) -> None:
+    for seed in range(3):
+        model = PeerModel(kind, settings)
+        parameters = model.globals(fused=fused)
+        given = drawn(model, 7, seed)
+        for iteration in range(len(given)):
+            ahead = min(len(given), iteration + 4)
+            expected = [
+                local(parameters, [pending(t, given[t], BATCH, 3) for t in range(iteration, until)])
+                for until in range(iteration, ahead + 1)
+            ]
+            assert_are(parameters, expected[0])
+            twin = PeerModel(kind, settings).globals(fused=fused)
+            for t in range(ahead):
+                twin.apply(t, given[t])
+                if t >= iteration:
+                    assert_are(twin, expected[t + 1 - iteration])
+            parameters.apply(iteration, given[iteration])
+            assert_are(parameters, expected[1])
+
+
+def test_what_is_there_of_an_iteration_goes_a_part_of_the_way() -> None:
+    """Against plain torch: an optimizer's step, whose change of the parameters is multiplied."""
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals(fused=False)
+    for t in range(2):
+        parameters.apply(t, [model.contribution(t, node) for node in range(3)])
+        model.step_plain(model.mean([(WEIGHTS[n], model.gradients(t, n)) for n in range(3)]))
+    state = copy.deepcopy(model.plain.state_dict())
+    held = [p.detach().clone() for p in model.every]
+    waiting, missing = [], [(0, 2), (1,)]  # which nodes' are there
+    for t, nodes in zip((2, 3), missing, strict=True):
+        waiting.append(pending(t, [model.contribution(t, n) for n in nodes], BATCH, 3))
+        part = sum(WEIGHTS[n] for n in nodes) / BATCH
+        assert waiting[-1].part == part
+        before = [p.detach().clone() for p in model.every]
+        model.step_plain(model.mean([(WEIGHTS[n], model.gradients(t, n)) for n in nodes]))
+        for parameter, old in zip(model.every, before, strict=True):
+            parameter.detach().copy_(torch.lerp(old, parameter.detach(), part))
+    found = local(parameters, waiting)
+    for chunk in parameters.chunks:
+        assert torch.equal(found[chunk], model.flat(chunk, [p.detach() for p in model.every]))
+    # The global parameters go on from where they were, state included.
+    model.plain.load_state_dict(state)
+    for parameter, old in zip(model.every, held, strict=True):
+        parameter.detach().copy_(old)
+    parameters.apply(2, [model.contribution(2, node) for node in range(3)])
+    model.step_plain(model.mean([(WEIGHTS[n], model.gradients(2, n)) for n in range(3)]))
+    model.assert_equal(parameters)
+
+
+def test_the_part_is_by_samples_and_never_more_than_one() -> None:
+    model = PeerModel(torch.optim.SGD, TWO)
+    every = [model.contribution(0, node) for node in range(3)]
+    assert pending(0, every, BATCH, 3).part == 1.0
+    assert pending(0, every[:2], BATCH, 3).part == 0.5
+    assert pending(0, every[:2], 4.0, 3).part == 1.0
+    assert pending(0, every[:2], 0.0, 3).part == pytest.approx(2 / 3)
+    left_out = model.contribution(0, 1, weight=0.0)
+    assert pending(0, [every[0], left_out], BATCH, 3).part == WEIGHTS[0] / BATCH
+    assert pending(0, [left_out], BATCH, 1).part == 1.0
+
+
+def test_with_nothing_that_counts_it_is_the_global_parameters() -> None:
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    parameters.apply(0, [model.contribution(0, 0)])
+    for waiting in ([], [Pending(1, [], 0.0)], [Pending(1, [model.contribution(1, 0, weight=0.0)], 0.3)]):
+        found = local(parameters, waiting)
+        assert_are(parameters, found)
+
+
+def test_a_norm_is_found_anew_when_another_contribution_has_come() -> None:
+    """It is kept by whose contributions it is of: the same ones, and no others."""
+    model = PeerModel(torch.optim.SGD, [{"lr": 0.1}])
+    given = [[model.contribution(t, node, clip=Clip(0.5)) for node in range(3)] for t in range(3)]
+    parameters, fresh = model.globals(), model.globals()
+    for count in (1, 2, 3, 2):
+        some = [pending(t, given[t][:count], BATCH, 3) for t in range(2)]
+        found = local(parameters, some)
+        again = local(PeerModel(torch.optim.SGD, [{"lr": 0.1}]).globals(), some)
+        assert all(torch.equal(found[chunk], again[chunk]) for chunk in found)
+    for t in range(3):
+        assert parameters.apply(t, given[t]) == fresh.apply(t, given[t])
