@@ -31,6 +31,7 @@ PORT = 29500
 SPREAD = float(np.log(3) / 2.3263)  # of the lognormal's logarithm: the 99th percentile is 3 medians
 FORWARD = 1 / 3  # of the computing; backward is the rest
 LAYERS, WIDTH = 8, 144  # 668 kB of gradients
+BUCKETS = 4  # of DistributedDataParallel
 TRIES = 5  # of each exchange that is measured before the training
 
 
@@ -46,6 +47,7 @@ class Plan:
     shares: list[int]  # samples of each node's batch, where they are not dealt
     seed: int
     dealt: bool = False  # under Atoll: by session.batches
+    buckets: int = BUCKETS
 
     def draws(self, node: int) -> Any:
         """The seconds of this node's steps, the same for every contestant."""
@@ -152,8 +154,8 @@ def ddp(plan: Plan, record: Record, model: Network, address: str) -> None:
     record.full = measured(full, full.prepare)
     gradients = torch.zeros(model.gradient_bytes // 4)
     record.all_reduce = measured(lambda: dist.all_reduce(gradients))
-    # A bucket for each layer: with torch's 25 MiB a model this small would have one, and nothing could hide.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=model.gradient_bytes / LAYERS / 2**20)
+    # With torch's own 25 MiB a model this small would have one bucket, and nothing could hide.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=model.gradient_bytes / plan.buckets / 2**20)
     optimizer, batch = optimizer_of(wrapped), plan.shares[record.node]
     record.bare = measured(lambda: step(wrapped, optimizer, torch.ones(batch, WIDTH)))
     training = data(batch * world * plan.steps, plan.seed)
