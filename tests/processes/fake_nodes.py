@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -19,7 +20,6 @@ import torch
 from shard_cluster import Model
 from torch import Tensor, nn
 
-from atoll.core.errors import RunError
 from atoll.tensors.shardoptimizer import full_name
 from atoll.train.node import main as cpu_side
 from atoll.train.node.memory import HostMemory, plan_memory, slots_for
@@ -28,7 +28,7 @@ from atoll.wire import device as d
 
 DEADLINE = 60.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.train.node.process"])
+_context.set_forkserver_preload(["atoll.train.node.process", "torch._dynamo"])
 
 
 def _serve(link: socket.socket, parent: int) -> None:
@@ -51,8 +51,6 @@ class _Forked:
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:
-            import subprocess
-
             raise subprocess.TimeoutExpired("the CPU side", timeout)
         return status
 
@@ -310,7 +308,3 @@ def plain(model: Model, iterations: int, members: Callable[[int], Sequence[int]]
             parameter.grad = torch.stack(shares).sum(0)
         optimizer.step()
     return {chunk: parameter.detach() for chunk, parameter in flats.items()}
-
-
-def gone(error: RunError) -> bool:
-    return "was killed by SIGKILL" in str(error)

@@ -83,7 +83,7 @@ class Process:
     fresh: bool = True  # the device has not begun
     stands_until: float = 0.0
     hangs_until: float = 0.0
-    inbox: list[tuple[str, object]] = field(default_factory=list)
+    wish: outputs.FetchState | None = None  # the latest, until the state is here
     alive: bool = True
     wakes: int = -1  # number of the clock's call
     wakes_at: float = float("inf")
@@ -143,9 +143,7 @@ class World:
         self._tokens += 1
         contacts = list(range(self.schedule.nodes))
         token = f"token {self._tokens}"
-        node = Node.joining(
-            name, token, f"at {name}", contacts, self.settings, self._generator(), self.now
-        )
+        node = Node.joining(name, token, f"at {name}", contacts, self.settings, self._generator(), self.now)
         self._begin(Process(node, name))
 
     def dies(self, name: int) -> None:
@@ -184,12 +182,16 @@ class World:
         elif what == "computed":
             done = self._computed(process, arg)  # type: ignore[arg-type]
         elif what == "state":
-            iteration, chain = arg  # type: ignore[misc]
+            wish, iteration, chain = arg  # type: ignore[misc]
+            if wish is not process.wish:
+                return
+            process.wish = None
             process.chain = chain
             process.taken = iteration
             done = node.handle_state(now, iteration)
         elif what == "no state":
-            done = node.handle_state_failed(now, arg, "it did not answer")  # type: ignore[arg-type]
+            assert isinstance(arg, outputs.FetchState)
+            done = node.handle_state_failed(now, arg.source, "it did not answer")
         else:
             assert what == "fetch state"
             self._fetch_state(process, arg)  # type: ignore[arg-type]
@@ -227,7 +229,8 @@ class World:
             elif isinstance(output, outputs.Apply):
                 self._check_apply(process, output)
                 process.applying.append(output)
-                self._later(self.rng.expovariate(100.0), process, "applied", output)
+                if len(process.applying) == 1:
+                    self._later(self.rng.expovariate(100.0), process, "applied", output)
             elif isinstance(output, outputs.Meet):
                 self._check_meeting(process, output)
             elif isinstance(output, outputs.Drop):
@@ -235,6 +238,7 @@ class World:
             elif isinstance(output, outputs.Grant):
                 self._granted(process, output)
             elif isinstance(output, outputs.FetchState):
+                process.wish = output  # the latest counts
                 self._later(0.0, process, "fetch state", (output, 0))
             elif isinstance(output, outputs.ViewChanged):
                 self._learn_view(process, output)
@@ -264,7 +268,9 @@ class World:
 
     def _delay(self) -> float:
         """Mostly a few milliseconds; the order changes."""
-        return min(self.rng.expovariate(200.0), FAR) + (self.rng.random() < 0.02) * FAR * self.rng.random() / 2
+        return (
+            min(self.rng.expovariate(200.0), FAR) + (self.rng.random() < 0.02) * FAR * self.rng.random() / 2
+        )
 
     def _is_lost(self, a: int, b: int) -> bool:
         return (a in self.apart) != (b in self.apart) or self.rng.random() < self.schedule.loss
@@ -298,7 +304,8 @@ class World:
         if answer is not None:
             back = _encoder.encode(answer)
             self.clock.call_at(
-                self.now + 2 * self._delay(), lambda: self._comes_in(self.processes[a], "message", (WITNESS, back))
+                self.now + 2 * self._delay(),
+                lambda: self._comes_in(self.processes[a], "message", (WITNESS, back)),
             )
 
     def _part(self, process: Process, key: Key) -> list[outputs.Output]:
@@ -307,7 +314,7 @@ class World:
             self.counts["refused: " + node.refusal(key).split(" ")[0]] += 1
             return []
         process.payloads.add(key)
-        if not process.node._stateless or key.number >= process.node.applied:
+        if process.node.is_member:
             self.held[node.life].add(key)
         return node.handle_part(self.now, key, since=self._since(key))
 
@@ -318,15 +325,17 @@ class World:
 
     def _fetch_state(self, process: Process, arg: tuple[outputs.FetchState, int]) -> None:
         wish, tries = arg
+        if wish is not process.wish:
+            return
         giver = self.processes[wish.source]
         knows = any(member.life == process.node.life for member in giver.node.view.members)
         reached = (wish.source in self.apart) == (process.name in self.apart)
-        runs = giver.alive and self.now >= giver.stands_until and giver.node.is_member
-        if reached and runs and knows and giver.node.applied >= wish.base and not giver.node._stateless:
+        runs = giver.alive and self.now >= giver.stands_until and giver.node.is_whole
+        if reached and runs and knows and giver.node.applied >= wish.base:
             delay = self.rng.expovariate(5.0)
-            self._later(delay, process, "state", (giver.node.applied, giver.chain))
+            self._later(delay, process, "state", (wish, giver.node.applied, giver.chain))
         elif tries >= 10:
-            self._do(process, "no state", wish.source)
+            self._do(process, "no state", wish)
         else:
             self._later(0.2, process, "fetch state", (wish, tries + 1))
 
@@ -335,9 +344,7 @@ class World:
     def _drive(self, process: Process) -> None:
         """The script goes on as far as it can."""
         node = process.node
-        if not process.alive or process.computes or process.waits or process.meets or not node.is_member:
-            return
-        if node._stateless:
+        if not process.alive or process.computes or process.waits or process.meets or not node.is_whole:
             return
         process.fresh = False
         k = node.iteration
@@ -385,7 +392,9 @@ class World:
         return process.node.handle_contributed(self.now, k)
 
     def _applied(self, process: Process, output: outputs.Apply) -> list[outputs.Output]:
-        assert process.applying.pop(0) is output or True
+        process.applying.pop(0)
+        if process.applying:
+            self._later(self.rng.expovariate(100.0), process, "applied", process.applying[0])
         chain = hash((process.chain, output.iteration, output.keys))
         process.chain = chain
         w = output.iteration + 1
@@ -411,8 +420,10 @@ class World:
             holders = [m.life for m in members if key in self.held[m.life] or key.number < self.bases[m.life]]
             if len(holders) < majority:
                 raise WrongError(f"{who} applies {key}, which only {holders} hold")
-        if self.apart and self.now > self.apart_since + 4 * FAR:
-            side = [m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)]
+        if self.apart and self.now > max(self.apart_since, process.stands_until) + 4 * FAR:
+            side = [
+                m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)
+            ]
             if len(side) < majority:
                 raise WrongError(f"{who}: a minority, {side}, goes on")
 
@@ -438,7 +449,9 @@ class World:
         for life, first in self.firsts.items():
             stop = min(self.cuts.get(life, top), top)
             if by_life.get(life, []) != list(range(first, stop)):
-                raise WrongError(f"of {life} {by_life.get(life)} were applied, not those of [{first}, {stop})")
+                raise WrongError(
+                    f"of {life} {by_life.get(life)} were applied, not those of [{first}, {stop})"
+                )
 
     # -- the schedule -------------------------------------------------------------------------------------
 
@@ -458,7 +471,7 @@ class World:
         process = self.processes[name]
         until = self.now + fault.lasts
         self.counts[fault.kind] += 1
-        if fault.kind == "dies" and process.alive:
+        if fault.kind == "dies" and process.alive and self._may_die(process):
             self.dies(name)
             self.clock.call_at(until, lambda: self._returns(name, process))
         elif fault.kind == "stops":
@@ -474,6 +487,23 @@ class World:
         elif fault.kind == "device hangs":
             process.hangs_until = until
 
+    def _may_die(self, process: Process) -> bool:
+        """Whether a majority of each view that somebody is in would go on living: a majority that is dead
+        takes with it what only it knew."""
+        others = [each for each in self.processes.values() if each is not process and each.alive]
+        living = {each.node.life for each in others if each.node.is_member}
+        views = [each.node.view for each in (*others, process) if each.node.is_member]
+        if not process.node.is_member and any(
+            view.members and len(living) < len(view.members) for view in views
+        ):
+            return False  # it may be in the next view, which then has another dead one
+        for view in views:
+            lives = {member.life for member in view.members}
+            witness = self.schedule.hub and len(lives) == 2
+            if len(lives & living) + witness < len(lives) // 2 + 1:
+                return False
+        return bool(views)
+
     def _heal(self) -> None:
         self.apart = frozenset()
 
@@ -487,7 +517,10 @@ class World:
             self.clock.advance(self.clock.next_event())
 
     def _is_at(self, goal: int) -> bool:
-        return all(each.alive and each.node.is_member and each.node.applied >= goal for each in self.processes.values())
+        return all(
+            each.alive and each.node.is_member and each.node.applied >= goal
+            for each in self.processes.values()
+        )
 
     def describe(self) -> str:
         lines = []

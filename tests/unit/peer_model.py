@@ -60,7 +60,6 @@ class PeerModel:
         )
         for chunk in self.layout.chunks:
             made.set_values(chunk.id, self.flat(chunk.id, [p.detach() for p in self.every]))
-        made.begin(0)
         return made
 
     def flat(self, chunk: int, tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from peer_model import WEIGHTS, PeerModel
 from torch import Tensor
 
 from atoll.train.node.globals import Contribution, GlobalParameters
-from atoll.train.node.overlay import Pending, pending, write_overlay
+from atoll.train.node.overlay import Overlay, Pending, pending
 from atoll.train.node.state import pack_globals
 from atoll.wire.device import Clip
 
@@ -32,7 +32,7 @@ def local(parameters: GlobalParameters, waiting: list[Pending]) -> dict[int, Ten
     """The local parameters, and that nothing else has changed."""
     before = bytes(pack_globals(parameters))
     into = {chunk: torch.full_like(parameters.values(chunk), 7.0) for chunk in parameters.chunks}
-    write_overlay(parameters, waiting, into)
+    Overlay(parameters).write(into, waiting)
     assert bytes(pack_globals(parameters)) == before
     return into
 

@@ -3,10 +3,11 @@ on its own."""
 
 from __future__ import annotations
 
+import math
 import time
 
 from atoll.core.errors import GivenUpError
-from atoll.core.events import Warned
+from atoll.core.events import Started, StepDone, Warned
 from atoll.launch.served import ServedLaunch
 
 
@@ -20,6 +21,38 @@ class PeerLaunch(ServedLaunch):
     """
 
     given_up = "was left out by the others"
+
+    def _start(self) -> None:
+        self._over: set[int] = set()  # workers that came back when the others had finished
+        super()._start()
+
+    def poll(self) -> int | None:
+        """As `ServedLaunch.poll`; whoever still wants to come back when the others have finished is ended."""
+        for rank in self._too_late():
+            self._over.add(rank)
+            self._excused[rank] = math.inf
+            message = f"worker {rank} was started again, and the others have finished without it"
+            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            self._workers[rank].kill()
+        return super().poll()
+
+    def _too_late(self) -> list[int]:
+        """Workers that were started again and have not entered the run, where all others have ended."""
+        going = [rank for rank, worker in enumerate(self._workers) if worker.poll() is None]
+        over = any(worker.returncode == 0 for worker in self._workers)
+        if not over or any(not self.life_of(rank) or self._has_entered(rank) for rank in going):
+            return []
+        return [rank for rank in going if rank not in self._over]
+
+    def _has_entered(self, rank: int) -> bool:
+        """Whether a worker takes part again since it was started again."""
+        said = list(self._said_by(rank))
+        starts = [index for index, event in enumerate(said) if isinstance(event, Started)]
+        later = said[starts[self.life_of(rank)] :] if len(starts) > self.life_of(rank) else []
+        return any(isinstance(event, StepDone) for event in later)
+
+    def _starts_again(self, rank: int, how: str) -> bool:
+        return rank not in self._over and super()._starts_again(rank, how)
 
     def _see_to_given_up(self, who: str) -> None:
         """The hub only introduces."""

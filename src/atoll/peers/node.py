@@ -112,7 +112,7 @@ class Node:
         self._risen = now  # when W last rose
         self._own_meeting: tuple[int, int] | None = None  # number, at
         self._has_met = False  # it has been in a meeting of its own
-        self._stateless = ""  # a joiner: whose state it waits for
+        self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
@@ -153,6 +153,11 @@ class Node:
         return self._iterations.done
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is a member that has its state: a joiner has none at first."""
+        return self.is_member and self._source is None
+
+    @property
     def met(self) -> int:
         return self._meetings.done
 
@@ -161,7 +166,7 @@ class Node:
     def handle_contributed(self, now: float, iteration: int) -> list[Output]:
         """The node's own contribution is in M_i, whole; k becomes `iteration` + 1. Raises ValueError where it
         is not this node's next."""
-        if not self.is_member or self._stateless:
+        if not self.is_whole:
             return self._flush()  # what it computed counts nowhere
         if iteration != self.iteration:
             raise ValueError(
@@ -350,8 +355,8 @@ class Node:
         """Whom and what this node waits for, a line each; empty where it waits for nobody."""
         if not self.is_member:
             return [] if self._asking is None else ["a view that has this node in it"]
-        if self._stateless:
-            return [f"the state, of {self._stateless}"]
+        if self._source is not None:
+            return [f"the state, of {_name(self._source)}"]
         lines = []
         if self._wanted is not None:
             number = self._iterations.ordered
@@ -400,7 +405,7 @@ class Node:
     def _apply(self) -> None:
         """Iterations of which a majority is known to hold every contribution, and this node all of them."""
         ledger = self._iterations
-        while not self._stateless:
+        while self.is_whole:
             number = ledger.ordered
             lives = ledger.contributors(number)
             if not lives and all(ledger.firsts[life] <= number for life in ledger.members):
@@ -465,7 +470,7 @@ class Node:
         return min(here) if here else math.inf
 
     def _grant(self) -> None:
-        if self._wanted is not None and self.applied >= self._wanted[1] and not self._stateless:
+        if self._wanted is not None and self.applied >= self._wanted[1] and self.is_whole:
             iteration, least = self._wanted
             self._wanted, self._wanted_since = None, math.inf
             reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
@@ -706,7 +711,7 @@ class Node:
                 self._ask_for_state()
         elif any(member.life == self.life for member in view.members):
             self._install(now, view, None)
-            if self._stateless:
+            if self._source is not None and self._source not in self._others():
                 self._ask_for_state()
         else:
             self.is_member, self._is_over = False, True
@@ -760,8 +765,7 @@ class Node:
         )
         others = [member for member in members if member.life != self.life]
         if others:
-            source = others[0].life
-            self._stateless = _name(source)
+            self._source = source = others[0].life
             base = self._iterations.done
             reason = f"it joins with view {self.view.number}, in which {base} iterations are settled"
             self._out.append(FetchState(source.node, base, reason))
@@ -769,12 +773,12 @@ class Node:
     def handle_state(self, now: float, iteration: int) -> list[Output]:
         """A joiner: the state is here, and stands at global iteration `iteration`, which is W_i now. Raises
         ValueError for one that is older than was asked for."""
-        if not self._stateless:
+        if self._source is None or not self.is_member:
             return self._flush()
         ledger = self._iterations
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
-        self._stateless, self._tell, self._moved = "", True, True
+        self._source, self._tell, self._moved = None, True, True
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)
@@ -782,7 +786,7 @@ class Node:
 
     def handle_state_failed(self, now: float, source: int, reason: str) -> list[Output]:
         """A joiner: `source` does not give its state (in time)."""
-        if self._stateless and self.is_member:
+        if self._source is not None and self.is_member:
             self._note("no state", f"node {source}", reason)
             lives = {member.life for member in self.view.members if member.life.node == source}
             self._refused_state |= lives

@@ -65,8 +65,8 @@ class Grant:
 @dataclass(frozen=True)
 class FetchState:
     """A joiner: take the state from `source`, of global iteration `base` or later; then `handle_state`, or
-    `handle_state_failed`, after which another is asked. One that is asked gives its state once its own W is
-    at `base` and the view has this joiner, by its incarnation."""
+    `handle_state_failed`, after which another is asked; the latest one counts. Who is asked gives its state
+    once its own W is at `base`, it is whole, and its view has this joiner, by its incarnation."""
 
     source: int
     base: int

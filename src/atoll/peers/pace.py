@@ -49,8 +49,8 @@ class Limit:
             return f"{self.what}: {limit}, the most allowed, for only {count} of {_FEWEST} were measured"
         nodes = len(set(self._sources))
         words = (
-            f"{self.what}: {limit}; the median of the latest {count}, at {nodes} node{'s' * (nodes != 1)}, is "
-            f"{format_seconds(self._median)}, the deviation {format_seconds(self._deviation)}"
+            f"{self.what}: {limit}; the median of the latest {count}, at {nodes} node{'s' * (nodes != 1)}, "
+            f"is {format_seconds(self._median)}, the deviation {format_seconds(self._deviation)}"
         )
         if self._wanted() < self.low:
             return f"{words}, and {format_seconds(self.low)} is the least allowed"

@@ -35,9 +35,7 @@ class Settings:
         for name in ("silence", "progress", "round", "backoff", "rest", "fetch"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise UserError(
-                    f"{name} = ({low:g}, {high:g}): a lower and an upper bound above 0, in seconds"
-                )
+                raise UserError(f"{name} = ({low:g}, {high:g}): two bounds above 0, in seconds, in order")
         for name in ("heartbeat", "linger"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} = {getattr(self, name):g}: seconds above 0")

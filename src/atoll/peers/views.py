@@ -6,23 +6,23 @@ promises of a majority, or else makes the next view from their reports, and has 
 
 Who votes: the members of the old view, by life: a node that was started again knows nothing of it and is a
 newcomer. In a view of exactly two members the hub is a third voter, the witness, which holds nothing; any two
-of the three are a majority. So two halves never both decide, a half alone never does, and without the hub both
-members are needed. In a view of any other size the witness has no vote.
+of the three are a majority. So two halves never both decide, a half alone never does, and without the hub
+both members are needed. In a view of any other size the witness has no vote.
 
-Why nothing that somebody applied is ever lost. Iteration t is applied in a view only when of every member d a
-majority of the view's members is known to hold (d, t).
- 1. A voter stops acknowledging when it promises (`promised`): what it holds at that moment it reports, and what
-    it comes to hold later it tells nobody until the next view. A majority that acknowledged (d, t) and a majority
-    that promised have a member in common, which therefore reported (d, t). (In a view of two both members must
-    hold it, and one of them is in any majority of voters.) So the highest that any promise reports is at least
-    all that was or ever will be applied in the old view, and that is where the next view begins (`Member.held`):
-    it is the cut of whom it removes.
- 2. That is written in the view, and the views after it begin no lower: a cut, once decided, never falls.
- 3. A voter accepts the next view only when it holds all that this one begins with (`wanted`), so that this does
-    not go with the proposer; and a member does not promise, propose or accept before it holds all that its view
-    began with (`ready`): so whatever view is decided, some member of it can give the others what counts, also
-    where newcomers with no state yet were most of the voters. Those who are not in the next view, and the witness,
-    are asked last: what only they accept, the next view may lack.
+Why nothing that somebody applied is ever lost. Iteration t is applied in a view only when of every member d
+a majority of the view's members is known to hold (d, t).
+ 1. A voter stops acknowledging when it promises (`promised`): what it holds at that moment it reports, and
+    what it comes to hold later it tells nobody until the next view. A majority that acknowledged (d, t) and a
+    majority that promised have a member in common, which therefore reported (d, t). (In a view of two both
+    members must hold it, and one of them is in any majority of voters.) So the highest that any promise
+    reports is at least all that was or ever will be applied in the old view, and that is where the next view
+    begins (`Member.held`): it is the cut of whom it removes.
+ 2. That is written in the view, and those after it begin no lower: a cut, once decided, never falls.
+ 3. A voter accepts the next view only when it holds all that this one begins with (`wanted`), so that this
+    does not go with the proposer; and a member does not promise, propose or accept before it holds all that
+    its view began with (`ready`). So whatever view is decided, some member of it can give the others what
+    counts, also where newcomers with no state yet were most of the voters. Those who are not in the next
+    view, and the witness, are asked last: what only they accept, the next view may lack.
  4. A newcomer's first iteration is above everything that a promise reports, so above all that was applied
     without it.
 Who has promised waits for the next view, and sees to it that there is one: after a while it proposes itself,
@@ -175,7 +175,7 @@ class Change:
     def handle_wish(self, now: float, wish: Wish, report: Report) -> Step:
         """This is what this member wants changed from now on, instead of what it wanted before."""
         self._wish = wish
-        if not self._is_wanted():
+        if not self.promised and not self._is_wanted():
             self._attempt_at = math.inf
         elif self._attempt_at == math.inf:  # jitter: others may have the same wish now
             self._attempt_at = now + self.settings.backoff * float(self._rng.random())
@@ -289,22 +289,19 @@ class Change:
         if proposal.following is None and self._has_promises(now, proposal):
             proposal.following = self._choose(proposal)
             proposal.until = now + 2 * self._wait(self.settings.answer)
-        if (
-            proposal.following is not None
-            and not proposal.told
-            and not self._lacking(report, proposal.following)
-        ):
-            self._ask(now, proposal, proposal.following)
-        if proposal.told and proposal.following is not None:
+        following = proposal.following
+        if following is not None and not proposal.told and not self._lacking(report, following):
+            self._ask(now, proposal, following)
+        if following is not None and proposal.told:
             if not proposal.asked_last and now >= proposal.late:
-                self._ask_last(proposal, proposal.following)
+                self._ask_last(proposal, following)
             if len(proposal.accepted) >= majority(self.view):
-                self._decide(proposal.following)
+                self._decide(following)
                 return
         if now >= proposal.until:
             answered = proposal.accepted if proposal.told else proposal.promises.keys()
             names = ", ".join(_name(node) for node in sorted(self._voters - answered))
-            lacks = proposal.following is not None and not proposal.told
+            lacks = following is not None and not proposal.told
             self._stand_back(now, "what it begins with did not come" if lacks else f"no answer from {names}")
 
     def _has_promises(self, now: float, proposal: _Proposal) -> bool:
@@ -315,7 +312,7 @@ class Change:
         return now >= proposal.until or hoped <= proposal.promises.keys()
 
     def _choose(self, proposal: _Proposal) -> View:
-        """What was accepted in the highest ballot; where nothing was, a new view by the reports and wishes."""
+        """What was accepted in the highest ballot; where nothing was, a new view by reports and wishes."""
         accepted = [
             promise.accepted for promise in proposal.promises.values() if promise.accepted is not None
         ]

@@ -31,6 +31,7 @@ class Watch:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._seen: dict[Life, _Seen] = {}
+        self._checked = -math.inf  # when it was last asked for suspects
 
     def install(self, now: float, others: Iterable[Life]) -> None:
         """These are the others now; one that is new has all the time that is allowed."""
@@ -74,6 +75,7 @@ class Watch:
         """Whom to remove, and why. This node has waited since `since` for an iteration of each in `lacking`,
         and for each of `absent` to come to a meeting (infinity: it waits for none)."""
         found: dict[int, str] = {}
+        self._checked = now
         for life, seen in self._seen.items():
             if now >= seen.heard + seen.silence.seconds:
                 found[life.node] = f"silent for {format_seconds(now - seen.heard)}; {seen.silence.reason()}"
@@ -91,9 +93,9 @@ class Watch:
         return found
 
     def deadline(self, lacking: Iterable[Life], since: float) -> float:
-        """When the next of them would be suspected."""
-        silent = (seen.heard + seen.silence.seconds for seen in self._seen.values())
-        stuck = (
-            max(self._seen[life].advanced, since) + self._seen[life].progress.seconds for life in lacking
-        )
-        return min(min(silent, default=math.inf), min(stuck, default=math.inf))
+        """When the next of them would be suspected, who is not yet."""
+        due = [seen.heard + seen.silence.seconds for seen in self._seen.values()]
+        for life in lacking:
+            seen = self._seen[life]
+            due.append(max(seen.advanced, since) + seen.progress.seconds)
+        return min((when for when in due if when > self._checked), default=math.inf)

@@ -1,13 +1,15 @@
 """The third voter where a view has two members: it votes, holds nothing, and belongs to the hub.
 
-It remembers one thing: what it has promised and accepted for what follows the newest view it was asked about.
-Who asks of an older view is told that one: for it to be a view, what was asked must have been decided. Source:
-S0, "Members come and go"; `views.py` says why two halves never both decide.
+It remembers what it has promised and accepted for what follows the newest view that it was asked about. Who
+asks of an older view is told that one: it would be no view if what is asked had not been decided.
+
+Source: S0, "Members come and go"; `views.py` says why two halves never both decide.
 """
 
 from __future__ import annotations
 
-from atoll.peers.views import WITNESS, Acceptor, voters
+from atoll.peers.views import Acceptor, voters
+from atoll.wire.peers import WITNESS
 from atoll.wire.peerviews import (
     Accept,
     Accepted,

@@ -1,8 +1,8 @@
 """The messages between workers, hub and shards: a header, MessagePack by msgspec, and for some a payload of
 raw little-endian values behind it (a chunk).
 
-They are in modules by who speaks: `base`, `hub`, `served`, `shards`, `linktest`. Everybody else imports them
-from here.
+They are in modules by who speaks: `base`, `hub`, `served`, `shards`, `linktest`, `peers`, `peerviews`.
+Everybody else imports them from here.
 """
 
 from __future__ import annotations
@@ -71,6 +71,17 @@ from atoll.wire.linktest import (
     TcpOpened,
 )
 from atoll.wire.lost import LostBlocks
+from atoll.wire.peers import (
+    AbortRound,
+    AnswerRound,
+    AskJoin,
+    AskRound,
+    EndRound,
+    FetchParts,
+    NodeReport,
+    RefuseRound,
+)
+from atoll.wire.peerviews import Accept, Accepted, Outbid, Prepare, Promised, ViewDecided
 from atoll.wire.served import (
     Arrive,
     Commit,
@@ -112,8 +123,14 @@ from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
 __all__ = [
     "HEADER_BYTES",
     "VERSION",
+    "AbortRound",
+    "Accept",
+    "Accepted",
+    "AnswerRound",
     "AnyMessage",
     "Arrive",
+    "AskJoin",
+    "AskRound",
     "Begin",
     "ClockRead",
     "Commit",
@@ -123,10 +140,12 @@ __all__ = [
     "CopyPart",
     "Count",
     "Duty",
+    "EndRound",
     "Enter",
     "Entry",
     "Fence",
     "Fenced",
+    "FetchParts",
     "FlowLost",
     "Follow",
     "Gather",
@@ -159,13 +178,17 @@ __all__ = [
     "Met",
     "Missing",
     "Name",
+    "NodeReport",
     "OpenLink",
     "OpenLtp",
     "OpenTcp",
+    "Outbid",
     "Over",
     "Parameters",
     "Ping",
+    "Prepare",
     "Probe",
+    "Promised",
     "Pull",
     "PullMean",
     "PullState",
@@ -174,6 +197,7 @@ __all__ = [
     "Ready",
     "Reform",
     "Reformed",
+    "RefuseRound",
     "Refused",
     "Replace",
     "RingNews",
@@ -193,6 +217,7 @@ __all__ = [
     "TcpOpened",
     "Text",
     "Used",
+    "ViewDecided",
     "WantState",
     "Weight",
     "Welcome",
@@ -215,6 +240,8 @@ AnyMessage: TypeAlias = Union[
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
     OpenLink, LinkOpened, LinkLost,
+    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin,
+    Prepare, Promised, Accept, Accepted, Outbid, ViewDecided,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

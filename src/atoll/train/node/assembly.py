@@ -48,6 +48,11 @@ class Assembly:
         held = self._held.get(key)
         return held is not None and held.is_whole
 
+    def has_some(self, key: Key) -> bool:
+        """Whether it is here in part."""
+        held = self._held.get(key)
+        return held is not None and not held.is_whole
+
     def __iter__(self) -> Iterator[Key]:
         """Those that are here whole."""
         return (key for key, held in self._held.items() if held.is_whole)
@@ -70,26 +75,26 @@ class Assembly:
         self._held[about.key] = Contribution(about, list(payloads), 0)
         return about.key
 
-    def add(self, message: About | Piece, payload: memoryview | None) -> Key | None:
-        """Take what came of a contribution; its key once that is whole, the first time."""
+    def add(self, message: About | Piece, payload: memoryview | None) -> bool:
+        """Take what came of a contribution; whether that is whole now, and was not before."""
         key = message.key
         if self.why_not(message, payload):
             self.refused += 1
-            return None
+            return False
         held = self._held.get(key)
         if held is None:
             if not self._has_room(key):
                 self.no_room += isinstance(message, About)
-                return None
+                return False
             held = self._held[key] = Contribution(None, [None] * len(self.sizes), len(self.sizes))
         if held.is_whole:
-            return None
+            return False
         if isinstance(message, About):
             held.about = message
         elif held.payloads[message.chunk] is None:
             held.payloads[message.chunk] = payload
             held.missing -= 1
-        return key if held.is_whole else None
+        return held.is_whole
 
     def why_not(self, message: About | Piece, payload: memoryview | None) -> str:
         """Why a message cannot be part of a contribution to this model; empty where it can."""

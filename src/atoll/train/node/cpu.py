@@ -33,7 +33,6 @@ def fingerprint(
     parameters = GlobalParameters(layout, optimizer, hyperparameters, configured=configured, fused=fused)
     for chunk in parameters.chunks:
         parameters.set_values(chunk, _values(layout.chunks[chunk].extent, 7, parameters.values(chunk).dtype))
-    parameters.begin(0)
     for iteration in range(_STEPS):
         parameters.apply(
             iteration, [_contribution(parameters, node, iteration, hyperparameters) for node in range(_NODES)]

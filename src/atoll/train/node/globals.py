@@ -100,8 +100,7 @@ class GlobalParameters:
             )
         self.chunks = tuple(chunk.id for chunk in layout.trainable)  # what contributions are made of
         self.iteration = 0
-        self.digest = b""
-        self._sums = dict.fromkeys(self.chunks, b"")  # of each chunk's bits
+        self._sums: dict[int, bytes] = {}  # of each chunk's bits, once it is known
         self._norms: dict[int, _Norm] = {}  # of iterations that are not applied yet
         self._crew = _Crew(threads)
 
@@ -110,15 +109,18 @@ class GlobalParameters:
         return self.optimizer.values(chunk)
 
     def set_values(self, chunk: int, values: Tensor) -> None:
-        """Put other values in a chunk's place; `begin` is called when all are there."""
+        """Put other values in a chunk's place."""
         self.optimizer.set_values(chunk, values)
+        self._sums.pop(chunk, None)
 
-    def begin(self, iteration: int) -> None:
-        """All values are set, and `iteration` iterations are in them."""
-        self.iteration = iteration
-        self._norms.clear()
-        self.for_each_chunk(lambda chunk, _scratch: self._sum(chunk))
-        self.digest = digest_of(iteration, self._sums.values())
+    @property
+    def digest(self) -> bytes:
+        """8 bytes that tell whether two nodes have the same parameters at the same iteration: of that, and of
+        each trainable chunk's bits (see `sum_of_bits`)."""
+        for chunk in self.chunks:
+            if chunk not in self._sums:
+                self._sum(chunk)
+        return digest_of(self.iteration, (self._sums[chunk] for chunk in self.chunks))
 
     def check(self, contribution: Contribution) -> None:
         """Raise UserError, naming the node, for what `apply` would not take: for what comes from outside."""
@@ -160,7 +162,6 @@ class GlobalParameters:
         self.optimizer.set_hyperparameters(first.hyperparameters)
         self.iteration += 1
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
-        self.digest = digest_of(self.iteration, self._sums.values())
         unlike = tuple(
             each.node
             for each in contributions
@@ -309,6 +310,12 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+def _stay_alone() -> None:
+    """Let torch compute on this thread alone from now on."""
+    torch.get_num_threads()  # a thread's first call takes over what another has set for all
+    torch.set_num_threads(1)
+
+
 class _Crew:
     """Works on several chunks at once: on `size` threads, or on the calling one."""
 
@@ -319,9 +326,7 @@ class _Crew:
             self._scratch.put(Scratch())
         self._threads: ThreadPoolExecutor | None = None
         if self.size > 1:
-            self._threads = ThreadPoolExecutor(
-                self.size, "atoll-chunks", initializer=lambda: torch.set_num_threads(1)
-            )
+            self._threads = ThreadPoolExecutor(self.size, "atoll-chunks", initializer=_stay_alone)
 
     def do(self, work: Callable[[int, Scratch], None], chunks: Sequence[int]) -> None:
         """Return when all is done; raises what the first that failed has raised."""

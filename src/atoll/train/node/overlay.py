@@ -44,29 +44,34 @@ def pending(iteration: int, contributions: Sequence[Contribution], batch: float,
     return Pending(iteration, contributions, min(1.0, part))
 
 
-@torch.no_grad()
-def write_overlay(
-    parameters: GlobalParameters, waiting: Sequence[Pending], into: Mapping[int, Tensor]
-) -> None:
-    """Write every trainable chunk's local parameters into `into` (see HostMemory.buffer). `waiting`: the
-    pending iterations in order; with none, what is written are the global parameters. Those, and the
-    optimizer's state, are afterwards what they were."""
-    steps = [
-        (step, each.part)
-        for each in waiting
-        if each.contributions and (step := parameters.prepare(each.iteration, each.contributions)) is not None
-    ]
+class Overlay:
+    """Writes local parameters: `parameters`, and over them what is pending. To be used by the thread that
+    applies, for it steps them and takes that back."""
 
-    def write(chunk: int, scratch: Scratch) -> None:
-        if not steps or not parameters.optimizer.trains(chunk):
-            into[chunk].copy_(parameters.values(chunk))
-            return
-        with parameters.optimizer.undone(chunk, scratch):
-            for step, part in steps:
-                _step_partly(parameters, chunk, step, part, scratch)
-            into[chunk].copy_(parameters.values(chunk))
+    def __init__(self, parameters: GlobalParameters) -> None:
+        self._parameters = parameters
 
-    parameters.for_each_chunk(write)
+    @torch.no_grad()
+    def write(self, into: Mapping[int, Tensor], waiting: Sequence[Pending]) -> None:
+        """Write every trainable chunk's local parameters into `into` (see HostMemory.buffer). `waiting`: the
+        pending iterations in order; with none, what is written are the global parameters. Those, and the
+        optimizer's state, are afterwards what they were."""
+        parameters, steps = self._parameters, []
+        for each in waiting:
+            step = parameters.prepare(each.iteration, each.contributions)
+            if step is not None:
+                steps.append((step, each.part))
+
+        def write(chunk: int, scratch: Scratch) -> None:
+            if not steps or not parameters.optimizer.trains(chunk):
+                into[chunk].copy_(parameters.values(chunk))
+                return
+            with parameters.optimizer.undone(chunk, scratch):
+                for step, part in steps:
+                    _step_partly(parameters, chunk, step, part, scratch)
+                into[chunk].copy_(parameters.values(chunk))
+
+        parameters.for_each_chunk(write)
 
 
 def _step_partly(parameters: GlobalParameters, chunk: int, step: Step, part: float, scratch: Scratch) -> None:

@@ -30,7 +30,7 @@ from atoll.train.node.globals import Outcome
 from atoll.train.node.network import Arrived, Met, Network
 from atoll.train.node.parts import MeetingParts
 from atoll.train.node.post import Post, PostClosedError
-from atoll.train.node.state import most_bytes, pack_globals
+from atoll.train.node.state import most_bytes, pack_globals, pack_globals_into
 from atoll.train.node.takeover import Giver, Taker, give
 from atoll.train.node.trained import Trained
 from atoll.wire import device as d
@@ -40,6 +40,7 @@ from atoll.wire.peerviews import Life, Member, View
 
 _LONGEST_WAIT = 0.25  # seconds, for what no message announces
 _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
+_ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
 _DIGESTS = 64  # of the latest iterations, that others' are held against
 _ENDED = "the worker has closed its socket"
 
@@ -74,6 +75,7 @@ class CpuSideProcess:
         self._dirty = False  # there is something newer to publish than what was
         self._wanted: d.Want | None = None
         self._waiting_told, self._waiting_at = "", 0.0
+        self._round_told_at = 0.0
         self._digests: dict[int, bytes] = {}
         self._left = False
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
@@ -231,11 +233,16 @@ class CpuSideProcess:
             raise RunError(f"set up at iteration {self._node_.iteration}, where {iteration} are applied")
         if self._trained is not None:
             self._trained.close()
-        self._trained = Trained(message, descriptors, iteration, self._wants)
+        self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._digests.clear()
-        self._is_ready, self._dirty, self._wanted = False, False, None
-        self._network.set_up(message.digest, message.number)
-        self._setup_since = time.monotonic()
+
+        def is_set_up(made: Trained) -> None:
+            self._trained = made
+            self._network.set_up(message.digest, message.number)
+            self._setup_since = time.monotonic()
+
+        # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
+        self._jobs.append((lambda: Trained(message, descriptors, iteration, self._wants), is_set_up))
 
     def _see_to_set_up(self, since: float) -> None:
         """Go on once all members train the same."""
@@ -333,7 +340,7 @@ class CpuSideProcess:
 
         def pack() -> int:
             try:
-                return pack_globals(model.globals, values=False, fd=file).nbytes
+                return pack_globals_into(model.globals, file)
             finally:
                 os.close(file)
 
@@ -464,10 +471,12 @@ class CpuSideProcess:
         now = time.monotonic()
         if isinstance(message, (n.About, n.Piece)):
             if self._trained is not None and self._node_ is not None:
-                key = self._trained.assembly.add(message, payload)
-                if key is not None:
+                assembly, key = self._trained.assembly, message.key
+                if assembly.add(message, payload):
                     self._newcomers.contributed(key.life)
                     self._do(self._node_.handle_part(now, key))
+                elif assembly.has_some(key):
+                    self._do(self._node_.handle_arriving(now, key))
         elif isinstance(message, n.Word):
             if self._node_ is not None:
                 self._do(self._node_.handle_message(now, sender, message.body))
@@ -644,7 +653,10 @@ class CpuSideProcess:
 
     def _do_note(self, output: out.Note) -> None:
         self._counting.note(output)
-        self._tell(output.what, output.about or output.what, output.reason)
+        now = time.monotonic()
+        if not output.what.startswith("round") or now > self._round_told_at + _ROUNDS_EACH:
+            self._round_told_at = now if output.what.startswith("round") else self._round_told_at
+            self._tell(output.what, output.about or output.what, output.reason)
 
     # -- computing, and telling the worker ----------------------------------------------------------------
 

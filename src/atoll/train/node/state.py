@@ -11,19 +11,20 @@ held against the layout before anything is copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.chunks import Chunk, ChunkMap, itemsize
+from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.train.node.globals import GlobalParameters, digest_of, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
+from atoll.wire.messages import plain_hyperparameters
 
 _LENGTH = 8  # bytes
 
@@ -62,10 +63,17 @@ class Packed(NamedTuple):
 _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
-def pack_globals(parameters: GlobalParameters, *, values: bool = True, fd: int = -1) -> memoryview:
-    """All that is global: values, the optimizer's state, iteration and digest; without `values`, the
-    optimizer's state alone. It is a copy, in memory of this process, or in the file `fd`, which is made as
-    long."""
+def pack_globals(parameters: GlobalParameters) -> memoryview:
+    """A copy of all that is global: values, the optimizer's state, iteration and digest."""
+    return _pack(*_parts_of(parameters, values=True), fd=-1)
+
+
+def pack_globals_into(parameters: GlobalParameters, fd: int) -> int:
+    """The optimizer's state alone into the file `fd`, which is made as long; returns how many bytes."""
+    return _pack(*_parts_of(parameters, values=False), fd=fd).nbytes
+
+
+def _parts_of(parameters: GlobalParameters, values: bool) -> tuple[Head, list[Tensor]]:
     optimizer = parameters.optimizer
     parts: list[Part] = []
     payloads: list[Tensor] = []
@@ -91,7 +99,7 @@ def pack_globals(parameters: GlobalParameters, *, values: bool = True, fd: int =
         hyperparameters=optimizer.hyperparameters,
         parts=parts,
     )
-    return _pack(head, payloads, fd)
+    return head, payloads
 
 
 def most_bytes(parameters: GlobalParameters) -> int:
@@ -110,7 +118,7 @@ def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
     """Put what `pack_globals` gave, of the same layout and optimizer, in the place of what is there: without
     values, the optimizer's state alone. Raises UserError, one line, for anything else; nothing has changed
     then."""
-    packed = unpack(raw, parameters.layout)
+    packed = unpack(raw, {chunk.id: chunk for chunk in parameters.layout.chunks})
     _check(packed, parameters)
     optimizer = parameters.optimizer
     for part, (values, states) in zip(packed.head.parts, packed.payloads, strict=True):
@@ -119,7 +127,7 @@ def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
         optimizer.set_state(part.chunk, states, part.slots)
     optimizer.set_hyperparameters(packed.head.hyperparameters)
     if any(part.values for part in packed.head.parts):
-        parameters.begin(packed.head.iteration)
+        parameters.iteration = packed.head.iteration
     return packed.head
 
 
@@ -147,9 +155,9 @@ def _check(packed: Packed, parameters: GlobalParameters) -> None:
             raise UserError("the state given is damaged: the values are not those that its digest is of")
 
 
-def unpack(raw: memoryview, layout: ChunkMap) -> Packed:
-    """Read what is packed, of this layout; tensors lie in `raw` where its address allows it. Raises
-    UserError, one line, for anything else."""
+def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
+    """Read what is packed of these chunks, by their ids; tensors lie in `raw` where its address allows it.
+    Raises UserError, one line, for anything else."""
     length = int.from_bytes(raw[:_LENGTH], "little")
     if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _LENGTH):
         raise UserError(f"the state given has {raw.nbytes} bytes, which are no packed state")
@@ -161,7 +169,7 @@ def unpack(raw: memoryview, layout: ChunkMap) -> Packed:
     end = _LENGTH + length
     payloads: list[tuple[Tensor | None, dict[str, Tensor]]] = []
     for part in head.parts:
-        chunk = _chunk_of(part, layout)
+        chunk = _chunk_of(part, chunks)
         held = []
         for dtype in _dtypes(part, chunk):
             start = _round_up(end)
@@ -176,11 +184,11 @@ def unpack(raw: memoryview, layout: ChunkMap) -> Packed:
     return Packed(head, payloads)
 
 
-def _chunk_of(part: Part, layout: ChunkMap) -> Chunk:
-    """The chunk that a part is of; raises UserError for what no chunk of the layout has."""
-    if part.chunk >= len(layout.chunks):
-        raise UserError(f"the state given has a chunk {part.chunk}; there are {len(layout.chunks)}")
-    chunk = layout.chunks[part.chunk]
+def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
+    """The chunk that a part is of; raises UserError for what it does not have."""
+    if part.chunk not in chunks:
+        raise UserError(f"the state given has a chunk {part.chunk}, which this model has not")
+    chunk = chunks[part.chunk]
     if part.slots and len(part.slots) != len(chunk.slots):
         raise UserError(
             f"the state given has {len(part.slots)} parameters in chunk {chunk.id}, which has "
@@ -208,13 +216,11 @@ def pack_optimizer(
     optimizer: torch.optim.Optimizer,
     chunks: Sequence[BoundChunk],
     elementwise: set[str],
-    hyperparameters: Hyperparameters,
     iteration: int,
-    fd: int,
-) -> int:
-    """At a worker: the state that its own optimizer has of each parameter, as after load_state_dict, into
-    the file `fd`; returns how many bytes. `elementwise` is what `elementwise_keys` found; of `chunks`, those
-    that no optimizer trains are left out."""
+) -> memoryview:
+    """At a worker: the state that its own optimizer has of each parameter, as after load_state_dict.
+    `elementwise` is what `elementwise_keys` found; of `chunks`, those that no optimizer trains are left
+    out."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     parts: list[Part] = []
     payloads: list[Tensor] = []
@@ -242,18 +248,19 @@ def pack_optimizer(
         iteration=iteration,
         digest=b"",
         optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        hyperparameters=hyperparameters,
+        hyperparameters=plain_hyperparameters(optimizer.param_groups),
         parts=parts,
     )
-    return _pack(head, payloads, fd).nbytes
+    return _pack(head, payloads, fd=-1)
 
 
 def unpack_optimizer(
-    raw: memoryview, layout: ChunkMap, chunks: Sequence[BoundChunk]
+    raw: memoryview, optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """At a worker: copies of each parameter's state in plain torch's form, on the parameter's device, of what
-    `pack_globals` gave. Raises UserError as `unpack`."""
-    packed, bound_as = unpack(raw, layout), {bound.chunk.id: bound for bound in chunks}
+    """At a worker: copies of each parameter's state in plain torch's form, on the parameter's device, in the
+    order in which `optimizer` has them, of what `pack_globals_into` gave. Raises UserError as `unpack`."""
+    bound_as = {bound.chunk.id: bound for bound in chunks}
+    packed = unpack(raw, {bound.chunk.id: bound.chunk for bound in chunks})
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for part, (_, states) in zip(packed.head.parts, packed.payloads, strict=True):
         bound = bound_as[part.chunk]
@@ -269,7 +276,8 @@ def unpack_optimizer(
                     state[key] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
             if state:
                 found[parameter] = state
-    return found
+    known = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {parameter: found[parameter] for parameter in known if parameter in found}
 
 
 def _pack(head: Head, payloads: Sequence[Tensor], fd: int) -> memoryview:

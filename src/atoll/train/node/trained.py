@@ -25,7 +25,7 @@ from atoll.net.endpoint import Buffer
 from atoll.train.node import globals as steps
 from atoll.train.node.assembly import Assembly
 from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
-from atoll.train.node.overlay import Pending, pending, write_overlay
+from atoll.train.node.overlay import Overlay, Pending, pending
 from atoll.train.node.state import unpack_globals
 from atoll.wire.device import Contribute, SetUp
 from atoll.wire.nodes import About
@@ -61,13 +61,14 @@ class Trained:
             )
             for chunk, values in [*self.memory.buffer(0).items(), *self.memory.frozen.items()]:
                 self.globals.set_values(chunk, values)
-            self.globals.begin(iteration)
+            self.globals.iteration = iteration
             if setup.packed:
                 packed = map_bytes(descriptors[1], setup.packed).numpy()
                 unpack_globals(packed.data, self.globals)
         finally:
             for each in descriptors[1:]:
                 os.close(each)
+        self.overlay = Overlay(self.globals)
         self.buffers = Buffers(setup.buffers)
         self.assembly = Assembly(layout, len(setup.hyperparameters), wanted)
         # Iterations of this node's own whose slots are in use, and what may still read them.
@@ -150,7 +151,7 @@ class Trained:
         if contributions:
             outcome = self.globals.apply(iteration, contributions)
         else:  # all who were to contribute are gone
-            self.globals.begin(iteration + 1)
+            self.globals.iteration = iteration + 1
             outcome = steps.Outcome(iteration, False, None, (), self.globals.digest)
         self.seconds_applying += time.perf_counter() - began
         return outcome
@@ -162,7 +163,7 @@ class Trained:
     def publish(self, buffer: int, waiting: Sequence[Pending]) -> None:
         """On the calculating thread: write local parameters to a buffer."""
         began = time.perf_counter()
-        write_overlay(self.globals, waiting, self.memory.buffer(buffer))
+        self.overlay.write(self.memory.buffer(buffer), waiting)
         self.seconds_overlaying += time.perf_counter() - began
 
     def take_over(self, raw: memoryview) -> None:
