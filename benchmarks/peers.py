@@ -3,7 +3,7 @@
     python benchmarks/peers.py [--quick] [--rounds N] [--parts PART,...]
 
 In the lab: four sites with a node each, and a link between every two. Computing is emulated, by sleeping in
-each layer's forward and backward (benchmarks/peers_worker.py): the seconds of a node's steps are lognormal,
+forward and before each layer's gradients (benchmarks/peers_worker.py): the seconds of a node's steps are lognormal,
 p99/p50 = 3, the same for every contestant. Three parts:
 
 - "exchange": links on which a full exchange of the model's gradients, of each node to all others, takes as

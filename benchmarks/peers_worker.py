@@ -30,8 +30,7 @@ from runs import write_record
 PORT = 29500
 SPREAD = float(np.log(3) / 2.3263)  # of the lognormal's logarithm: the 99th percentile is 3 medians
 FORWARD = 1 / 3  # of the computing; backward is the rest
-LAYERS, WIDTH = 8, 144  # 668 kB of gradients
-BUCKETS = 4  # of DistributedDataParallel
+LAYERS, WIDTH = 4, 204  # 669 kB of gradients
 TRIES = 5  # of each exchange that is measured before the training
 
 
@@ -47,7 +46,6 @@ class Plan:
     shares: list[int]  # samples of each node's batch, where they are not dealt
     seed: int
     dealt: bool = False  # under Atoll: by session.batches
-    buckets: int = BUCKETS
 
     def draws(self, node: int) -> Any:
         """The seconds of this node's steps, the same for every contestant."""
@@ -73,23 +71,23 @@ class Record:
 
 
 class Sleep(torch.autograd.Function):
-    """Its input, after a time; and the same backward."""
+    """Its input, whose gradient comes after a time."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
         return inputs.view_as(inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         time.sleep(ctx.seconds)
-        return gradient, None, None
+        return gradient, None
 
 
 class Network(nn.Module):
-    """Layers that sleep `seconds` in forward and backward in all, each its part: so gradients come one after
-    another, and who can send the first while the next ones are computed may do so."""
+    """Layers that sleep `seconds` in forward and backward in all. Each has its part of backward, before its
+    gradients come: so who can send the first ones while the next are computed may do so. Beyond that, sleeps
+    are few: who wakes on a loaded machine is late each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,10 +95,10 @@ class Network(nn.Module):
         self.seconds = 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden, part = inputs, self.seconds / LAYERS
+        time.sleep(FORWARD * self.seconds)
+        hidden = inputs
         for layer in self.layers:
-            # Backward sleeps before it makes the layer's gradients.
-            hidden = Sleep.apply(torch.tanh(layer(hidden)), FORWARD * part, (1 - FORWARD) * part)
+            hidden = Sleep.apply(torch.tanh(layer(hidden)), (1 - FORWARD) * self.seconds / LAYERS)
         return hidden
 
     @property
@@ -154,8 +152,9 @@ def ddp(plan: Plan, record: Record, model: Network, address: str) -> None:
     record.full = measured(full, full.prepare)
     gradients = torch.zeros(model.gradient_bytes // 4)
     record.all_reduce = measured(lambda: dist.all_reduce(gradients))
-    # With torch's own 25 MiB a model this small would have one bucket, and nothing could hide.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=model.gradient_bytes / plan.buckets / 2**20)
+    # A bucket for each layer: with torch's own 25 MiB a model this small would have one, and nothing could
+    # hide. With twice as many, or half, it is slower.
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=model.gradient_bytes / LAYERS / 2**20)
     optimizer, batch = optimizer_of(wrapped), plan.shares[record.node]
     record.bare = measured(lambda: step(wrapped, optimizer, torch.ones(batch, WIDTH)))
     training = data(batch * world * plan.steps, plan.seed)
