@@ -10,6 +10,9 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Containers set it: hundreds of processes of the tests would each compile all of Atoll anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test soak bench lint clean
 
 train: $(READY)

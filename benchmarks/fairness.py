@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from common import options, output_folder, write_results
-from shared import Link, hindrance, hurry, run
+from labsites import can_begin
+from shared import Link, run, verdict
 
 RATE, DELAY = 2e8, 0.02
 QUEUES = (1.0, 0.1, 2.0)  # bandwidth-delay products
@@ -108,11 +109,7 @@ def line(found: dict[str, Any]) -> str:
     delays = ", ".join(f"{flow} {1e3 * delay:.1f} ms" for flow, delay in found["queueing_delay"].items())
     said = f"{found['name']}: Jain {found['jain']:.3f} ({low:.3f} to {high:.3f})"
     said += f"; {each} Mbit/s; queued: {delays}"
-    if found["target"]:
-        said += f"; target {found['target']:g}: {'met' if found['met'] else 'MISSED'}"
-    if any(each["behind_seconds"] for each in found["emulator"]):
-        said += "; the emulator was BEHIND"
-    return said
+    return said + verdict(found)
 
 
 def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
@@ -173,11 +170,8 @@ def main() -> int:
     )
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no turn begins")
     args = parser.parse_args()
-    reason = hindrance()
-    if reason:
-        print(f"left out: {reason}")
+    if not can_begin():
         return 0
-    hurry()
     begun = time.monotonic()
     wanted = [each for each in SCHEDULE if args.only in f"{each[0]}, {each[1]:g} BDP"]
     cases = measure(

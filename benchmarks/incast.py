@@ -25,7 +25,8 @@ import numpy as np
 
 from atoll.wire.datagrams import DATAGRAM_BYTES
 from common import options, output_folder, write_results
-from shared import Link, hindrance, hurry, run
+from labsites import can_begin
+from shared import Link, run, verdict
 
 LINK = Link(1e9, 0.02, 0.1)
 WORKERS = 8
@@ -69,11 +70,7 @@ def line(found: dict[str, Any]) -> str:
         f"{found['name']}: the slowest after {found['ratio']:.2f}x of {found['least']:.3f} s "
         f"({low:.2f} to {high:.2f}, worst {found['worst_ratio']:.2f}; {len(found['slowest'])} rounds)"
     )
-    if found["target"]:
-        said += f"; target {found['target']:g}x: {'met' if found['met'] else 'MISSED'}"
-    if any(each["behind_seconds"] for each in found["emulator"]):
-        said += "; the emulator was BEHIND"
-    return said
+    return said + verdict(found, "x")
 
 
 def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
@@ -112,11 +109,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="sizes and ways whose name contains this")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which no turn begins")
     args = parser.parse_args()
-    reason = hindrance()
-    if reason:
-        print(f"left out: {reason}")
+    if not can_begin():
         return 0
-    hurry()
     begun = time.monotonic()
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     wanted = [(size, way) for size in SIZES for way in WAYS if args.only in f"{size / 1e6:g} MB, {way}"]

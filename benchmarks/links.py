@@ -25,10 +25,11 @@ from statistics import median
 from typing import Any
 
 from atoll.core.events import Regrouped
+from atoll.lab.report import RECORD
 from atoll.observe.journal import JournalReader
 from common import ROOT, options, output_folder, write_results
 from links_worker import Plan, Record
-from runs import in_lab, steady_rate
+from runs import rate_of, read_records, run_in_lab
 
 WORKER = Path(__file__).with_name("links_worker.py")
 TOPOLOGY = ROOT / "examples" / "lab" / "two-by-three.toml"
@@ -80,17 +81,16 @@ def run(contestant: Contestant, seed: int, quick: bool) -> Outcome:
         text = TOPOLOGY.read_text(encoding="utf-8")
         text = re.sub(r"^groups = .*$", f"groups = {contestant.groups}", text, flags=re.MULTILINE)
         text = re.sub(r"^group_by = .*$", f'group_by = "{contestant.by}"', text, flags=re.MULTILINE)
-        plan = json.dumps(asdict(Plan(WIDTH, BATCH, samples, PASSES, seed)))
-        command = [sys.executable, str(WORKER), str(folder), plan]
-        lab = in_lab(folder, text, '[run]\nstrategy = "ps-hra"\n', command, DEADLINE)
-        return outcome(contestant, folder, lab)
+        (folder / "lab.toml").write_text(text, encoding="utf-8")
+        (folder / "atoll.toml").write_text('[run]\nstrategy = "ps-hra"\n', encoding="utf-8")
+        plan = Plan(WIDTH, BATCH, samples, PASSES, seed)
+        run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
+        return outcome(contestant, folder)
 
 
-def outcome(contestant: Contestant, folder: Path, lab: dict[str, Any]) -> Outcome:
+def outcome(contestant: Contestant, folder: Path) -> Outcome:
     """What a run's records say."""
-    records = [
-        Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))) for rank in range(WORKERS)
-    ]
+    records = read_records(folder, Record, WORKERS)
     moved = [
         event.time
         for path in (folder / "lab" / "journals").iterdir()
@@ -104,10 +104,8 @@ def outcome(contestant: Contestant, folder: Path, lab: dict[str, Any]) -> Outcom
     end = min(record.steps[-1] for record in records)
     # Who is left when others have no more data may be grouped anew: that is no start.
     begin = max([record.steps[WARM] for record in records] + [when for when in moved if when < end])
-    each = [
-        steady_rate(record.rank, record.steps, [record.batch] * len(record.steps), (begin, end))
-        for record in records
-    ]
+    each = [rate_of(record.rank, record.steps, record.batch, begin, end) for record in records]
+    lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
     return Outcome(
         contestant=contestant.name,
         samples_per_second=sum(each),

@@ -79,7 +79,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             record.steps.append(time.time())
-    write_record(record, folder / f"{record.rank}.json")
+    write_record(folder, record.rank, record)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--quick] [--rounds N] [--parts PART,...]
 
 In the lab: four sites with a node each, and a link between every two. Computing is emulated, by sleeping in
-forward and before each layer's gradients (benchmarks/peers_worker.py): the seconds of a node's steps are lognormal,
-p99/p50 = 3, the same for every contestant. Three parts:
+forward and before each layer's gradients (benchmarks/peers_worker.py): the seconds of a node's steps are
+lognormal, p99/p50 = 3, the same for every contestant. Three parts:
 
 - "exchange": links on which a full exchange of the model's gradients, of each node to all others, takes as
   long as a step does in the mean. That is measured before DistributedDataParallel trains, over its group.
@@ -36,10 +36,11 @@ from typing import Any
 import numpy as np
 
 from atoll.core.events import StepDone
+from atoll.lab.report import RECORD
 from atoll.observe.journal import JournalReader
 from common import options, output_folder, write_results
 from peers_worker import SPREAD, Plan, Record
-from runs import in_lab, spread, steady_rate
+from runs import rate_of, read_records, run_in_lab, spread
 
 WORKER = Path(__file__).with_name("peers_worker.py")
 NODES, BATCH, SLOWER = 4, 16, 4.0
@@ -93,10 +94,10 @@ class Part:
         """Samples of each node's batch, by its speed."""
         return [round(BATCH / slow) for slow in self.slow]
 
-    def plan(self, seed: int, quick: bool) -> Plan:
+    def plan(self, contestant: Contestant, seed: int, quick: bool) -> Plan:
         steps = DEALT_STEPS if self.dealt else STEPS
         steps = round(QUICK * steps) if quick else steps
-        return Plan(steps, MEDIAN, BATCH, list(self.slow), self.shares, seed, self.dealt)
+        return Plan(contestant.system, steps, MEDIAN, BATCH, list(self.slow), self.shares, seed, self.dealt)
 
     def configuration(self, contestant: Contestant) -> str:
         batch = f"global_batch = {sum(self.shares)}\n" if self.dealt else ""
@@ -150,21 +151,14 @@ def topology(rate: str, hub: bool) -> str:
 
 def run(part: Part, contestant: Contestant, seed: int, quick: bool) -> Outcome:
     hub = contestant.system == "atoll"
-    plan = part.plan(seed, quick)
+    plan = part.plan(contestant, seed, quick)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, str(WORKER), contestant.system, str(folder)]
-        lab = in_lab(
-            folder,
-            topology(part.rate, hub),
-            part.configuration(contestant) if hub else "",
-            [*command, json.dumps(asdict(plan)), "{worker}", "{first}"],
-            DEADLINE,
-        )
-        records = [
-            Record(**json.loads((folder / f"{node}.json").read_text(encoding="utf-8")))
-            for node in range(NODES)
-        ]
+        (folder / "lab.toml").write_text(topology(part.rate, hub), encoding="utf-8")
+        (folder / "atoll.toml").write_text(part.configuration(contestant) if hub else "", encoding="utf-8")
+        run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
+        records = read_records(folder, Record, NODES)
+        lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
         journals = folder / "lab" / "journals"
         done = [list(steps_in(journals, node)) for node in range(NODES)] if hub else []
     return outcome(contestant, plan, records, done, lab)
@@ -188,7 +182,7 @@ def outcome(
     inside = [
         [number for number, when in enumerate(r.steps) if window[0] < when <= window[1]] for r in records
     ]
-    each = [steady_rate(record.node, record.steps, record.samples, window) for record in records]
+    each = [rate_of(record.node, record.steps, record.samples, *window) for record in records]
     computed = [
         [record.computed[number] for number in own] for record, own in zip(records, inside, strict=True)
     ]

@@ -34,7 +34,7 @@ from typing import Any
 
 from common import options, output_folder, write_results
 from peers_rivals_worker import Plan, Record
-from runs import spread, time_to
+from runs import read_records, spread, time_to
 from survival import free_port, service
 
 WORKER = Path(__file__).with_name("peers_rivals_worker.py")
@@ -118,10 +118,7 @@ def run(system: System, plan: Plan, python: str) -> Outcome | str:
             failed = finished(started, environment, folder, plan.seconds + START_SECONDS)
         if failed:
             return failed
-        records = [
-            Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")))
-            for rank in range(WORKERS)
-        ]
+        records = read_records(folder, Record, WORKERS)
     return outcome(system, records)
 
 

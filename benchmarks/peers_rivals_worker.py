@@ -104,7 +104,7 @@ class Job:
     def ended(self, folder: Path) -> None:
         """Work out the held-out losses, on the first worker; on others of the last parameters alone."""
         self.record.held_out = self._snapshots.evaluate(self.tested, only_last=self.record.rank != 0)
-        write_record(self.record, folder / f"{self.record.rank}.json")
+        write_record(folder, self.record.rank, self.record)
 
 
 def optimizer_of(parameters: nn.Module) -> torch.optim.Optimizer:

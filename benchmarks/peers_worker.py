@@ -1,14 +1,15 @@
 """One worker of benchmarks/peers.py, which starts it in a lab, by way of `atoll lab run`.
 
-    python benchmarks/peers_worker.py alone|ddp|atoll FOLDER PLAN NODE ADDRESS
+    python benchmarks/peers_worker.py FOLDER PLAN
 
-PLAN is JSON (`Plan`), ADDRESS the first site's. The same model, data, optimizer and emulated computing for
+PLAN is JSON (`Plan`). The same model, data, optimizer and emulated computing for
 all; what is around the loop is each one's own way. FOLDER/NODE.json gets when each step was made.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import atoll
+from atoll.core.config import LAB_WORKER_VARIABLE
 from common import leave_group
 from runs import write_record
 
-PORT = 29500
+FIRST, PORT = "site0", 29500  # where DistributedDataParallel's nodes meet
 SPREAD = float(np.log(3) / 2.3263)  # of the lognormal's logarithm: the 99th percentile is 3 medians
 FORWARD = 1 / 3  # of the computing; backward is the rest
 LAYERS, WIDTH = 4, 204  # 669 kB of gradients
@@ -39,6 +41,7 @@ class Plan:
     """What a training is. A node takes a draw of its own from the lognormal for each step, times its `slow`,
     for `batch` samples, and in proportion for others."""
 
+    system: str  # "alone", "ddp", "atoll"
     steps: int
     median: float  # seconds of a step's computing
     batch: int
@@ -138,16 +141,16 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def alone(plan: Plan, record: Record, model: Network, _address: str) -> None:
+def alone(plan: Plan, record: Record, model: Network) -> None:
     """No synchronisation: each node trains a model of its own."""
     batch = plan.shares[record.node]
     batches = DataLoader(data(batch * plan.steps, plan.seed + record.node), batch)
     train(plan, record, model, model, optimizer_of(model), batches)
 
 
-def ddp(plan: Plan, record: Record, model: Network, address: str) -> None:
+def ddp(plan: Plan, record: Record, model: Network) -> None:
     world = len(plan.shares)
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=record.node, world_size=world)
+    dist.init_process_group("gloo", init_method=f"tcp://{FIRST}:{PORT}", rank=record.node, world_size=world)
     full = FullExchange(model.gradient_bytes)
     record.full = measured(full, full.prepare)
     gradients = torch.zeros(model.gradient_bytes // 4)
@@ -200,7 +203,7 @@ def measured(exchange: Callable[[], object], prepare: Callable[[], object] = lam
     return seconds[1:]
 
 
-def under_atoll(plan: Plan, record: Record, model: Network, _address: str) -> None:
+def under_atoll(plan: Plan, record: Record, model: Network) -> None:
     with atoll.join() as session:
         optimizer = optimizer_of(model)
         session.prepare(model, optimizer)
@@ -215,13 +218,13 @@ def under_atoll(plan: Plan, record: Record, model: Network, _address: str) -> No
 
 
 def main() -> None:
-    system, folder, plan = sys.argv[1], Path(sys.argv[2]), Plan(**json.loads(sys.argv[3]))
+    folder, plan = Path(sys.argv[1]), Plan(**json.loads(sys.argv[2]))
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     model = Network()
-    record = Record(node=int(sys.argv[4]), gradients=model.gradient_bytes)
-    {"alone": alone, "ddp": ddp, "atoll": under_atoll}[system](plan, record, model, sys.argv[5])
-    write_record(record, folder / f"{record.node}.json")
+    record = Record(node=int(os.environ[LAB_WORKER_VARIABLE]), gradients=model.gradient_bytes)
+    {"alone": alone, "ddp": ddp, "atoll": under_atoll}[plan.system](plan, record, model)
+    write_record(folder, record.node, record)
 
 
 if __name__ == "__main__":

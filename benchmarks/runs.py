@@ -1,4 +1,4 @@
-"""What the benchmarks of whole runs share: a lab around a run, and the samples/s of its steady state."""
+"""What benchmarks share that start runs of their own: a command to its end, and what its workers recorded."""
 
 from __future__ import annotations
 
@@ -10,55 +10,64 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-from atoll.lab.report import RECORD
+T = TypeVar("T")
 
 
-def in_lab(
-    folder: Path, topology: str, configuration: str, command: Sequence[str], deadline: float
-) -> dict[str, Any]:
-    """Run `command` for each worker of the lab that `topology` describes, under the configuration given.
-
-    Both are files' texts, and are written into `folder`. Gives what lab.json says; the rest of the lab's
-    records stays in `folder`/lab. A run that fails, or lasts longer than `deadline` seconds, raises
-    SystemExit with what it said.
-    """
-    (folder / "lab.toml").write_text(topology, encoding="utf-8")
-    (folder / "atoll.toml").write_text(configuration, encoding="utf-8")
-    lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
+def run_to_end(
+    name: str, command: Sequence[str], seconds: float, folder: Path | None = None, **environment: str
+) -> str:
+    """Run a command (in `folder`) with one torch thread a process; what it said on stderr. The benchmark
+    ends if the command fails, with all that `name`'s run said."""
     ended = subprocess.run(
-        [*lab, *command],
+        command,
         cwd=folder,
-        env={**os.environ, "ATOLL_CONFIG": str(folder / "atoll.toml"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=deadline,
+        timeout=seconds,
         check=False,
     )
     if ended.returncode:
-        raise SystemExit(f"status {ended.returncode}\n{configuration}{ended.stdout}\n{ended.stderr}")
-    record: dict[str, Any] = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
-    return record
+        raise SystemExit(f"{name}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
+    return ended.stderr
 
 
-def write_record(record: Any, path: Path) -> None:
-    """Write a worker's record, a dataclass, as JSON: there is all of it in `path` or none."""
+def run_in_lab(name: str, worker: Path, plan: Any, folder: Path, seconds: float) -> None:
+    """Run a worker's file with its plan (a dataclass) in the lab of `folder`/lab.toml, whose configuration is
+    `folder`/atoll.toml. The lab leaves `folder`/lab."""
+    lab = [sys.executable, "-m", "atoll.cli.app", "lab", "run", "--directory", "lab", "lab.toml", "--"]
+    command = [*lab, sys.executable, str(worker), str(folder), json.dumps(asdict(plan))]
+    run_to_end(name, command, seconds, folder, ATOLL_CONFIG=str(folder / "atoll.toml"))
+
+
+def write_record(folder: Path, rank: int, record: Any) -> None:
+    """What a worker recorded (a dataclass), whole or not at all."""
+    path = folder / f"{rank}.json"
     path.with_suffix(".new").write_text(json.dumps(asdict(record)), encoding="utf-8")
     path.with_suffix(".new").replace(path)
 
 
-def steady_rate(
-    worker: int, steps: Sequence[float], samples: Sequence[float], window: tuple[float, float]
+def read_records(folder: Path, kind: type[T], workers: int) -> list[T]:
+    """The workers' records, by rank."""
+    return [
+        kind(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))) for rank in range(workers)
+    ]
+
+
+def rate_of(
+    rank: int, steps: Sequence[float], samples: int | Sequence[int], begin: float, end: float
 ) -> float:
-    """A worker's samples per second between its first and its last step in the window, which ends with
-    neither. `steps` says when each was made, `samples` how many each had."""
-    begin, end = window
+    """Samples per second of a worker, whose steps of so many (each, or of all alike) ended at these times,
+    between the first and the last of them in the window, which ends with neither."""
     inside = [number for number, when in enumerate(steps) if begin <= when <= end]
     if len(inside) < 2:
-        raise SystemExit(f"worker {worker} made {len(inside)} steps in {end - begin:.1f} s of steady state")
-    return sum(samples[number] for number in inside[1:]) / (steps[inside[-1]] - steps[inside[0]])
+        raise SystemExit(f"worker {rank} made {len(inside)} steps in {end - begin:.1f} s of steady state")
+    each = [samples] * len(steps) if isinstance(samples, int) else samples
+    made = sum(each[number] for number in inside[1:])
+    return made / (steps[inside[-1]] - steps[inside[0]])
 
 
 def spread(ratios: Sequence[float]) -> dict[str, float]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -12,23 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import UserError
-from atoll.lab.emulator import available
-from atoll.lab.namespaces import find_way
 from atoll.testing.sites import Sites, pair, phase
+from labsites import emulator_record, prepare
 from shared_worker import LTP, Plan
 
-INSIDE = "ATOLL_BENCHMARK_INSIDE"
 WORKER = str(Path(__file__).parent / "shared_worker.py")
 PORT = 47730
-BUFFER = 2**26
-# Of each site: room for more than a bandwidth-delay product, and windows that stay open between turns.
-SYSCTLS = {
-    "tcp_rmem": f"4096 131072 {BUFFER}",
-    "tcp_wmem": f"4096 131072 {BUFFER}",
-    "tcp_slow_start_after_idle": "0",
-    "tcp_no_metrics_save": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -57,8 +44,7 @@ def run(link: Link, plan: dict[str, Any], seconds: float) -> tuple[Any, Any, dic
     # The way back is as fast, and never full: the shard's words and acknowledgements are small.
     back = phase(link.rate, delay=link.delay, queue=round(link.held))
     with Sites(pair([quality], [back])) as sites:
-        for site in (0, 1):
-            sites.inside(site, prepare)
+        prepare(sites)
         arguments = json.dumps({**asdict(given), "host": sites.address(1)})
         shard = sites.start(1, [sys.executable, WORKER, "shard", arguments])
         try:
@@ -83,35 +69,15 @@ def run(link: Link, plan: dict[str, Any], seconds: float) -> tuple[Any, Any, dic
         finally:
             shard.terminate()
             shard.communicate(timeout=60)
-        total = sites.emulator.totals()
-        emulator = {
-            "behind_seconds": total.behind_seconds,
-            "late_mean": total.lateness_mean,
-            "late_p99": total.lateness_p99,
-            "own_drops": total.dropped,
-            "unread": sites.unread(0) + sites.unread(1),
-            "full_sockets": sites.overrun(0) + sites.overrun(1),
-        }
+        emulator = emulator_record(sites)
     return json.loads(out), answers, emulator
 
 
-def prepare() -> None:
-    for name, value in SYSCTLS.items():
-        Path(f"/proc/sys/net/ipv4/{name}").write_text(value, encoding="ascii")
-
-
-def hindrance() -> str:
-    """Why this cannot run here; empty if it can. Starts itself anew as root of a namespace, if it must."""
-    try:
-        way = find_way()
-    except UserError as error:
-        return str(error)
-    if "--user" in way and not os.environ.get(INSIDE):
-        os.execvpe(way[0], [*way, sys.executable, *sys.argv], {**os.environ, INSIDE: "1"})
-    return available()
-
-
-def hurry() -> None:
-    """Both ends inherit it: other work disturbs them less."""
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
+def verdict(found: dict[str, Any], unit: str = "") -> str:
+    """The end of a case's line: whether it came to its target, and whether the lab was what it should be."""
+    said = ""
+    if found["target"]:
+        said += f"; target {found['target']:g}{unit}: {'met' if found['met'] else 'MISSED'}"
+    if any(each["behind_seconds"] for each in found["emulator"]):
+        said += "; the emulator was BEHIND"
+    return said

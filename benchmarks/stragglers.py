@@ -20,9 +20,7 @@ grouping included, is a part of DDP's time.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,7 +34,7 @@ from atoll.core.events import Regrouped
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from common import options, output_folder, write_results
-from runs import spread, steady_rate, time_to
+from runs import rate_of, read_records, run_to_end, spread, time_to
 from stragglers_worker import BATCH, Plan, Record
 
 WORKER = Path(__file__).with_name("stragglers_worker.py")
@@ -135,26 +133,13 @@ def run(contestant: str, setting: Setting, seed: int, strategy: str) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         began = time.time()
-        ended = subprocess.run(
-            command(contestant, setting, folder, seed, strategy),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        if ended.returncode:
-            raise SystemExit(f"{contestant}: status {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-        records = [
-            Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")))
-            for rank in range(len(setting.computing))
-        ]
+        said = run_to_end(contestant, command(contestant, setting, folder, seed, strategy), DEADLINE)
+        records = read_records(folder, Record, len(setting.computing))
         groups, groupings, grouped = (
             _groups(RunDirectory(folder / "run")) if contestant != DDP else ([], [], 0.0)
         )
         if contestant != DDP and strategy == "ps-hra" and not groupings:
-            raise SystemExit(f"{contestant}: no groups were made\n{ended.stderr}")
+            raise SystemExit(f"{contestant}: no groups were made\n{said}")
     return outcome(contestant, records, began, grouped, groups, groupings)
 
 
@@ -181,10 +166,7 @@ def outcome(
     first = max(record.steps[0] for record in records)
     begin = max(grouped, *(record.steps[min(WARM, len(record.steps) // 4)] for record in records))
     end = min(record.steps[-1] for record in records)
-    each = [
-        steady_rate(record.rank, record.steps, [record.samples] * len(record.steps), (begin, end))
-        for record in records
-    ]
+    each = [rate_of(record.rank, record.steps, record.samples, begin, end) for record in records]
     curve = sorted((when - first, loss) for record in records for when, loss in record.held_out)
     return Outcome(
         contestant=contestant,

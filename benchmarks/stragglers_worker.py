@@ -192,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(1)
     record = Record(rank=-1)
     {"ddp": under_ddp, "atoll": under_atoll}[system](plan, record)
-    write_record(record, folder / f"{record.rank}.json")
+    write_record(folder, record.rank, record)
 
 
 if __name__ == "__main__":

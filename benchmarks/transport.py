@@ -14,9 +14,7 @@ Needs root, or a user namespace in which it counts as root.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import sys
 import tempfile
@@ -28,7 +26,8 @@ from typing import Any
 
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.sites import Sites, pair, phase
-from common import hindrance, options, output_folder, write_results
+from common import options, output_folder, write_results
+from labsites import can_begin, emulator_record, prepare
 
 DELAY = 0.02  # seconds each way
 SIZE = 20_000_000  # bytes of a transfer
@@ -38,14 +37,6 @@ TARGET = 1.15
 OURS = "ltp"
 TRANSPORTS = ("tcp:cubic", "tcp:bbr", OURS)
 PORT = 47710
-BUFFER = 2**26
-# Of each site: room for more than a bandwidth-delay product, and windows that stay open between turns.
-SYSCTLS = {
-    "tcp_rmem": f"4096 131072 {BUFFER}",
-    "tcp_wmem": f"4096 131072 {BUFFER}",
-    "tcp_slow_start_after_idle": "0",
-    "tcp_no_metrics_save": "1",
-}
 COLOURS = {"tcp:cubic": "#9db7d1", "tcp:bbr": "#2b6ca3", OURS: "#2a9d8f"}
 
 
@@ -75,8 +66,7 @@ def run(way: Way, transports: Sequence[str], rounds: int, budget: float, folder:
     command = [sys.executable, "-m", "atoll.cli.app", "link"]
     keys = ["--key-file", str(folder / "keys")]
     with Sites(pair([phase(way.rate, delay=DELAY, queue=queue, loss=way.loss)])) as sites:
-        for site in (0, 1):
-            sites.inside(site, prepare)
+        prepare(sites)
         address = f"{sites.address(1)}:{PORT}"
         server = sites.start(1, [*command, "serve", "--listen", address, *keys])
         try:
@@ -91,21 +81,8 @@ def run(way: Way, transports: Sequence[str], rounds: int, budget: float, folder:
             said = server.communicate(timeout=60)
         if client.returncode:
             raise SystemExit(f"{way.name}: status {client.returncode}\n{out}\n{err}\n{said}")
-        total = sites.emulator.totals()
-        emulator = {
-            "behind_seconds": total.behind_seconds,
-            "late_mean": total.lateness_mean,
-            "late_p99": total.lateness_p99,
-            "own_drops": total.dropped,
-            "unread": sites.unread(0) + sites.unread(1),
-            "full_sockets": sites.overrun(0) + sites.overrun(1),
-        }
+        emulator = emulator_record(sites)
     return {**json.loads(out), "emulator": emulator}
-
-
-def prepare() -> None:
-    for name, value in SYSCTLS.items():
-        Path(f"/proc/sys/net/ipv4/{name}").write_text(value, encoding="ascii")
 
 
 def cases(way: Way, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,12 +165,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help=f"transfers of each transport (default: {ROUNDS})")
     parser.add_argument("--transport", default=",".join(TRANSPORTS), help="as `atoll link test` has it")
     args = parser.parse_args()
-    reason = hindrance()
-    if reason:
-        print(f"left out: {reason}")
+    if not can_begin():
         return 0
-    with contextlib.suppress(PermissionError):  # both ends inherit it: other work disturbs them less
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
     rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
     begun, found = time.monotonic(), []
     with tempfile.TemporaryDirectory() as name:

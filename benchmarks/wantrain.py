@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from atoll.lab.report import RECORD
 from common import options, output_folder, write_results
-from runs import in_lab
+from runs import read_records, run_in_lab
 from wantrain_worker import Plan, Record
 
 WORKER = Path(__file__).with_name("wantrain_worker.py")
@@ -100,14 +101,13 @@ def run(contestant: Contestant, seed: int, steps: int) -> Outcome:
     stop = min(steps, SHORT) if contestant.timed else steps
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plan = json.dumps(asdict(Plan(seed, WORKERS, BATCH, steps, stop, min(LOOK, steps))))
-        command = [sys.executable, str(WORKER), str(folder), plan]
-        lab = in_lab(folder, topology(contestant, seed), configuration(contestant), command, DEADLINE)
-        records = [
-            Record(**json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")))
-            for rank in range(WORKERS)
-        ]
-    return outcome(seed, records, lab)
+        (folder / "lab.toml").write_text(topology(contestant, seed), encoding="utf-8")
+        (folder / "atoll.toml").write_text(configuration(contestant), encoding="utf-8")
+        plan = Plan(seed, WORKERS, BATCH, steps, stop, min(LOOK, steps))
+        run_in_lab(contestant.name, WORKER, plan, folder, DEADLINE)
+        records = read_records(folder, Record, WORKERS)
+        lab_record = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
+    return outcome(seed, records, lab_record)
 
 
 def outcome(seed: int, records: Sequence[Record], lab: dict[str, Any]) -> Outcome:

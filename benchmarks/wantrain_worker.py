@@ -83,7 +83,7 @@ def main() -> None:
                 looked += time.monotonic() - start
             if made == plan.stop:
                 break
-    write_record(record, folder / f"{record.rank}.json")
+    write_record(folder, record.rank, record)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 from run_command import Command, wait_for
+from transports import LINK_TABLE
 
 STEADY = """
 import time
@@ -29,10 +31,16 @@ with atoll.join() as session:
 
 
 def start(
-    command: Command, script: str, *options: str, run: str = "strategy = 'server'", workers: int = 2
+    command: Command,
+    script: str,
+    *options: str,
+    run: str = "strategy = 'server'",
+    workers: int = 2,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    (command.directory / "atoll.toml").write_text("\n".join(["[run]", run, *options]))
-    return command.start(script, workers=workers)
+    link = LINK_TABLE if "server" in run else ""  # a ring has its own connections
+    (command.directory / "atoll.toml").write_text("\n".join(["[run]", run, *options, link]))
+    return command.start(script, workers=workers, environment=environment)
 
 
 def services(command: Command, *words: str) -> list[psutil.Process]:

@@ -1,12 +1,11 @@
 """Processes that are killed at points of their code and started again, and what workers train meanwhile.
 
-A fork server imports torch once; each life of a process is a fork of it, so that a case costs no import.
+Each life of a process is a fork of one that has imported torch, so that a case costs no import.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -21,12 +20,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Link, Run, Sync
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.hub import main as hub
-from atoll.testing.pool import WorkerPool
+from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
 from atoll.train.place import Place
 from atoll.wire.messages import Parameters
@@ -34,8 +34,6 @@ from atoll.wire.messages import Parameters
 DEADLINE = 60.0
 ITERATIONS = 8
 NAMES = ("paris", "berlin")  # of sites
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["mortal", "atoll.server.main"])
 
 
 class Fatal(Protocol):
@@ -154,7 +152,7 @@ class Mortal(ABC, Generic[K]):
 
     def _begin(self, who: str) -> None:
         live, arguments = self._life(who)
-        process = _context.Process(target=live, args=arguments, daemon=True)
+        process = FORKSERVER.Process(target=live, args=arguments, daemon=True)
         process.start()
         self._processes[who] = process
 
@@ -204,14 +202,9 @@ def counted(folder: Path) -> dict[str, int]:
 # -- what workers do meanwhile -----------------------------------------------------------------------------
 
 
-def link() -> Link:
-    """What the faults of these tests are survived over; `make soak` runs them over both."""
-    return Link(transport=os.environ.get("ATOLL_TEST_TRANSPORT", "tcp"))  # type: ignore[arg-type]
-
-
 def config(consistency: Any, lazy: bool = False) -> Config:
     sync = Sync(timeout="40s", consistency=consistency, slack=1, lazy=lazy)
-    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=link())
+    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=LINK)
 
 
 def site_of(rank: int, sites: int) -> str:

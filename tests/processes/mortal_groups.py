@@ -15,7 +15,6 @@ import faulthandler
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -30,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mortal import link
 from run_command import wait_for
 from torch import Tensor, nn
+from transports import LINK
 
 import atoll
 from atoll.core import points
@@ -42,6 +41,7 @@ from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
 from atoll.hub.planner import GroupingSettings, Known
+from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import RUN, served_worker
 from atoll.train.groupexchange import GroupMeanExchange, GroupReducer
 from atoll.train.leased_sampler import LeasedSampler
@@ -56,9 +56,6 @@ SAMPLES, BATCH = 240, 3
 EPOCHS_AHEAD, ITERATIONS_AHEAD = 3, 15  # how long before the end the workers are told of it
 PAUSE = 0.01  # seconds of each iteration
 GOES_ON = 5.0  # seconds, from the hub's word that a worker died
-
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["mortal_groups", "torch._dynamo"])
 
 
 def settings(groups: Sequence[Sequence[int]], consistency: str, **options: Any) -> GroupingSettings:
@@ -302,7 +299,7 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
         chunks=Chunks(size="2KiB"),
         sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
         groups=Groups(probe=PROBE),
-        link=link(),
+        link=LINK,
     )
     with (folder / f"{who}.err").open("a") as sys.stderr:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
@@ -335,7 +332,7 @@ class Case:
     processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start(self, who: int, lingers: str = "") -> None:
-        self.processes[who] = _forked.Process(target=work, args=(who, self.plan, lingers))  # type: ignore[attr-defined]
+        self.processes[who] = FORKSERVER.Process(target=work, args=(who, self.plan, lingers))
         self.processes[who].start()
 
     def pid(self, who: int) -> int:

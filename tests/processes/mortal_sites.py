@@ -13,6 +13,7 @@ from typing import Any
 
 from losing import LosingServer, lost_by_content
 from mortal import DEADLINE, NAMES, Mortal, begin_life, site_of, train_in
+from transports import site_link
 
 from atoll.core.config import LinkOptions
 from atoll.server import main as server
@@ -43,7 +44,7 @@ def _live(who: str, address: str, folder: Path, kills: Sequence[Kill], seconds: 
     }
     if who in NAMES:
         # The transport itself loses nothing for good; what it is said to have lost is the same in every run.
-        link = LinkOptions(transport="ltp", usable=1.0) if loses else None
+        link = LinkOptions(transport="ltp", usable=1.0) if loses else site_link()
         server.serve_site(who, address, link=link, **options)
     else:
         if loses:  # this process is of this shard alone

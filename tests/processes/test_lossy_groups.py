@@ -7,7 +7,6 @@ and sent along it tells before; so the books of all three can be closed.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.server import main as server
+from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import ServedRun
 from atoll.train.exchange import Exchange
 from atoll.train.groupexchange import GroupReducer
@@ -30,7 +30,6 @@ from atoll.train.place import Place
 DEADLINE = 120.0
 DYING, DIES_AT, STEPS = 2, 9, 24  # rank; from that step on, once all are in one group
 CLOSE = 1e-3  # what is held of a contribution by three goes with one by two: thirds
-_context = multiprocessing.get_context("forkserver")
 
 
 def live(rank: int, address: str, way: Way, point: str, told: Connection) -> None:
@@ -94,9 +93,9 @@ def test_those_who_live_are_owed_nothing(monkeypatch: pytest.MonkeyPatch, way: W
 
 def results(address: str, way: Way, point: str) -> dict[int, Any]:
     """What each worker tells, by rank."""
-    ends = [_context.Pipe(duplex=False) for _ in range(way.workers)]
+    ends = [FORKSERVER.Pipe(duplex=False) for _ in range(way.workers)]
     made = [
-        _context.Process(target=live, args=(rank, address, way, point, told), daemon=True)
+        FORKSERVER.Process(target=live, args=(rank, address, way, point, told), daemon=True)
         for rank, (_, told) in enumerate(ends)
     ]
     for process in made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -24,15 +23,13 @@ from atoll.hub import main as hub
 from atoll.server import main as server
 from atoll.server.journal import Folder, read_segments
 from atoll.store.records import Told
-from atoll.testing.pool import WorkerPool
+from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
 from atoll.train.place import Place
 
 MIB = 2**20
 SECONDS = 60.0
 MARGIN = 12 * MIB  # threads, their heaps, and what Python keeps
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["atoll.server.main"])
 
 
 # -- on disk -----------------------------------------------------------------------------------------------
@@ -151,7 +148,7 @@ def served(folder: Path, kept: bool) -> Iterator[tuple[str, int]]:
     assert listening.wait(SECONDS)
     options: dict[str, Any] = {"run": RUN, "timeout": SECONDS, "snapshot_seconds": 0.2}
     options["folder"] = str(folder / "shard") if kept else None
-    shard = _context.Process(target=server.serve, args=(0, at[0]), kwargs=options, daemon=True)
+    shard = FORKSERVER.Process(target=server.serve, args=(0, at[0]), kwargs=options, daemon=True)
     shard.start()
     assert shard.pid is not None
     try:

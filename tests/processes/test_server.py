@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,6 @@ from atoll.server.snapshot import Snapshots, latest, read_contents, restore
 from atoll.tensors.shardoptimizer import ShardOptimizer, full_name
 from atoll.wire import messages as m
 from atoll.wire.messages import decode_untrusted, encode
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
-    def make(*args: Any, **kwargs: Any) -> Run:
-        made.append(Run(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
-    for run in made:
-        assert not run.cluster.errors, run.cluster.errors
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 1), (1, 3), (2, 1), (3, 2)])

@@ -4,7 +4,7 @@ send twice counts once, and each may send and fetch its share of every chunk."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,6 @@ from atoll.server.journal import Folder, Journal
 from atoll.server.recovery import CONTRIBUTION, encode_image, find
 from atoll.server.shard import Shard
 from atoll.wire import messages as m
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
-    def make(*args: Any, **kwargs: Any) -> Run:
-        made.append(Run(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
-    for run in made:
-        assert not run.cluster.errors, run.cluster.errors
 
 
 def settings(run: Run, consistency: str) -> dict[str, Any]:

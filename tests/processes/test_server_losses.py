@@ -3,7 +3,7 @@ a shard that is started again has of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,6 @@ from atoll.wire.lost import spans_of
 from atoll.wire.messages import LostBlocks, run_of
 
 WEIGHTS = (1.0, 3.0, 2.0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
-
-    def make(*args: Any, **kwargs: Any) -> Run:
-        made.append(Run(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.close()
-    for run in made:
-        assert not run.cluster.errors, run.cluster.errors
 
 
 def lost_of(push: m.Push, payload: memoryview) -> LostBlocks | None:

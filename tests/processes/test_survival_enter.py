@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from forked_script import ForkedScript
 from run_command import wait_for
 from torch import nn
+from transports import LINK_TABLE
 
 from atoll.core.config import CONFIG_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE
 from atoll.testing.served import RUN, ServedRun
@@ -111,16 +111,17 @@ class Workers:
 
     def __init__(self, folder: Path, address: str, strategy: str, sync: str, plan: dict[str, Any]) -> None:
         self.folder, self._address, self._plan = folder, address, plan
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, ForkedScript] = {}
         (folder / "script.py").write_text(SCRIPT)
         (folder / "atoll.toml").write_text(
             f"[run]\nstrategy = '{strategy}'\n[chunks]\nsize = '1KiB'\n[sync]\ntimeout = '60s'\n{sync}\n"
+            + (LINK_TABLE if strategy == "server" else "")  # a ring has its own connections
         )
         generator = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(LENGTH, 6, generator=generator, dtype=torch.float64)
         torch.save(self.inputs, folder / "inputs.pt")
 
-    def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:
+    def start(self, name: str, rank: int, **plan: Any) -> ForkedScript:
         given = {
             "late": False,
             "resume": True,
@@ -140,13 +141,13 @@ class Workers:
             CONFIG_VARIABLE: str(self.folder / "atoll.toml"),
             "OMP_NUM_THREADS": "1",
         }
-        process = subprocess.Popen(
-            [sys.executable, "script.py", json.dumps(given), name],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        process = ForkedScript(
+            self.folder / "script.py",
+            json.dumps(given),
+            name,
+            folder=self.folder,
+            environment=environment,
+            log=self.folder / f"log-{name}",
         )
         self._processes[name] = process
         return process
@@ -159,24 +160,24 @@ class Workers:
 
     def await_death(self, name: str) -> None:
         """By the point of the code at which it is to die."""
-        self._processes[name].wait(DEADLINE)
-        assert self._processes[name].returncode == -signal.SIGKILL, self._processes[name].communicate()[1]
+        process = self._processes[name]
+        assert process.wait(DEADLINE) == -signal.SIGKILL, process.said
 
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """A worker that has failed meanwhile says why."""
 
         def check() -> bool:
             for name, process in self._processes.items():
-                if process.poll() not in (None, 0, -signal.SIGKILL):
-                    raise AssertionError(f"{name}: {process.communicate()[1]}")
+                if process.status not in (None, 0, -signal.SIGKILL):
+                    raise AssertionError(f"{name}: {process.said}")
             return done()
 
         wait_for(check, what)
 
     def finish(self, *names: str) -> None:
         for name in names:
-            _, errors = self._processes[name].communicate(timeout=DEADLINE)
-            assert self._processes[name].returncode == 0, f"{name}: {errors}"
+            process = self._processes[name]
+            assert process.wait(DEADLINE) == 0, f"{name}: {process.said}"
 
     def notes(self, name: str) -> list[tuple[int, list[int], float, int]]:
         """Of each iteration: its number, the samples, the learning rate, and how many workers there were."""
@@ -190,9 +191,8 @@ class Workers:
 
     def close(self) -> None:
         for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+            process.kill()
+            process.wait(DEADLINE)
 
 
 @pytest.fixture
@@ -259,9 +259,8 @@ def test_bsp_a_worker_is_killed_and_started_again(begin: Callable[..., Workers])
     workers.kill("one")
     refused = workers.start("without", 2, late=True, resume=False)
     workers.start("again", 1, late=True, hang={})
-    _, said = refused.communicate(timeout=DEADLINE)
-    assert refused.returncode == 2
-    line = said.strip().splitlines()[-1]
+    assert refused.wait(DEADLINE) == 2
+    line = refused.said.strip().splitlines()[-1]
     assert "this worker comes late: the run is under way; call session.resume() before the loop" in line
     del workers._processes["without"]
     workers.wait(lambda: bool(workers.notes("again")), "the new worker's first iteration")

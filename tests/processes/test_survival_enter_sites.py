@@ -6,7 +6,6 @@ As test_survival_enter, with sites. Ranks 0 and 2 are at one site, 1 at the othe
 from __future__ import annotations
 
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_script import ForkedScript
 from mortal_sites import Kill, MortalSites
 from test_survival_enter import (
     BATCH,
@@ -27,6 +27,7 @@ from test_survival_enter import (
     merged,
     plain,
 )
+from transports import site_link
 
 from atoll.core.config import SITE_VARIABLE
 from atoll.testing.served import ServedRun
@@ -50,7 +51,7 @@ class SiteWorkers(Workers):
         super().__init__(folder, address, "server", sync, plan)
         (folder / "script.py").write_text(SCRIPT_AFTER)
 
-    def start(self, name: str, rank: int, **plan: Any) -> subprocess.Popen[str]:
+    def start(self, name: str, rank: int, **plan: Any) -> ForkedScript:
         plan = {"after": {}, **plan}
         with mock.patch.dict(os.environ, {SITE_VARIABLE: NAMES[rank % 2]}):
             return super().start(name, rank, **plan)
@@ -64,7 +65,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., SiteWorkers]]:
 
     def make(workers: int, sync: str, **plan: Any) -> SiteWorkers:
         sites = Counter(NAMES[rank % 2] for rank in range(workers))
-        runs.append(ServedRun(workers=workers, shards=2, patience=PATIENCE, heartbeat=0.3, sites=sites))
+        served = ServedRun(workers, 2, patience=PATIENCE, heartbeat=0.3, sites=sites, site_link=site_link())
+        runs.append(served)
         runs[-1].__enter__()
         teams.append(SiteWorkers(tmp_path, runs[-1].address, sync, plan))
         return teams[-1]

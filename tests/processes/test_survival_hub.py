@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_script import ForkedScript
 from hub_parts import DEADLINE, WORKER, FakeLog, HubProcess, hub_of, wait_for
 
 from atoll.core.config import HUB_VARIABLE
@@ -164,21 +165,17 @@ def test_a_ring_that_is_forming_waits_for_a_hub_that_is_away_for_longer_than_its
     options = ["--workers", "2", "--shards", "0", "--patience", "2"]
     # Its beginning, two workers, and their two wishes are five writes: what is written next is of the store.
     with HubProcess(folder, *options, plan=[Fault("hub.recorded", iteration=6)], pause=6.0) as hub:
+        script = folder.parent / "ring.py"
+        script.write_text(RING)
+        place = {**os.environ, HUB_VARIABLE: hub.address}
         workers = [
-            subprocess.Popen(
-                [sys.executable, "-c", RING],
-                env={**os.environ, HUB_VARIABLE: hub.address, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
+            ForkedScript(script, folder=folder.parent, environment=place, log=folder.parent / f"{number}.log")
+            for number in range(2)
         ]
         try:
             for worker in workers:
-                out, err = worker.communicate(timeout=2 * DEADLINE)
-                assert worker.returncode == 0, err
-                assert out.strip() == "2.0"
+                assert worker.wait(2 * DEADLINE) == 0, worker.said
+                assert "2.0" in worker.said.splitlines()
         finally:
             for worker in workers:
                 worker.kill()

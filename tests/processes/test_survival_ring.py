@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +30,7 @@ from atoll.core import points
 from atoll.core.config import Chunks, Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.hub.decisions import read_decisions
+from atoll.testing.pool import FORKSERVER
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.channel import BrokenRingError
 from atoll.train.ring import RingReducer
@@ -42,10 +42,6 @@ STRIKE = 3  # the iteration in which a fault happens
 DEADLINE = 60.0
 HEARTBEAT = 0.4  # a dead member is known after two and a half
 AT_ONCE = 4  # cases that run beside one another
-
-# Processes that are forked from one that has imported torch: a case costs no import.
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["torch", "torch._dynamo", "atoll.train.session", "atoll.testing.served"])
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ class Case:
 
     def start(self, who: int) -> None:
         arguments = (self.served.address, who, self.script, self.faults, self.folder, self.config)
-        self.processes[who] = _forked.Process(target=work, args=(*arguments, self.prelude))  # type: ignore[attr-defined]
+        self.processes[who] = FORKSERVER.Process(target=work, args=(*arguments, self.prelude))
         self.processes[who].start()
 
     def result(self, who: int) -> dict[str, Any]:

@@ -222,8 +222,9 @@ def test_wall_clocks_that_jump_in_every_process_do_not_matter(command: Command) 
     """Hub, shards and workers, at other moments each; nobody is given up, and a death is still found."""
     (command.directory / "sitecustomize.py").write_text(JUMPS)
     path = os.pathsep.join([str(command.directory), *filter(None, [os.environ.get("PYTHONPATH")])])
-    (command.directory / "atoll.toml").write_text("[run]\nstrategy = 'server'\n[hub]\npatience = '5s'\n")
-    process = command.start(STEADY.replace("STEPS", "150"), workers=3, environment={"PYTHONPATH": path})
+    options = ["[hub]", "patience = '5s'"]
+    steady = STEADY.replace("STEPS", "150")
+    process = start(command, steady, *options, workers=3, environment={"PYTHONPATH": path})
     wait_for(lambda: command.steps() > 3, "a few steps")
     os.kill(worker_pid(command, 2), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)

@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from hub_parts import HubProcess
-from mortal import link
 from run_command import DEADLINE, wait_for
 from small_disk import NoDiskError, SmallDisk
 from test_survival_disk import Kept, begin, iterate
+from transports import LINK
 
 import atoll
 from atoll.core.config import HUB_VARIABLE, Chunks, Config, Run, Sync
@@ -119,7 +119,7 @@ def test_a_shard_without_room_for_its_journal_ends_and_goes_on_when_there_is_som
         run=Run(strategy="server"),
         chunks=Chunks(size="64KiB"),
         sync=Sync(timeout=f"{DEADLINE:g}s"),
-        link=link(),
+        link=LINK,
     )
     model, optimizer = make()
     done: list[int] = []

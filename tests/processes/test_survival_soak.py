@@ -20,13 +20,16 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transports import LINK, LINK_TABLE
 
-from atoll.core.errors import GivenUpError
+from atoll.core.errors import DeadlineError, GivenUpError
 from atoll.testing.supervisor import Supervisor, leaks
 
 SHARDS = 2
-WORKERS = {"asp": 3, "bsp": 3, "ring": 3, "groups": 4}
-MODES = list(WORKERS)  # a parameter server's, a ring through a hub, and two groups with a server between
+# A parameter server's, a ring through a hub, two groups with a server between, and two sites with one.
+WORKERS = {"asp": 3, "bsp": 3, "ring": 3, "groups": 4, "sites": 4}
+MODES = list(WORKERS)
+SITES = ("paris", "berlin")  # of worker 0 and every second one, and of the others
 SAMPLES, BATCH = 600, 4
 TURNS = 3  # parameters of a sample: nobody is so many epochs ahead of another
 FAULTS, SECONDS = 100, 600.0
@@ -42,6 +45,7 @@ OF_GROUP = 16  # descriptors of a worker in a larger group than before: two more
 # contributions of a few kilobytes, and the log's lines.
 DISK_BYTES = 64 * 2**20
 ATOLL = [sys.executable, "-m", "atoll.cli.app"]
+SERVES, TRAINS = "listens at ", "trains from iteration "  # said by hub and shards, and workers, as they begin
 
 SCRIPT = f"""
 import itertools, json, os, sys, time
@@ -76,8 +80,10 @@ def last_epoch():
 model = Counting()
 optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e-30)
 data = torch.arange({SAMPLES})
-strategy, consistency = {{"ring": ("ring", "bsp"), "groups": ("ps-hra", "asp")}}.get(mode, ("server", mode))
-link = Link(transport="tcp" if mode == "ring" else os.environ.get("ATOLL_TEST_TRANSPORT", "tcp"))
+strategy, consistency = {{
+    "ring": ("ring", "bsp"), "groups": ("ps-hra", "asp"), "sites": ("server", "asp")
+}}.get(mode, ("server", mode))
+link = Link(transport="tcp" if mode == "ring" else "{LINK.transport}")
 config = Config(run=Run(strategy=strategy), sync=Sync(consistency=consistency, timeout="120s"), link=link)
 notes = os.open(folder / f"notes-{{number}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
@@ -89,6 +95,7 @@ with atoll.join(config) as session:
     session.prepare(model, optimizer)
     sampler = session.sampler(data, seed=7)
     session.resume()
+    print(f"{TRAINS}{{session.iteration}}, after {{time.process_time():.1f}} s of CPU time", flush=True)
     loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
     for epoch in itertools.count(sampler.epoch):
         if epoch >= last_epoch():
@@ -190,10 +197,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def shard_names(mode: str, replicas: int) -> dict[str, int]:
-    """The parts that are shards, and which. Shard 1 has no chunks, and so less memory: it is judged apart."""
+def shard_names(mode: str, replicas: int) -> dict[str, tuple[str, str]]:
+    """The parts that are shards, and which, as `atoll server` has it. Shard 1 has no chunks, and so less
+    memory: it is judged apart."""
     seconds, shards = ("", " second")[:replicas], range(0 if mode == "ring" else SHARDS)
-    return {f"shard-{index}{second}": index for second in seconds for index in shards}
+    names = {f"shard-{index}{second}": ("--shard", str(index)) for second in seconds for index in shards}
+    return names | {f"site {site}": ("--site", site) for site in SITES if mode == "sites"}
 
 
 def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int = 1) -> None:
@@ -206,7 +215,7 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
         "--workers",
         str(WORKERS[mode]),
         "--shards",
-        str(len(set(names.values()))),
+        str(0 if mode == "ring" else SHARDS),
         "--run",
         "soak",
     ]
@@ -214,16 +223,22 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
     serving += ["--replicas", str(replicas)]
     if mode == "groups":
         serving += ["--groups", "2", "--group-by", "speed"]
-    parts.add("hub", [*ATOLL, *serving], quiet)
-    for (name, index), address in zip(names.items(), shards, strict=True):
-        shard = ["server", "--hub", hub, "--shard", str(index), "--listen", address]
+    for site in SITES if mode == "sites" else ():
+        serving += ["--site", f"{site}={WORKERS[mode] // len(SITES)}"]
+    parts.add("hub", [*ATOLL, *serving], quiet, begins=SERVES)
+    config = folder / "link.toml"
+    config.write_text(LINK_TABLE)
+    for (name, which), address in zip(names.items(), shards, strict=True):
+        shard = ["server", "--hub", hub, *which, "--listen", address]
         shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
-        parts.add(name, [*ATOLL, *shard], quiet)
+        shard += ["--config", str(config)] if "--site" in which else []
+        parts.add(name, [*ATOLL, *shard], quiet, begins=SERVES)
     path = folder / "train.py"
     path.write_text(script)
     for rank in range(WORKERS[mode]):
         worker = [sys.executable, str(path), str(folder), mode, str(rank)]
-        parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub})
+        place = {"ATOLL_SITE": SITES[rank % len(SITES)]} if mode == "sites" else {}
+        parts.add(f"worker {rank}", worker, {**quiet, "ATOLL_HUB": hub, **place}, begins=TRAINS)
 
 
 class Progress:
@@ -236,10 +251,10 @@ class Progress:
         path = self._folder / f"notes-{worker}"
         return path.stat().st_size if path.exists() else 0
 
-    def everyone_goes_on(self) -> Callable[[], bool]:
-        """Whether every worker has written something since this was called."""
+    def still(self) -> Callable[[], list[str]]:
+        """The workers that have written nothing since this was called."""
         before = [self.of(worker) for worker in range(self.workers)]
-        return lambda: all(self.of(worker) > each for worker, each in enumerate(before))
+        return lambda: [f"worker {w}" for w, each in enumerate(before) if self.of(w) <= each]
 
 
 def strike(parts: Supervisor, progress: Progress, shards: Sequence[str], drawn: random.Random) -> float:
@@ -266,13 +281,16 @@ def strike_together(parts: Supervisor, progress: Progress, names: Sequence[str])
 
 
 def wait_for_everyone(parts: Supervisor, progress: Progress, name: str) -> None:
-    everyone_goes_on = progress.everyone_goes_on()
+    still = progress.still()
 
     def is_over() -> bool:
         assert not parts.failures, parts.failures  # at once, and not when the time is over
-        return everyone_goes_on()
+        return not still()
 
-    parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
+    try:
+        parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
+    except DeadlineError as error:
+        raise DeadlineError(f"{error}: {', '.join(map(parts.state, still()))}") from None
 
 
 def run(
@@ -290,7 +308,8 @@ def run(
     shards = list(shard_names(mode, replicas))
     with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
         start(parts, folder, mode, script, replicas)
-        parts.wait_for(progress.everyone_goes_on(), "the run to begin", START_SECONDS)
+        still = progress.still()
+        parts.wait_for(lambda: not still(), "the run to begin", START_SECONDS)
         begin, slowest = time.monotonic(), 0.0
         for names in together:
             parts.pause(TOGETHER_SECONDS)
@@ -321,7 +340,7 @@ def run(
     (values,) = load_file(folder / "end" / "model.safetensors").values()
     # In step, workers make equally many batches: each deal of an epoch that does not go round is filled up.
     lives = len(notes.pids)  # a worker that is killed leaves, and enters again
-    loose = mode in ("asp", "groups")
+    loose = mode in ("asp", "groups", "sites")
     fills = 0 if loose else (WORKERS[mode] - 1) * (1 + 2 * lives) * BATCH
     wrong = account(values.sum(0).tolist(), notes, last, every=loose, fills=fills)
     assert not wrong, "\n".join(wrong[:20])
@@ -336,6 +355,30 @@ def run(
 def test_without_faults(tmp_path: Path, mode: str) -> None:
     """The harness itself: what the one below finds is then of its faults."""
     run(tmp_path, mode, 0, 10.0)
+
+
+LEAK = """
+            import threading
+            if number == "1" and iteration % 20 == 0:
+                LEAKED
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("leaked", "what"),
+    [
+        ("os.open(os.devnull, os.O_RDONLY)", "descriptors"),
+        ("threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", "threads"),
+    ],
+)
+def test_a_worker_that_leaks_is_found(tmp_path: Path, leaked: str, what: str) -> None:
+    """The harness itself: what it does not find is not there."""
+    leaking = SCRIPT.replace("\n            time.sleep(0.01)\n", LEAK.replace("LEAKED", leaked))
+    assert leaking != SCRIPT
+    with pytest.raises(AssertionError, match=rf"worker 1 \(pid [0-9]+\): {what} grew from [0-9]+ to [0-9]+ "):
+        run(tmp_path, "asp", 0, 45.0, leaking)
 
 
 @pytest.mark.soak

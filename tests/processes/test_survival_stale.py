@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from mortal import assert_equal, counted, link
+from mortal import assert_equal, counted
 from mortal_shards import Kill, MortalRun
 from torch import nn
+from transports import LINK
 
 import atoll
 from atoll.core.config import Chunks, Config, Run, Sync
@@ -35,7 +36,7 @@ def train(place: Place, address: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     data = torch.randn(ITERATIONS, 3, 20, generator=torch.Generator().manual_seed(1))
     sync = Sync(timeout="40s", consistency="asp", pipeline=1, compensation=5.0)
-    config = Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=link())
+    config = Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=LINK)
     with (
         served_worker(address, place.rank),
         atoll.join(config) as session,

@@ -291,7 +291,7 @@ def test_what_the_server_does_not_take_waits_at_the_client(monkeypatch: pytest.M
             end.send(b"%d" % number, payload)
         (held,) = (each.end for each in door._tunnels.values())
         until(lambda: held._inbox._next >= 7, end)  # the application at the server takes nothing
-        end._tunnel.wait_sent(0.3)
+        end._tunnel.wait_sent(0.3)  # in which more would go, if it could
         assert 2**21 <= held._inbox._held <= 2**21 + 400_000
         assert held._inbox._next <= 9
         assert end._tunnel.waiting > 35
@@ -340,11 +340,9 @@ def test_a_killed_server_is_a_loss_at_once() -> None:
             end.send(b"hello", bytes(100_000))
             assert [header for header, _ in take(end, 1)] == [b"hello"]
             process.send_signal(signal.SIGKILL)
-            began = time.monotonic()
             until(lambda: end.losses == 1, end)
-            assert time.monotonic() - began < 5
             assert not end.connected
-            assert end.trouble == "the connection was lost"
+            assert end.trouble == "the connection was lost"  # and not that nothing came for so many seconds
             end.send(b"nobody hears")
             assert end.receive(0.01) is None
     finally:

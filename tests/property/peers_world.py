@@ -6,11 +6,12 @@ The world knows all, and checks at each step what must always hold (S0): see `Wo
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,11 +19,11 @@ import numpy as np
 from atoll.peers import outputs
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
-from atoll.peers.views import first_view
+from atoll.peers.views import first_view, majority
 from atoll.peers.witness import Witness
 from atoll.sim.clock import VirtualClock
 from atoll.wire.peers import WITNESS, Key, PeerMessage
-from atoll.wire.peerviews import Life, Member
+from atoll.wire.peerviews import Life, Member, View
 
 MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
 STEP = 0.1  # seconds, of an iteration: the median
@@ -110,12 +111,13 @@ class World:
         self.firsts: dict[Life, int] = {}
         self.cuts: dict[Life, int] = {}
         self.apart: frozenset[int] = frozenset()  # these are cut off from the others
-        self.apart_since = 0.0
+        self.limits: dict[Life, int] = {}  # of those with a minority, the first that they must not apply
+        self._limits_at = -1
         self.slowed: dict[int, float] = {schedule.nodes - 1: schedule.slow}
         self.witness = Witness()
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.steps = 0
-        self.most_held = 0
+        self.most_held = 0.0  # of each contributor
         self._tokens = 0
         self.trace: list[str] | None = None
         view = first_view(1, [Member(Life(node, 1)) for node in range(schedule.nodes)])
@@ -151,10 +153,10 @@ class World:
         process.alive = False
         self.clock.cancel(process.wakes)
 
-    def _later(self, delay: float, process: Process, what: str, arg: object) -> None:
+    def _later(self, delay: float, process: Process, what: str, arg: Any) -> None:
         self.clock.call_at(self.now + delay, lambda: self._comes_in(process, what, arg))
 
-    def _comes_in(self, process: Process, what: str, arg: object) -> None:
+    def _comes_in(self, process: Process, what: str, arg: Any) -> None:
         """Something for a process: now, or when it runs again."""
         if not process.alive:
             return
@@ -163,7 +165,7 @@ class World:
             return
         self._do(process, what, arg)
 
-    def _do(self, process: Process, what: str, arg: object) -> None:
+    def _do(self, process: Process, what: str, arg: Any) -> None:
         self.steps += 1
         node, now = process.node, self.now
         if self.trace is not None and what != "poll":
@@ -173,33 +175,42 @@ class World:
             process.polled += 1
             done = node.poll(now)
         elif what == "message":
-            sender, raw = arg  # type: ignore[misc]
+            sender, raw = arg
             done = node.handle_message(now, sender, _decoder.decode(raw))
         elif what == "part":
-            done = self._part(process, arg)  # type: ignore[arg-type]
+            done = self._part(process, arg)
         elif what == "applied":
-            done = self._applied(process, arg)  # type: ignore[arg-type]
+            done = self._applied(process, arg)
         elif what == "computed":
-            done = self._computed(process, arg)  # type: ignore[arg-type]
+            done = self._computed(process, arg)
         elif what == "state":
-            wish, iteration, chain = arg  # type: ignore[misc]
+            wish, iteration, chain = arg
             if wish is not process.wish:
                 return
-            process.wish = None
-            process.chain = chain
-            process.taken = iteration
+            process.wish, process.taken, process.chain = None, iteration, chain
             done = node.handle_state(now, iteration)
         elif what == "no state":
-            assert isinstance(arg, outputs.FetchState)
             done = node.handle_state_failed(now, arg.source, "it did not answer")
         else:
             assert what == "fetch state"
-            self._fetch_state(process, arg)  # type: ignore[arg-type]
+            self._fetch_state(process, arg)
             return
         self._act(process, done)
         self._drive(process)
         self._wake(process)
-        self.most_held = max(self.most_held, sum(1 for k in process.payloads if k.stream == "iterations"))
+        self._check_held(process)
+
+    def _check_held(self, process: Process) -> None:
+        """Memory is bounded; and what the node counts as held is what is kept, but for what is on its way."""
+        view = process.node.view
+        held = sum(1 for key in process.payloads if key.stream == "iterations")
+        contributors = len(view.members) + len(view.removed)
+        most = self.settings.most_held(contributors)
+        if process.alive and contributors and held > most:
+            raise WrongError(f"node {process.name} holds {held} contributions, where {most} is the most")
+        if contributors:
+            share = held / contributors
+            self.most_held = max(self.most_held, share)
 
     def _wake(self, process: Process) -> None:
         deadline = process.node.deadline
@@ -245,14 +256,18 @@ class World:
             elif isinstance(output, outputs.Removed):
                 self.counts["removed"] += 1
                 self.dies(process.name)
-                name = process.name
-                self.clock.call_at(self.now + 0.1, lambda: self._returns(name, process))
+                self._return_at(self.now + 0.1, process)
             elif isinstance(output, outputs.Note):
                 self.counts[output.what] += 1
 
-    def _returns(self, name: int, before: Process) -> None:
-        if self.processes[name] is before:
-            self.comes(name)
+    def _return_at(self, when: float, process: Process) -> None:
+        """A node comes back, where it has not done so in the meantime."""
+
+        def returns() -> None:
+            if self.processes[process.name] is process:
+                self.comes(process.name)
+
+        self.clock.call_at(when, returns)
 
     def _learn_view(self, process: Process, output: outputs.ViewChanged) -> None:
         if process.fresh and process.node.life.incarnation > 1 and process.node.applied:
@@ -292,7 +307,7 @@ class World:
                 when = self.now + self._delay() + self.rng.expovariate(200.0)
                 self.clock.call_at(when, lambda: self._arrives(a, output.to, "part", output.key))
 
-    def _arrives(self, a: int, b: int, what: str, arg: object) -> None:
+    def _arrives(self, a: int, b: int, what: str, arg: Any) -> None:
         """Whoever is there under that name now gets it."""
         if (a in self.apart) == (b in self.apart):
             self._comes_in(self.processes[b], what, arg)
@@ -302,11 +317,8 @@ class World:
             return
         answer = self.witness.handle(a, _decoder.decode(raw))  # type: ignore[arg-type]
         if answer is not None:
-            back = _encoder.encode(answer)
-            self.clock.call_at(
-                self.now + 2 * self._delay(),
-                lambda: self._comes_in(self.processes[a], "message", (WITNESS, back)),
-            )
+            back, when = (WITNESS, _encoder.encode(answer)), self.now + 2 * self._delay()
+            self.clock.call_at(when, lambda: self._comes_in(self.processes[a], "message", back))
 
     def _part(self, process: Process, key: Key) -> list[outputs.Output]:
         node = process.node
@@ -414,18 +426,31 @@ class World:
         known = self.applied.setdefault(output.iteration, output.keys)
         if known != output.keys:
             raise WrongError(f"{who} applies {output.keys}, others {known}")
-        members = process.node.view.members
-        majority = len(members) // 2 + 1
+        node = process.node
         for key in output.keys:
-            holders = [m.life for m in members if key in self.held[m.life] or key.number < self.bases[m.life]]
-            if len(holders) < majority:
+            holders = self._holders(node.view, key)
+            if len(holders) < majority(node.view):
                 raise WrongError(f"{who} applies {key}, which only {holders} hold")
-        if self.apart and self.now > max(self.apart_since, process.stands_until) + 4 * FAR:
-            side = [
-                m.life.node for m in members if (m.life.node in self.apart) == (process.name in self.apart)
-            ]
-            if len(side) < majority:
-                raise WrongError(f"{who}: a minority, {side}, goes on")
+        if output.iteration >= self.limits.get(node.life, math.inf):
+            raise WrongError(f"{who}: a minority, of view {node.view.number}, goes on")
+
+    def _holders(self, view: View, key: Key) -> list[Life]:
+        """The members that have held it, or came when it was settled."""
+        lives = [member.life for member in view.members]
+        return [life for life in lives if key in self.held[life] or key.number < self.bases[life]]
+
+    def _limit(self) -> None:
+        """Nodes have been apart for so long that no message between them is on its way. One that is with a
+        minority of its view must not apply an iteration of its own that no majority has by now."""
+        for process in self.processes.values():
+            node, nodes = process.node, [m.life.node for m in process.node.view.members]
+            side = [each for each in nodes if (each in self.apart) == (process.name in self.apart)]
+            witness = self.schedule.hub and len(nodes) == 2 and process.name not in self.apart
+            if process.alive and node.is_member and len(side) + witness < majority(node.view):
+                t = max(node.applied, self.firsts[node.life])
+                while len(self._holders(node.view, Key("iterations", t, node.life))) >= majority(node.view):
+                    t += 1
+                self.limits[node.life] = t
 
     def _check_meeting(self, process: Process, output: outputs.Meet) -> None:
         known = self.meetings.setdefault(output.number, output.keys)
@@ -473,17 +498,17 @@ class World:
         self.counts[fault.kind] += 1
         if fault.kind == "dies" and process.alive and self._may_die(process):
             self.dies(name)
-            self.clock.call_at(until, lambda: self._returns(name, process))
+            self._return_at(until, process)
         elif fault.kind == "stops":
             process.stands_until = max(process.stands_until, until)
         elif fault.kind == "cut off" and not self.apart:
             names = range(name, name + 1 + fault.others % self.schedule.nodes)
             self.apart = frozenset(each % self.schedule.nodes for each in names)
-            self.apart_since = self.now
+            self._limits_at = self.clock.call_at(self.now + 4 * FAR, self._limit)
             self.clock.call_at(until, self._heal)
         elif fault.kind == "slow":
             self.slowed[name] = 5.0
-            self.clock.call_at(until, lambda: self.slowed.pop(name, None))
+            self.clock.call_at(until, lambda: self.slowed.update({name: 1.0}))
         elif fault.kind == "device hangs":
             process.hangs_until = until
 
@@ -491,11 +516,9 @@ class World:
         """Whether a majority of each view that somebody is in would go on living: a majority that is dead
         takes with it what only it knew."""
         others = [each for each in self.processes.values() if each is not process and each.alive]
-        living = {each.node.life for each in others if each.node.is_member}
+        living = {each.node.life for each in others if each.node.is_whole}
         views = [each.node.view for each in (*others, process) if each.node.is_member]
-        if not process.node.is_member and any(
-            view.members and len(living) < len(view.members) for view in views
-        ):
+        if not process.node.is_member and any(len(living) < len(view.members) for view in views):
             return False  # it may be in the next view, which then has another dead one
         for view in views:
             lives = {member.life for member in view.members}
@@ -506,6 +529,8 @@ class World:
 
     def _heal(self) -> None:
         self.apart = frozenset()
+        self.limits.clear()
+        self.clock.cancel(self._limits_at)
 
     def come_together(self) -> None:
         """Delays are bounded and all nodes live: so W rises at all of them. Raises WrongError otherwise."""
@@ -517,10 +542,8 @@ class World:
             self.clock.advance(self.clock.next_event())
 
     def _is_at(self, goal: int) -> bool:
-        return all(
-            each.alive and each.node.is_member and each.node.applied >= goal
-            for each in self.processes.values()
-        )
+        all_of = self.processes.values()
+        return all(each.alive and each.node.is_whole and each.node.applied >= goal for each in all_of)
 
     def describe(self) -> str:
         lines = []

@@ -199,7 +199,7 @@ def test_garbage_in_any_place_is_right_or_one_line(
 @given(st.one_of(st.binary(), st.text().map(str.encode)))
 @example(b"")
 @example(b"[[" * 3000)
-@example(b"a" + b".a" * 20000 + b" = 1")
+@example(b"a" + b".a" * 3000 + b" = 1")  # deeper than Python's stack; the parser's time grows with its square
 def test_random_bytes_are_one_line_and_status_2(data: bytes) -> None:
     with contextlib.suppress(ConfigError, UnicodeDecodeError):
         parse_topology(data.decode())

@@ -75,6 +75,7 @@ def run(
         assert after is None or after > now, "a deadline that polling does not take away"
 
 
+@settings(max_examples=50)  # each is some minutes of training
 @given(st.integers(0, 3), st.floats(1.5, 8), st.floats(20, 100), st.integers(0, 2**32))
 def test_one_slow_down_is_answered_once(victim: int, factor: float, moment: float, seed: int) -> None:
     """With 5 % of noise, and steps that take ten times as long now and then."""

@@ -1,7 +1,8 @@
 """Nodes that decide on views under a virtual network: the real `Change` and `Witness`, and of everything else
 the least: contributions without content, acknowledged, fetched, and applied by the rule.
 
-Faults are a list; when they are used up the network is whole and delays are bounded, and nobody fails any more.
+Faults are a list; when they are used up the network is whole, delays are bounded, and nobody fails any
+more.
 """
 
 from __future__ import annotations
@@ -17,12 +18,24 @@ import numpy as np
 from atoll.peers.views import Change, Joiner, Settings, Step, Wish, first_view, majority
 from atoll.peers.witness import Witness
 from atoll.wire.peers import WITNESS
-from atoll.wire.peerviews import Accept, Held, Life, Member, Prepare, Report, View, ViewDecided, ViewMessage
+from atoll.wire.peerviews import (
+    Accept,
+    Accepted,
+    Ballot,
+    Held,
+    Life,
+    Member,
+    Prepare,
+    Report,
+    View,
+    ViewDecided,
+    ViewMessage,
+)
 
 STALE_MAX = 2
 TICK = 0.1  # seconds between a node's heartbeats
 SILENCE = 1.0  # until a node is suspected
-FAULTS_END = 12.0
+FAULTS_END = 8.0
 PATIENCE = 240.0  # after that, for things to go on
 
 Kind = Literal["crash", "restart", "part", "heal", "suspect", "witness dies", "witness restarts"]
@@ -80,7 +93,7 @@ class Network:
     """Carries what is said with delays, and loses, doubles and reorders some while `loss` is above 0."""
 
     def __init__(self, rng: np.random.Generator, loss: float) -> None:
-        self.now, self.loss = 0.0, loss
+        self.now, self.loss, self.turns = 0.0, loss, 0
         self.side: dict[int, int] = defaultdict(int)  # of a partition
         self.least_delay = 0.005
         self._rng, self._count = rng, 0
@@ -103,6 +116,7 @@ class Network:
         if not self._due:
             return False
         self.now, _, call = heapq.heappop(self._due)
+        self.turns += 1
         call()
         return True
 
@@ -127,12 +141,18 @@ class Peer:
     joiners: dict[int, Joiner] = field(default_factory=dict)
     falsely: dict[int, float] = field(default_factory=dict)  # suspected until then
     frozen: dict[Life, int] | None = None
+    newest: View | None = None  # that it knows of, from an earlier life in this process too
 
     # -- what it knows ------------------------------------------------------------------------------------
 
     def entries(self) -> tuple[Member, ...]:
         assert self.view is not None
         return (*self.view.members, *self.view.removed)
+
+    @property
+    def is_ready(self) -> bool:
+        """It has its state, and all that its view began with: who else had that may be gone."""
+        return self.has_state and self.change is not None and self.change.ready
 
     def holds(self, entry: Member) -> int:
         """All of it below this."""
@@ -145,7 +165,8 @@ class Peer:
         return count if is_member or not self.has_state else min(count, max(entry.held, entry.first))
 
     def report(self) -> Report:
-        assert self.view is not None and self.life is not None
+        assert self.view is not None
+        assert self.life is not None
         held = tuple(Held(entry.life, self.holds(entry)) for entry in self.entries())
         if not self.has_state:
             held = tuple(Held(each.life, 0) for each in held)
@@ -165,22 +186,25 @@ class Peer:
         if self.view is not None and view.number <= self.view.number:
             return
         self.world.check_view(view)
+        if self.newest is None or view.number > self.newest.number:
+            self.newest = view
         mine = next((member for member in view.members if member.life.node == self.node), None)
         if self.life is None:
             if mine is None or mine.token != self.token:
                 return
             self.life, self.k, self.has_state = mine.life, mine.first, False
         elif mine is None or mine.life != self.life:
-            self.world.restart(self)  # removed: it comes again
+            self.world.restart(self, self.newest)  # removed: it comes again, as the same process
             return
+        before = set() if self.view is None else self.lives()
         self.view, self.frozen = view, None
         self.change = Change(self.node, view, Settings(0.1, 0.05, STALE_MAX + 1), self.world.rng)
         tokens = {member.token for member in view.members}
         self.joiners = {node: each for node, each in self.joiners.items() if each.token not in tokens}
         for entry in view.removed:
             self.store[entry.life] = {number for number in self.store[entry.life] if number < entry.held}
-        for member in view.members:
-            self.heard.setdefault(member.life.node, self.world.net.now)
+        for node, _ in self.lives() - before:
+            self.heard[node] = self.world.net.now
 
     def take(self, step: Step) -> None:
         for to, message in step.sends:
@@ -209,7 +233,8 @@ class Peer:
                 if node != self.node:
                     self.world.say(self.node, node, Beat(None, self.token))
             return
-        assert self.change is not None and self.life is not None
+        assert self.change is not None
+        assert self.life is not None
         self.take(self.change.handle_wish(self.world.net.now, self.wish(), self.report()))
         if self.view is None:
             return
@@ -241,7 +266,8 @@ class Peer:
 
     def fetch(self) -> None:
         """What it lacks up to where anybody is, from a member; and what a change wants, from who has it."""
-        assert self.view is not None and self.change is not None
+        assert self.view is not None
+        assert self.change is not None
         wanted = [(fetch.held.life, fetch.held.iterations, fetch.source) for fetch in self.change.wanted]
         for entry in self.entries():
             most = max([known.get(entry.life, 0) for known in self.known.values()] + [entry.held])
@@ -257,7 +283,8 @@ class Peer:
                 self.world.say(self.node, to, Want(life, missing))
 
     def apply(self) -> None:
-        assert self.view is not None and self.life is not None
+        assert self.view is not None
+        assert self.life is not None
         if not self.has_state:
             return
         self.known[self.life] = self.acknowledged()
@@ -288,6 +315,8 @@ class Peer:
         elif self.change is None:
             if isinstance(word, ViewDecided):
                 self.install(word.view)
+            elif isinstance(word, (Prepare, Accept)):
+                self.tell_newest(sender, word.view.number)
         else:
             self.heard[sender] = self.world.net.now
             self.take(self.change.handle_message(self.world.net.now, sender, word, self.report()))
@@ -295,6 +324,8 @@ class Peer:
 
     def hear_beat(self, sender: int, beat: Beat) -> None:
         if self.view is None or self.change is None:
+            if beat.report is not None and self.newest is not None:
+                self.tell_newest(sender, beat.report.view)
             return
         if beat.report is None:
             if not any(member.token == beat.token for member in self.view.members):
@@ -302,13 +333,17 @@ class Peer:
             else:
                 self.world.say(self.node, sender, ViewDecided(view=self.view))
         elif beat.report.view < self.view.number:
-            self.world.say(self.node, sender, ViewDecided(view=self.view))
+            self.tell_newest(sender, beat.report.view)
         elif beat.report.view == self.view.number and beat.report.life in self.lives():
             self.heard[sender] = self.world.net.now
             known = self.known.setdefault(beat.report.life, {})
             for held in beat.report.held:
                 known[held.life] = max(known.get(held.life, 0), held.iterations)
             self.apply()
+
+    def tell_newest(self, to: int, number: int) -> None:
+        if self.newest is not None and number < self.newest.number:
+            self.world.say(self.node, to, ViewDecided(view=self.newest))
 
     def lives(self) -> set[Life]:
         assert self.view is not None
@@ -352,6 +387,8 @@ class World:
         self.peers: dict[int, Peer] = {}
         self.views: dict[int, View] = {}
         self.contributors: dict[int, tuple[Life, ...]] = {}
+        self._votes: dict[tuple[int, Ballot], set[int]] = {}
+        self._proposed: dict[tuple[int, Ballot], View] = {}
         self._tokens = 0
         view = first_view(1, [Member(Life(node, 0), token=f"first {node}") for node in range(nodes)])
         for node in range(nodes):
@@ -369,12 +406,28 @@ class World:
         nodes = [member.life.node for member in view.members]
         assert nodes == sorted(set(nodes))
 
+    def note_vote(self, voter: int, word: Accept | Accepted) -> None:
+        """What a majority has accepted is chosen, whether or not anybody lives to know it."""
+        if isinstance(word, Accepted):
+            view, ballot = self.views[word.view], word.ballot
+        else:
+            view, ballot = word.view, word.ballot
+            self._proposed[view.number, ballot] = word.next
+            if all(member.life.node != voter for member in word.next.members):
+                return  # it proposes its own removal, and accepts it last
+        votes = self._votes.setdefault((view.number, ballot), set())
+        votes.add(voter)
+        if len(votes) >= majority(view):
+            self.check_view(self._proposed[view.number, ballot])
+
     def check_applied(self, number: int, lives: tuple[Life, ...]) -> None:
         assert self.contributors.setdefault(number, lives) == lives, f"iteration {number} has two contents"
 
     # -- what happens -------------------------------------------------------------------------------------
 
     def say(self, sender: int, to: int, word: AnyWord) -> None:
+        if isinstance(word, (Accept, Accepted)):
+            self.note_vote(sender, word)
         self.net.carry(sender, to, lambda: self._deliver(sender, to, word))
 
     def _deliver(self, sender: int, to: int, word: AnyWord) -> None:
@@ -405,11 +458,12 @@ class World:
         else:
             self.witness = Witness(self._kept)
 
-    def restart(self, peer: Peer) -> None:
-        """The process is gone, and another of its node comes, which asks to join."""
+    def restart(self, peer: Peer, newest: View | None = None) -> None:
+        """The process is gone, and another of its node comes, which asks to join; or the same one, which
+        knows this view."""
         peer.up = False
         self._tokens += 1
-        self.peers[peer.node] = Peer(self, peer.node, f"again {self._tokens}")
+        self.peers[peer.node] = Peer(self, peer.node, f"again {self._tokens}", newest=newest)
         self.net.at(0.2, self.peers[peer.node].tick)
 
     def run(self) -> None:
@@ -425,13 +479,23 @@ class World:
         end = self.net.now + PATIENCE
         while self.net.now < end and self.net.step():
             living = [peer for peer in self.peers.values() if peer.up]
+            if self.net.turns % 1000 == 0 and not self.has_majority():
+                return False
             if all(peer.applied >= last + 5 and peer.has_state for peer in living):
                 return True
         return False
 
     def has_majority(self) -> bool:
-        """Whether of the newest view enough members live, with state, to decide what follows it."""
+        """Whether of the newest view that was chosen enough members live, and are ready, to decide what
+        follows it; and somebody living knows it, or enough live who chose it."""
         view = self.views[max(self.views)]
-        living = {peer.life for peer in self.peers.values() if peer.up and peer.has_state}
-        count = len(living & {member.life for member in view.members})
-        return count > 0 and count + (self.witness is not None and len(view.members) == 2) >= majority(view)
+        living = [peer for peer in self.peers.values() if peer.up]
+        is_known = any(peer.newest is not None and peer.newest.number >= view.number for peer in living)
+        before = self.views.get(view.number - 1)
+        is_known = is_known or (before is not None and self._has_voters(before))
+        return is_known and self._has_voters(view)
+
+    def _has_voters(self, view: View) -> bool:
+        members = {member.life for member in view.members}
+        count = sum(peer.up and peer.is_ready and peer.life in members for peer in self.peers.values())
+        return count > 0 and count + (self.witness is not None and len(members) == 2) >= majority(view)

@@ -28,6 +28,7 @@ from atoll.core.events import (
 from atoll.observe import journal as journal_module
 from atoll.observe.journal import FLUSH_SECONDS, Journal, JournalReader
 from atoll.observe.metrics import LATE_SECONDS, Line, Merger, read_lines
+from atoll.observe.progress import plain_line
 from atoll.observe.recorder import MOST_EVENTS, Recorder
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import read_summary
@@ -249,6 +250,26 @@ class TestRecorder:
         assert [event["event"] for event in summary["events"]] == ["decided"]
         assert [line.iteration for line in read_lines(run.metrics)] == [1, 2, 3]
         assert read_summary(run.summary).waiting_share == pytest.approx(0.25)
+
+    def test_an_end_that_was_passed_is_none(self, run: RunDirectory) -> None:
+        """Workers that lease expect their share of an epoch, and a faster one is given more than that."""
+        recorder = Recorder(run, 2, "server")
+        write(run, *(Expected(time=0.0, worker=worker, steps=987) for worker in (0, 1)), step(0, 987, 1.0))
+        recorder.poll()
+        assert plain_line(recorder.status()).startswith("step 987 of 987 · ")
+        write(run, step(0, 988, 2.0))
+        recorder.poll()
+        assert plain_line(recorder.status()).startswith("step 988 · ")
+        write(run, step(1, 950, 3.0))  # whoever is still before it
+        recorder.poll()
+        assert plain_line(recorder.status()).startswith("step 950 · ")
+        write(run, Expected(time=4.0, worker=1, steps=987))  # who is started again
+        recorder.poll()
+        assert recorder.status().expected is None
+        write(run, Expected(time=5.0, worker=0, steps=1100))
+        recorder.poll()
+        assert recorder.status().expected == 1100
+        recorder.close()
 
     def test_metrics_come_while_the_run_goes_on(self, run: RunDirectory) -> None:
         recorder = Recorder(run, 1, "ring")

@@ -95,18 +95,15 @@ class Regrouped(Event, frozen=True):
     reason: str = ""
 
 
-class LinkSeen(Event, frozen=True):
-    """How the loss-tolerant link from `who` ("worker 0", "site paris") to `peer` ("shard 1") is doing.
+class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How this end's loss-tolerant link to `peer` is doing, for one connection, or over all of them.
 
     Rates are in bytes per second, times in seconds; `loss` is the path's share now, and `target` the one that
-    is aimed at. Counts are since the beginning, over all connections: `sent`, `lost`, `retransmitted` are
-    datagrams of this end, `repaired` blocks that the code gave back here, `borne` and `filled` blocks of
-    gradients that did not come: for now, or for good. `held` is what is held back now as a share of the
-    latest gradient, both as sums of absolute values. `bytes_in` and `bytes_out` are of messages. `reason` is
-    the rate's.
+    is aimed at. Counts are since the beginning: `sent`, `lost`, `retransmitted` are datagrams of this end,
+    `repaired` blocks that the code gave back here, `borne` and `filled` blocks of gradients that did not
+    come: for now, or for good. `bytes_in` and `bytes_out` are of messages. `reason` is the rate's.
     """
 
-    who: str
     peer: str
     site: str = ""
     rate: float = 0.0
@@ -121,10 +118,22 @@ class LinkSeen(Event, frozen=True):
     repaired: int = 0
     borne: int = 0
     filled: int = 0
-    held: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
     reason: str = ""
+
+
+class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
+    """The link from `who` ("worker 0", "site paris") to `peer` ("shard 1"), over all its connections.
+
+    `held` is what is held back now as a share of the latest gradient, both as sums of absolute values. An
+    event as the others are: a Struct has fields of one base only.
+    """
+
+    time: float
+    worker: int
+    who: str
+    held: float = 0.0
 
 
 class NodeSeen(Event, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from atoll.wire.messages import LinkFigures
+from atoll.core.events import LinkFigures
 
 EVERY_SECONDS = 5.0  # how often links are told of
 # Counts of a connection, which begin anew with the next one to the same server:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import PeerLostError
+from atoll.core.events import LinkFigures
 from atoll.ltp.settings import Settings
 from atoll.net.endpoint import Client, Endpoint
 from atoll.net.keys import Keys
 from atoll.net.tunnel import Lossy, TunnelClient, Wish
 from atoll.net.tunnelend import IDLE_SECONDS, block_elements
-from atoll.wire.messages import AnyMessage, Hello, LinkFigures, Welcome, encode
+from atoll.wire.messages import AnyMessage, Hello, Welcome, encode
 
 _ASK_WHERE = 0.25  # seconds between questions where the servers are, while one is lost
 _ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up, and be elsewhere

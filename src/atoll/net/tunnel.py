@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.events import LinkFigures
 from atoll.ltp.arriving import MOST_BYTES
 from atoll.ltp.events import Event
 from atoll.ltp.settings import Settings
@@ -40,7 +41,6 @@ from atoll.net.tunnelorder import WINDOW_BYTES, Lossy, Message
 from atoll.wire.datagrams import LTP_VERSION
 from atoll.wire.linktest import SECRET_BYTES
 from atoll.wire.messages import (
-    LinkFigures,
     LinkLost,
     LinkOpened,
     OpenLink,
@@ -51,7 +51,7 @@ from atoll.wire.messages import (
     encode,
 )
 
-__all__ = ["LinkFigures", "Lossy", "TunnelClient", "TunnelServer", "Wish", "block_elements"]
+__all__ = ["Lossy", "TunnelClient", "TunnelServer", "Wish", "block_elements"]
 
 NO_UDP_SECONDS = 10.0  # without a datagram from the server, after which none is expected any more
 LOOK_SECONDS = 1.0  # how often a server looks whether those who have tunnels are still there

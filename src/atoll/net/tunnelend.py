@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.events import LinkFigures
 from atoll.ltp.events import Arrived, Delivered, Event, Lost, Opened, Refused
 from atoll.ltp.settings import Settings
 from atoll.net.linksession import LinkSession
 from atoll.net.tunnelorder import Inbox, Lossy, Message, Outbox
 from atoll.wire.base import WireError
 from atoll.wire.datagrams import payload_bytes
-from atoll.wire.messages import LinkFigures, LostBlocks
+from atoll.wire.messages import LostBlocks
 from atoll.wire.tunnel import BATCHES, PAYLOADS, decode_batch_untrusted, encode_batch
 
 UNDERWAY = 16  # transfers that the other end has not closed; what waits meanwhile goes in one batch

@@ -56,7 +56,7 @@ class Status:
     started: int = 0  # workers that have joined
     strategy: str = ""
     iteration: int = 0  # the latest step's
-    expected: int | None = None  # the iteration at which the run will end
+    expected: int | None = None  # the iteration at which the run will end, as far as that is known
     samples: float = 0.0
     bytes_sent: int = 0
     samples_per_second: float = 0.0
@@ -150,7 +150,7 @@ class Recorder:
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
-        self._iteration = 0
+        self._iteration = self._furthest = 0
         self._expected: int | None = None
         self._started: set[int] = set()
         self._first, self._end = math.inf, -math.inf
@@ -191,7 +191,8 @@ class Recorder:
             started=len(self._started),
             strategy=self._strategy,
             iteration=self._iteration,
-            expected=self._expected,
+            # What a worker expected of leases was an estimate: a faster one is given more.
+            expected=self._expected if self._furthest <= (self._expected or 0) else None,
             samples=sum(totals.samples for totals in self._totals.values()),
             bytes_sent=sum(totals.bytes_sent for totals in self._totals.values()),
             last={**self._last, **self._merger.newest()},
@@ -224,7 +225,7 @@ class Recorder:
             self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
         if isinstance(event, StepDone):
-            self._iteration = event.iteration
+            self._iteration, self._furthest = event.iteration, max(self._furthest, event.iteration)
             self._rates.setdefault(event.worker, _Rates()).add(event)
             totals.steps += 1
             totals.samples += event.samples

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.errors import UserError
+from atoll.core.events import LinkFigures
 
 
 class WorkerTotals(msgspec.Struct):
@@ -66,28 +67,11 @@ class GroupingShown(msgspec.Struct):
     reason: str
 
 
-class LinkTotals(msgspec.Struct):
-    """A loss-tolerant link as it was seen last: see core's event LinkSeen, which says what each is."""
+class LinkTotals(LinkFigures, frozen=True, kw_only=True):
+    """A loss-tolerant link as it was seen last: see core's event LinkSeen."""
 
     who: str
-    peer: str
-    site: str
-    rate: float
-    estimate: float
-    rtt: float
-    min_rtt: float
-    loss: float
-    target: float
-    sent: int
-    lost: int
-    retransmitted: int
-    repaired: int
-    borne: int
-    filled: int
-    held: float
-    bytes_in: int
-    bytes_out: int
-    reason: str
+    held: float = 0.0
 
     @property
     def name(self) -> str:

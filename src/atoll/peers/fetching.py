@@ -21,7 +21,8 @@ class _Missing:
 
 
 class Fetching:
-    """The keys that are missing. Most are on their way when they are noticed, so each has `limit` to come."""
+    """The keys that are missing. Most are on their way when they are noticed, so each has `limit` to come;
+    where nothing is, in a `hurry`, none."""
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
@@ -29,9 +30,9 @@ class Fetching:
         self.deadline = math.inf
         self.asked = 0  # keys, since the beginning
 
-    def update(self, now: float, keys: Iterable[Key]) -> None:
+    def update(self, now: float, keys: Iterable[Key], hurry: bool = False) -> None:
         """These are missing now, and no others."""
-        due = now + self._limit.seconds
+        due = now if hurry else now + self._limit.seconds
         self._missing = {key: self._missing.get(key) or _Missing(now, due) for key in keys}
         self._set_deadline()
 

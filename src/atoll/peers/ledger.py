@@ -26,6 +26,7 @@ class Ledger:
         self.here: dict[Life, set[int]] = {}  # payloads that are kept
         self.acks: dict[Life, dict[Life, int]] = {}
         self.floors: dict[Life, int] = {}
+        self._known: dict[Life, int] = {}  # the most that any other holds
         self.members: tuple[Life, ...] = ()
         self._majority = 1
 
@@ -46,6 +47,7 @@ class Ledger:
         for life in [life for life in self.prefix if life not in self.cuts]:
             del self.prefix[life]
         self.acks = {life: {} for life in self.members if life != me}
+        self._known = dict.fromkeys(self.cuts, 0)
         bases = {each.life: each.base if self.stream == "iterations" else 0 for each in view.members}
         self.floors = {life: max(self.floors.get(life, 0), bases[life]) for life in self.members}
         return list(self._beyond_cuts())
@@ -68,6 +70,14 @@ class Ledger:
                 yield Key(self.stream, number, life)
             if life in self.prefix:
                 self.prefix[life] = int(min(self.prefix[life], cut))
+
+    def acknowledge(self, member: Life, life: Life, below: int) -> None:
+        """What another member holds of a contributor; it never becomes less."""
+        acks = self.acks[member]
+        if below > acks.get(life, 0):
+            acks[life] = below
+            if below > self._known.get(life, below):
+                self._known[life] = below
 
     # -- what is held -------------------------------------------------------------------------------------
 
@@ -96,8 +106,10 @@ class Ledger:
 
     def missing(self, life: Life, limit: float) -> list[int]:
         """What somebody holds of a contributor, below `limit`, and this node does not."""
-        known = max((acks.get(life, 0) for acks in self.acks.values()), default=0)
-        here, stop = self.here.get(life, ()), int(min(known, limit, self.cuts[life]))
+        stop = int(min(self._known[life], limit, self.cuts[life]))
+        if stop <= self.prefix[life]:
+            return []
+        here = self.here.get(life, ())
         return [number for number in range(self.prefix[life], stop) if number not in here]
 
     def holders(self, key: Key) -> list[Life]:

@@ -36,6 +36,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     Key,
     NodeReport,
     PeerMessage,
@@ -100,8 +101,8 @@ class Node:
         self._watch = Watch(settings)
         self._answer = Limit("a round's answers", *settings.round)
         self._backoff = Limit("back-off", *settings.backoff)
-        self._rest = Limit("between two rounds", *settings.rest)
-        self._fetching = Fetching(Limit("a contribution's way", *settings.fetch))
+        self._rest = Limit("W's rise", *settings.rest, start=settings.heartbeat)
+        self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
         self._wish = views.Wish()
@@ -116,6 +117,8 @@ class Node:
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
+        self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
+        self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
         self._moved = True  # it holds more than when the change of the view was last polled
@@ -186,6 +189,7 @@ class Node:
         if self._wanted is None:
             self._wanted_since = now
         self._wanted = (iteration, least)
+        self._watch_at = -math.inf
         return self._advance(now)
 
     def handle_applied(self, now: float, iteration: int) -> list[Output]:
@@ -196,7 +200,7 @@ class Node:
             )
         self._iterations.done = iteration + 1
         self._rest.note(now - self._risen)
-        self._risen = now
+        self._risen, self._watch_at = now, -math.inf
         return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int) -> list[Output]:
@@ -213,6 +217,7 @@ class Node:
             for life in self._meetings.prefix:
                 self._meetings.settle(life, number)
         self._has_met, self._own_meeting = True, (number, at)
+        self._watch_at = -math.inf
         self._give(Key("meetings", number, self.life))
         self._tell = True
         return self._advance(now)
@@ -239,6 +244,9 @@ class Node:
         answered by the newest; one of another incarnation than the view's is dropped."""
         if isinstance(message, AskJoin):
             self._handle_join(now, sender, message)
+        elif isinstance(message, JoinOver):
+            if self._asking is not None and not self.is_member and message.token == self._asking.token:
+                self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
         elif isinstance(message, _OF_VIEWS):
@@ -256,6 +264,7 @@ class Node:
         if isinstance(message, NodeReport):
             if message.finished:
                 self._watch.handle_finished(message.report.life)
+                self._watch_at = -math.inf
         elif isinstance(message, FetchParts):
             for key in message.keys:
                 if self._ledger(key).has(key):
@@ -299,6 +308,11 @@ class Node:
         asked = max((each.held.iterations for each in wanted if each.held.life == life), default=0)
         return max(self.applied + self.settings.slots, asked)
 
+    def handle_heard(self, now: float, life: Life) -> None:
+        """Anything has come from a node in this life: a chunk, say."""
+        if life in self._iterations.acks:
+            self._watch.handle_heard(now, life.node)
+
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
         """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
         self._fetching.handle_arriving(now, key)
@@ -341,7 +355,7 @@ class Node:
             return {"ask to join": self._ask_at} if self._asking is not None else {}
         timers = {
             "heartbeat": self._heartbeat_at,
-            "a member's silence or standstill": self._watch.deadline(self._lacking(), self._since()),
+            "a member's silence or standstill": self._watch_at,
             "own round": self.rounds.until,
             "another's round": self.rounds.flag_until,
             "fetch": self._fetching.deadline,
@@ -442,14 +456,15 @@ class Node:
 
     def _drop(self) -> None:
         """What every member has applied is kept no longer."""
-        keys = self._iterations.unneeded(min([self.applied, *self._floors(self._iterations)]))
-        floor = min(
-            [self.met if self._has_met else math.inf, *self._floors(self._meetings)], default=math.inf
-        )
-        for life in self._meetings.prefix:  # what all have met needs no other holder
-            if floor < math.inf:
-                self._meetings.settle(life, int(floor))
-        keys += self._meetings.unneeded(floor)
+        applied = min([self.applied, *self._floors(self._iterations)])
+        met = min([self.met if self._has_met else math.inf, *self._floors(self._meetings)])
+        if (applied, met) == self._dropped:
+            return
+        self._dropped = (applied, met)
+        if met < math.inf:  # what all have met needs no other holder
+            for life in self._meetings.prefix:
+                self._meetings.settle(life, int(met))
+        keys = self._iterations.unneeded(applied) + self._meetings.unneeded(met)
         if keys:
             self._out.append(Drop(tuple(keys)))
 
@@ -460,8 +475,14 @@ class Node:
         for member in self.view.members:
             if member.life != self.life:
                 told = ledger.floors[member.life]
-                is_new = ledger is self._meetings and told == 0 and bool(member.token)
-                floors.append(self._begun(member.life) if is_new else told)
+                if ledger is self._iterations:
+                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
+                    floors.append(
+                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
+                    )
+                else:
+                    is_new = told == 0 and bool(member.token)
+                    floors.append(self._begun(member.life) if is_new else told)
         return floors
 
     def _begun(self, life: Life) -> float:
@@ -496,6 +517,8 @@ class Node:
             else:
                 rounds.go("due")
         if rounds.state == "idle":
+            rounds.go("wanted", now + self._rest.seconds)
+        if rounds.state == "looking":
             self._seek_round(now)
 
     def _seek_round(self, now: float) -> None:
@@ -616,9 +639,8 @@ class Node:
         if life not in self._iterations.acks:
             return
         for held in report.held:
-            for ledger, below in ((self._iterations, held.iterations), (self._meetings, held.meetings)):
-                acks = ledger.acks[life]
-                acks[held.life] = max(below, acks.get(held.life, 0))
+            self._iterations.acknowledge(life, held.life, held.iterations)
+            self._meetings.acknowledge(life, held.life, held.meetings)
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
         self._watch.handle_iteration(now, life, report.iteration)
@@ -631,7 +653,10 @@ class Node:
                 if life != self.life:
                     numbers = ledger.missing(life, self._room(life, ledger))
                     keys += [Key(ledger.stream, number, life) for number in numbers]
-        self._fetching.update(now, keys + [key for key in self._wanted_keys() if key not in keys])
+        keys += [key for key in self._wanted_keys() if key not in keys]
+        # What was made before the others knew a newcomer was never sent to it.
+        is_new = self._asking is not None and not self._iterations.here.get(self.life)
+        self._fetching.update(now, keys, hurry=is_new)
         if now >= self._fetching.deadline:
             for node, asked in self._fetching.poll(now, self._sources).items():
                 self._note(
@@ -663,7 +688,11 @@ class Node:
 
     def _wish_for(self, now: float) -> None:
         """Whom this node would have removed, and who wants to join."""
-        remove = self._watch.suspects(now, self._lacking(), self._since(), self._absent())
+        if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
+            return
+        lacking, since = self._lacking(), self._since()
+        remove = self._watch.suspects(now, lacking, since, self._absent())
+        self._watch_at = self._watch.deadline(lacking, since)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
         wish = views.Wish(remove, tuple(joiner for joiner, _ in self._joiners.values()))
@@ -714,9 +743,12 @@ class Node:
             if self._source is not None and self._source not in self._others():
                 self._ask_for_state()
         else:
-            self.is_member, self._is_over = False, True
-            reason = f"view {view.number} was decided without {_name(self.life)}"
-            self._out.append(Removed(view, reason))
+            self.view = view
+            self._leave(f"view {view.number} was decided without it")
+
+    def _leave(self, reason: str) -> None:
+        self.is_member, self._is_over = False, True
+        self._out.append(Removed(self.view, f"{_name(self.life)}: {reason}"))
 
     def _install(self, now: float, view: View, base: int | None) -> None:
         self.view, self.is_member = view, True
@@ -727,6 +759,7 @@ class Node:
         waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._frozen, self._wish = None, views.Wish()
+        self._dropped, self._watch_at = (-1, -1), -math.inf
         self.rounds.go("reset")
         self.rounds.stop()
         self.rounds.clear(None)
@@ -744,7 +777,9 @@ class Node:
             return
         if any(member.token == message.token for member in self.view.members):
             self._out.append(Send(sender, ViewDecided(view=self.view)))
-        elif message.token not in self._known_tokens:
+        elif message.token in self._known_tokens:
+            self._out.append(Send(sender, JoinOver(token=message.token)))
+        else:
             joiner = views.Joiner(message.node, message.token, message.address)
             old = self._joiners.get(message.node)
             self._joiners[message.node] = (old[0] if old is not None and old[0] == joiner else joiner, now)

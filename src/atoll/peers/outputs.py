@@ -84,7 +84,7 @@ class ViewChanged:
 @dataclass(frozen=True)
 class Removed:
     """This node is no longer a member: nothing of it is taken any more, and this state machine is at its end.
-    To come back: `Node.joining`, with a new token; `view` says whom to ask."""
+    To come back: `Node.joining`, with a new token; `view` says whom to ask, where it has members."""
 
     view: View
     reason: str

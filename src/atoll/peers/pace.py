@@ -5,6 +5,7 @@ Source: issue of strategy `peers`: the median plus a multiple of the deviation, 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -18,11 +19,12 @@ _LEAST_DEVIATION = 1 / 8  # of the median: where all were alike, the limit is tw
 
 class Limit:
     """How many `seconds` something may take: the median of what was measured plus a multiple of the median
-    absolute deviation, between `low` and `high`; `high` before enough was measured. `what` names it."""
+    absolute deviation, between `low` and `high`; `start` (`high`, if not given) before enough was measured.
+    `what` names it."""
 
-    def __init__(self, what: str, low: float, high: float) -> None:
+    def __init__(self, what: str, low: float, high: float, start: float = math.inf) -> None:
         self.what, self.low, self.high = what, low, high
-        self.seconds = high
+        self.seconds = min(start, high)
         self._median = self._deviation = 0.0
         self._measured: deque[float] = deque(maxlen=_WINDOW)
         self._sources: deque[int] = deque(maxlen=_WINDOW)
@@ -46,7 +48,8 @@ class Limit:
         """Why the limit is what it is, in words."""
         limit, count = format_seconds(self.seconds), len(self._measured)
         if count < _FEWEST:
-            return f"{self.what}: {limit}, the most allowed, for only {count} of {_FEWEST} were measured"
+            allowed = "the most allowed" if self.seconds == self.high else "to begin with"
+            return f"{self.what}: {limit}, {allowed}, for only {count} of {_FEWEST} were measured"
         nodes = len(set(self._sources))
         words = (
             f"{self.what}: {limit}; the median of the latest {count}, at {nodes} node{'s' * (nodes != 1)}, "

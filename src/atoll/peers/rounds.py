@@ -9,30 +9,33 @@ from typing import Literal, TypeAlias
 from atoll.wire.peers import RoundId
 from atoll.wire.peerviews import Report
 
-State: TypeAlias = Literal["idle", "turned", "asking", "backing", "resting"]
+State: TypeAlias = Literal["idle", "waiting", "looking", "turned", "asking", "backing"]
 Event: TypeAlias = Literal[
-    "free", "taken", "freed", "answered", "refused", "late", "lower", "due", "eased", "reset"
+    "wanted", "free", "taken", "freed", "answered", "refused", "late", "lower", "due", "eased", "reset"
 ]
 
 # A node's own round: what each event makes of each state, and why. An event that has no line changes nothing.
 TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
-    ("idle", "free"): ("asking", "a2: V is false, so it starts one"),
-    ("idle", "taken"): ("turned", "a2: V is true, so it waits for the end of that round"),
-    ("turned", "freed"): ("idle", "a2: the other's round is over: look again"),
-    ("asking", "answered"): ("resting", "a6: all have answered"),
+    ("idle", "wanted"): ("waiting", "4: M_i is no newer; what is on its way has its usual time"),
+    ("waiting", "due"): ("looking", "4: W has not risen in that time"),
+    ("looking", "free"): ("asking", "a2: V is false, so it starts one"),
+    ("looking", "taken"): ("turned", "a2: V is true, so it waits for the end of that round"),
+    ("turned", "freed"): ("looking", "a2: the other's round is over"),
+    ("asking", "answered"): ("waiting", "a6: all have answered"),
     ("asking", "refused"): ("backing", "a5: one that takes part in another's has refused"),
     ("asking", "late"): ("backing", "a3: not all have answered by the deadline"),
     ("asking", "lower"): ("turned", "a4: two starters have met, and the other's is the lower"),
-    ("backing", "due"): ("idle", "a5: T is over: begin again at a2"),
-    ("resting", "due"): ("idle", "4: W has not risen for longer than it takes: look again"),
+    ("backing", "due"): ("looking", "a5: T is over: begin again at a2"),
     ("turned", "eased"): ("idle", "4: M_i is newer: no round is needed"),
     ("asking", "eased"): ("idle", "4: M_i is newer: no round is needed"),
     ("backing", "eased"): ("idle", "4: M_i is newer: no round is needed"),
-    ("resting", "eased"): ("idle", "4: M_i is newer"),
+    ("waiting", "eased"): ("idle", "4: M_i is newer"),
+    ("looking", "eased"): ("idle", "4: M_i is newer"),
     ("turned", "reset"): ("idle", "the view has changed"),
     ("asking", "reset"): ("idle", "the view has changed"),
     ("backing", "reset"): ("idle", "the view has changed"),
-    ("resting", "reset"): ("idle", "the view has changed"),
+    ("waiting", "reset"): ("idle", "the view has changed"),
+    ("looking", "reset"): ("idle", "the view has changed"),
 }
 
 
@@ -40,7 +43,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 class Rounds:
     """A node's own round, and its flag V_i: `flag` is the round of another's that it takes part in.
 
-    Timers: `until` ends the state "asking" (then the round is late), "backing" and "resting" (then it is
+    Timers: `until` ends the state "asking" (then the round is late), "backing" and "waiting" (then it is
     due); `flag_until` gives another's round up, whose starter has not ended it.
     """
 

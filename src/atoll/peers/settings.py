@@ -13,7 +13,7 @@ class Settings:
 
     `stale_max`: the most iterations that a node's own may be ahead of the global one whose parameters it
     computes on. `room`: how many iterations from the global one on are taken from each sender. The rest are
-    bounds, in seconds, of limits that follow what was measured (peers/pace.py), and start at the upper one.
+    bounds, in seconds, of limits that follow what was measured (peers/pace.py).
     """
 
     stale_max: int = 4
@@ -23,7 +23,7 @@ class Settings:
     progress: tuple[float, float] = (10.0, 300.0)  # without an iteration of one that the others wait for
     round: tuple[float, float] = (0.05, 10.0)  # for the answers to a round
     backoff: tuple[float, float] = (0.01, 2.0)  # T, after a refusal, before jitter
-    rest: tuple[float, float] = (0.2, 30.0)  # between two rounds, while a slow node holds W back
+    rest: tuple[float, float] = (0.2, 30.0)  # for W to rise, before a round and between two
     fetch: tuple[float, float] = (0.05, 10.0)  # until what others hold is asked for (again)
     linger: float = 30.0  # at the end, for those who have not got everything
 
@@ -44,3 +44,9 @@ class Settings:
     def slots(self) -> int:
         """Iterations from the global one on that are taken from each sender."""
         return self.room or self.stale_max + 2
+
+    def most_held(self, contributors: int) -> int:
+        """The most iterations' contributions that a node holds, own ones too, of so many contributors: those
+        from its W on for which there is room, and those below it that the slowest member may still lack; as
+        long as a newcomer has no state, those since it was let in."""
+        return contributors * (self.slots + 4 * self.stale_max + 4)

@@ -121,7 +121,7 @@ class Acceptor:
         self.promised = ballot
         return True
 
-    def accept(self, ballot: Ballot, following: View) -> bool:
+    def vote(self, ballot: Ballot, following: View) -> bool:
         """Whether it accepts."""
         if not self.promise(ballot):
             return False
@@ -242,7 +242,7 @@ class Change:
         if self._lacking(report, asked.next):
             return
         self._asked = None
-        if self._acceptor.accept(asked.ballot, asked.next):
+        if self._acceptor.vote(asked.ballot, asked.next):
             self._send(sender, Accepted, asked.ballot)
 
     def _learn(self, view: View) -> None:
@@ -336,7 +336,7 @@ class Change:
         self._ask_to_accept(proposal, following, self._voters - self._staying(following))
 
     def _ask_to_accept(self, proposal: _Proposal, following: View, nodes: set[int]) -> None:
-        if self._me in nodes and self._acceptor.accept(proposal.ballot, following):
+        if self._me in nodes and self._acceptor.vote(proposal.ballot, following):
             proposal.accepted.add(self._me)
         self._tell(nodes - {self._me}, Accept(view=self.view, ballot=proposal.ballot, next=following))
 

@@ -62,7 +62,7 @@ class Witness:
             return Promised(
                 founding=view.founding, view=view.number, ballot=ballot, accepted=self._acceptor.accepted
             )
-        if isinstance(message, Accept) and self._acceptor.accept(ballot, message.next):
+        if isinstance(message, Accept) and self._acceptor.vote(ballot, message.next):
             return Accepted(founding=view.founding, view=view.number, ballot=ballot)
         return Outbid(founding=view.founding, view=view.number, ballot=self._acceptor.promised)
 

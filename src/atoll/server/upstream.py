@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.events import LinkFigures
 from atoll.net.endpoint import Client, Endpoint, poll
 from atoll.net.keys import Keys
 from atoll.net.returning import ReturningLinks
@@ -25,7 +26,6 @@ from atoll.wire.messages import (
     AnyMessage,
     Committed,
     Hello,
-    LinkFigures,
     Mean,
     Missing,
     Parameters,

@@ -3,7 +3,8 @@
     with WorkerPool() as pool:
         losses = pool.run(train, "gpt", world=3)     # [train(place, "gpt") of ranks 0, 1, 2]
 
-Each job gets a `Place` whose store is fresh, so that jobs never see one another.
+Each job gets a `Place` whose store is fresh, so that jobs never see one another. Workers are forked from a
+process that has imported torch, once: where a job kills them, the next ones cost no import either.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.train.place import Place
+
+# For all processes of tests that need torch. There is one fork server a process, and who forks first says
+# what it imports; `torch._dynamo` is what the first optimizer imports, which takes as long as torch itself.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "atoll.server.main", "atoll.train.session"])
 
 LOOPBACK = "127.0.0.1"
 _END_SECONDS = 10.0  # for a process that was killed, or has closed its connection, to end
@@ -56,18 +62,18 @@ class JobFailedError(RunError):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
 
 
 class WorkerPool:
     """Starts workers as jobs need them. A job that passes its deadline, or kills a worker, ends all of
-    them, and the next job starts new ones.
+    them, and the next job starts new ones. Workers have the environment that this process had when the first
+    one of all was started.
     """
 
     def __init__(self, deadline: float = 120.0) -> None:
         self.deadline = deadline  # seconds that a job may take, unless it says otherwise
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None
         self._jobs = 0
@@ -134,8 +140,8 @@ class WorkerPool:
         if self._store is None:
             self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            ours, theirs = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))

@@ -34,7 +34,7 @@ from atoll.core.errors import DeadlineError
 LOOK_SECONDS = 0.02
 USAGE_SECONDS = 2.0  # between looks at what processes hold
 END_SECONDS = 10.0  # for processes that were killed to be gone
-WARM_SECONDS = 10.0  # of a process's life that do not count when leaks are looked for
+WARM_SECONDS = 10.0  # after a process has begun its work, which do not count when leaks are looked for
 _BYTES_SPARED, _BYTES_SHARE = 32 * 2**20, 0.2
 _HANDLES_SPARED = 4
 _LEAST_LOOKS = 12  # of a life that is judged: a quarter has a middle then
@@ -61,7 +61,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds at a time (monotonic): `age` is in seconds, `resident` in bytes."""
+    """What a process holds at a time (monotonic): `age` is in seconds since it was seen to have begun its
+    work, `resident` in bytes."""
 
     part: str
     pid: int
@@ -76,8 +77,11 @@ class Usage:
 class _Part:
     command: list[str]
     environment: dict[str, str]
+    begins: bytes  # what it says once it has begun its work; empty: it has from its start
     process: subprocess.Popen[bytes]
-    started: float
+    started: float  # monotonic
+    said_before: int  # bytes in its log before this life
+    began: float = -1.0  # when it was seen to have begun, monotonic; below 0: it was not
     wakes: float = 0.0  # when it goes on, monotonic; 0: it is not stopped
 
 
@@ -104,15 +108,23 @@ class Supervisor:
     ) -> None:
         self.close()
 
-    def add(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start a part; `environment` is added to this process's."""
+    def add(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        begins: str = "",
+    ) -> None:
+        """Start a part; `environment` is added to this process's. What it holds is looked at once it has said
+        `begins`: until then it imports, which takes long where cores are busy."""
         complete = {**os.environ, **(environment or {})}
-        process = self._start(name, list(command), complete)
-        self._parts[name] = _Part(list(command), complete, process, time.monotonic())
+        self._parts[name] = self._start(name, list(command), complete, begins.encode())
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, command: list[str], environment: dict[str, str], begins: bytes) -> _Part:
         with self._log(name).open("ab") as log:
-            return subprocess.Popen(
+            said_before = log.tell()
+            process = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -120,6 +132,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        return _Part(command, environment, begins, process, time.monotonic(), said_before)
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '-')}.log"
@@ -131,6 +144,14 @@ class Supervisor:
 
     def pid(self, name: str) -> int:
         return self._parts[name].process.pid
+
+    def state(self, name: str) -> str:
+        """A part in words, for who waits for it: whether it has begun its work, and what it said last."""
+        part = self._parts[name]
+        begun = (
+            "has begun" if part.began >= 0 else f"has not begun, {time.monotonic() - part.started:.0f} s old"
+        )
+        return f"{name} {begun}, and said last: {self._last_line(name)!r}"
 
     def kill(self, name: str) -> None:
         """SIGKILL; the next `tick` starts the part again."""
@@ -156,8 +177,7 @@ class Supervisor:
                 continue
             if status == -signal.SIGKILL or status in self.again:
                 self.restarts += status == -signal.SIGKILL
-                part.wakes = 0.0
-                part.process, part.started = self._start(name, part.command, part.environment), now
+                self._parts[name] = self._start(name, part.command, part.environment, part.begins)
                 continue
             self.finished.add(name)
             if status:
@@ -172,6 +192,10 @@ class Supervisor:
 
     def _look(self, now: float) -> None:
         for name, part in self._parts.items():
+            if part.began < 0 and self._has_begun(name, part):
+                part.began = now
+            if part.began < 0:
+                continue
             try:
                 process = psutil.Process(part.process.pid)
                 self.usage.append(
@@ -179,7 +203,7 @@ class Supervisor:
                         name,
                         part.process.pid,
                         now,
-                        now - part.started,
+                        now - part.began,
                         process.num_fds(),
                         process.num_threads(),
                         process.memory_info().rss,
@@ -187,6 +211,9 @@ class Supervisor:
                 )
             except psutil.Error:  # it has just ended
                 continue
+
+    def _has_begun(self, name: str, part: _Part) -> bool:
+        return part.begins in self._log(name).read_bytes()[part.said_before :]
 
     def wait_for(self, condition: Callable[[], object], what: str, deadline: float) -> None:
         """Tick until the condition holds; raises DeadlineError after `deadline` seconds."""
@@ -232,8 +259,7 @@ class Supervisor:
 
 def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) -> list[str]:
     """What grew, one line each: the middle of the last quarter of looks against that of the first, the first
-    ten seconds of each life left out, and those in which it has yet to import what it runs: it holds less
-    than half of the memory that it holds in the middle of its life.
+    ten seconds after each life has begun its work left out.
 
     Descriptors and threads are a process's own: each life is judged by itself, since the next one may have
     another task. What it comes to must also be more than the role's other lives have in their middle: a life
@@ -247,11 +273,7 @@ def leaks(usage: Sequence[Usage], *, spared: Mapping[str, int] | None = None) ->
     for look in usage:
         if look.age >= WARM_SECONDS:
             lives[look.part, look.pid].append(look)
-    for life, looks in lives.items():
-        imported = median(look.resident for look in looks) / 2
-        lives[life] = [look for look in looks if look.resident >= imported]
-    for look in sorted((look for looks in lives.values() for look in looks), key=lambda look: look.time):
-        roles[_role(look.part)].append(look)
+            roles[_role(look.part)].append(look)
     found = []
     for (part, pid), looks in sorted(lives.items()):
         if len(looks) < _LEAST_LOOKS:

@@ -443,7 +443,8 @@ class Session:
             self._read_logged()
 
     def expect(self, steps: int) -> None:
-        """Say how many steps the run will take in all, for the display's estimate of the time left."""
+        """Say how many steps the run will take in all, for the display's estimate of the time left. Once a
+        worker has made more, as one may who leases, it is not shown."""
         self._emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:

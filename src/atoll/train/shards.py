@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import DeadlineError, PeerLostError, RunError, UserError
+from atoll.core.events import LinkFigures
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
@@ -23,7 +24,6 @@ from atoll.wire.messages import (
     VERSION,
     AnyMessage,
     Hello,
-    LinkFigures,
     Missing,
     Ping,
     Refused,

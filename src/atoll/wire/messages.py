@@ -78,6 +78,7 @@ from atoll.wire.peers import (
     AskRound,
     EndRound,
     FetchParts,
+    JoinOver,
     NodeReport,
     RefuseRound,
 )
@@ -118,7 +119,7 @@ from atoll.wire.shards import (
     Staged,
     Standing,
 )
-from atoll.wire.tunnel import LinkFigures, LinkLost, LinkOpened, OpenLink
+from atoll.wire.tunnel import LinkLost, LinkOpened, OpenLink
 
 __all__ = [
     "HEADER_BYTES",
@@ -159,9 +160,9 @@ __all__ = [
     "InGroup",
     "InSync",
     "JoinGroup",
+    "JoinOver",
     "Lease",
     "Leased",
-    "LinkFigures",
     "LinkLost",
     "LinkMeasured",
     "LinkOpened",
@@ -240,7 +241,7 @@ AnyMessage: TypeAlias = Union[
     Duty, Serves, InSync, LostTouch, Standing, Begin, CopyPart, CopyChunk, Copy, Probe,
     ReadClock, ClockRead, OpenTcp, TcpOpened, OpenLtp, LtpOpened, Taken, FlowLost,
     OpenLink, LinkOpened, LinkLost,
-    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin,
+    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin, JoinOver,
     Prepare, Promised, Accept, Accepted, Outbid, ViewDecided,
 ]  # fmt: skip
 

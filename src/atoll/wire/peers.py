@@ -97,6 +97,22 @@ class AskJoin(Message, frozen=True):
     address: Name
 
 
+class JoinOver(Message, frozen=True):
+    """To one who asks to join: it was in a view already, by this token, and was removed. So it must ask anew,
+    by another."""
+
+    token: Name
+
+
 PeerMessage: TypeAlias = Union[
-    NodeReport, AskRound, AnswerRound, RefuseRound, EndRound, AbortRound, FetchParts, AskJoin, ViewMessage
+    NodeReport,
+    AskRound,
+    AnswerRound,
+    RefuseRound,
+    EndRound,
+    AbortRound,
+    FetchParts,
+    AskJoin,
+    JoinOver,
+    ViewMessage,
 ]

@@ -75,31 +75,6 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     entries: Annotated[list[Entry], Meta(max_length=WINDOW_MESSAGES)]
 
 
-class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A tunnel's session in figures: with whom, rates in bytes per second, times in seconds, counts since it
-    began. `sent`, `lost`, `retransmitted` are datagrams of this end; `repaired` blocks that the code gave
-    back here; `borne` and `filled` blocks of lossy payloads that were missing, either way. `bytes_in` and
-    `bytes_out` are of messages. `reason` is the rate's."""
-
-    peer: str
-    site: str
-    rate: float
-    estimate: float
-    rtt: float
-    min_rtt: float
-    loss: float
-    target: float
-    sent: int
-    lost: int
-    retransmitted: int
-    repaired: int
-    borne: int
-    filled: int
-    bytes_in: int
-    bytes_out: int
-    reason: str
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Batch] = msgspec.msgpack.Decoder(Batch)
 

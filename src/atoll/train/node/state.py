@@ -1,16 +1,18 @@
 """Parameters and an optimizer's state as one run of bytes: for a node that comes late, and for checkpoints.
 
     8 bytes      the head's length, little-endian
+    8 bytes      the sum (globals.py: sum_of_bits) of all that follows
     head         MessagePack: `Head`
     payloads     in the order of the head's parts, each at a multiple of 64 bytes from the beginning
 
 It goes between nodes, and between a worker and its CPU side. Nothing in it is unpickled, and every size is
-held against the layout before anything is copied.
+held against the layout before anything is copied. A byte that is not as it was packed is noticed.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +23,15 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
-from atoll.train.node.globals import GlobalParameters, digest_of, sum_of_bits
+from atoll.train.node.globals import GlobalParameters, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 from atoll.wire.messages import plain_hyperparameters
 
-_LENGTH = 8  # bytes
+# Nobody writes to what came in a message; torch cannot know.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+_LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,9 +42,9 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     chunk: Count
     values: bool
-    states: dict[Name, Name] = {}
-    numbers: dict[Name, Name] = {}
-    slots: list[dict[str, Any]] = []
+    states: dict[Name, Name]
+    numbers: dict[Name, Name]
+    slots: list[dict[str, Any]]
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +116,7 @@ def most_bytes(parameters: GlobalParameters) -> int:
         for chunk in optimizer.chunks
         for dtype in (optimizer.dtype(chunk), *optimizer.state_dtypes(chunk).values())
     ]
-    return _LENGTH + HEADER_BYTES + sum(nbytes + ALIGNMENT for nbytes in payloads)
+    return _BEGIN + HEADER_BYTES + sum(nbytes + ALIGNMENT for nbytes in payloads)
 
 
 def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
@@ -145,28 +150,22 @@ def _check(packed: Packed, parameters: GlobalParameters) -> None:
         kept = {key: _name(dtype) for key, dtype in optimizer.state_dtypes(part.chunk).items()}
         if any(kept.get(key) != dtype for key, dtype in part.states.items()):
             raise UserError(f"the state given of chunk {part.chunk} has {part.states}, where {kept} is kept")
-    if whole:
-        sums = {
-            part.chunk: sum_of_bits(values)
-            for part, (values, _) in zip(head.parts, packed.payloads, strict=True)
-            if values is not None
-        }
-        if digest_of(head.iteration, (sums[chunk] for chunk in parameters.chunks)) != head.digest:
-            raise UserError("the state given is damaged: the values are not those that its digest is of")
 
 
 def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     """Read what is packed of these chunks, by their ids; tensors lie in `raw` where its address allows it.
     Raises UserError, one line, for anything else."""
     length = int.from_bytes(raw[:_LENGTH], "little")
-    if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _LENGTH):
+    if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _BEGIN):
         raise UserError(f"the state given has {raw.nbytes} bytes, which are no packed state")
+    memory = torch.frombuffer(raw, dtype=torch.uint8)
+    if sum_of_bits(memory[_BEGIN:]) != raw[_LENGTH:_BEGIN]:
+        raise UserError(f"the state given, {raw.nbytes} bytes, is not as it was packed: damaged or cut short")
     try:
-        head = _decoder.decode(raw[_LENGTH : _LENGTH + length])
+        head = _decoder.decode(raw[_BEGIN : _BEGIN + length])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"the state given is no packed state: {str(error)[:200]}") from None
-    memory = torch.frombuffer(raw, dtype=torch.uint8)
-    end = _LENGTH + length
+    end = _BEGIN + length
     payloads: list[tuple[Tensor | None, dict[str, Tensor]]] = []
     for part in head.parts:
         chunk = _chunk_of(part, chunks)
@@ -189,7 +188,7 @@ def _chunk_of(part: Part, chunks: Mapping[int, Chunk]) -> Chunk:
     if part.chunk not in chunks:
         raise UserError(f"the state given has a chunk {part.chunk}, which this model has not")
     chunk = chunks[part.chunk]
-    if part.slots and len(part.slots) != len(chunk.slots):
+    if len(part.slots) != len(chunk.slots):
         raise UserError(
             f"the state given has {len(part.slots)} parameters in chunk {chunk.id}, which has "
             f"{len(chunk.slots)}"
@@ -242,7 +241,7 @@ def pack_optimizer(
             for own in held
         ]
         kept = {key: _name(flat.dtype) for key, flat in states.items()}
-        parts.append(Part(chunk=bound.chunk.id, values=False, states=kept, slots=slots))
+        parts.append(Part(chunk=bound.chunk.id, values=False, states=kept, numbers={}, slots=slots))
         payloads += states.values()
     head = Head(
         iteration=iteration,
@@ -282,8 +281,7 @@ def unpack_optimizer(
 
 def _pack(head: Head, payloads: Sequence[Tensor], fd: int) -> memoryview:
     encoded = msgspec.msgpack.encode(head)
-    begin = _LENGTH + len(encoded)
-    end = begin
+    end = begin = _BEGIN + len(encoded)
     for payload in payloads:
         end = _round_up(end) + payload.nbytes
     if fd >= 0:
@@ -291,12 +289,13 @@ def _pack(head: Head, payloads: Sequence[Tensor], fd: int) -> memoryview:
     memory = map_bytes(fd, end) if fd >= 0 else aligned(end)
     raw: memoryview = memory.numpy().data
     raw[:_LENGTH] = len(encoded).to_bytes(_LENGTH, "little")
-    raw[_LENGTH:begin] = encoded
+    raw[_BEGIN:begin] = encoded
     for payload in payloads:
         start = _round_up(begin)
         memory[begin:start].zero_()
         begin = start + payload.nbytes
         memory[start:begin].copy_(payload.view(torch.uint8))
+    raw[_LENGTH:_BEGIN] = sum_of_bits(memory[_BEGIN:])
     return raw
 
 
