@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_nodes import DEADLINE, FakeNode, FakeRun, plain
+from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
 from atoll.core.errors import RunError, UserError
+from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.train.node.start import CpuSide
 from atoll.wire import device as d
@@ -178,19 +179,41 @@ def test_who_stood_still_comes_back() -> None:
 def test_a_node_comes_late() -> None:
     with FakeRun(2, stale_max=1) as run:
         run.train(5)
-        late = FakeNode(2, stale_max=1)
-        run.nodes.append(late)
-        late.introduce(run.places, late=True)
-        late.set_up()
-        end = time.monotonic() + DEADLINE
-        while late.ready is None:
-            assert time.monotonic() < end, late.told[-3:]
-            for each in run.nodes[:2]:
-                each.advance(each.iteration + 1)
-            late.pump()
-        run.train(max(each.iteration for each in run.nodes) + 6)
-        for chunk, flat in late.parameters.items():
-            assert torch.equal(flat, run.nodes[0].parameters[chunk])
+        run.introduce_late(FakeNode(2, stale_max=1))
+        run.train_until_all_are_in()
+        run.train(run.furthest + 6)
+        run.assert_equal()
+
+
+QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        point if point in QUICK else pytest.param(point, marks=pytest.mark.soak)
+        for point in sorted(POINTS)
+        if point.startswith("node.")
+    ],
+)
+def test_a_node_is_killed_anywhere_and_comes_back(point: str) -> None:
+    """The others go on, it comes back as another process, and all have the same bits each time."""
+    kill = Kill(point, 4)
+    victim = {"node.gives": 0, "node.took": 3}.get(point, 2)
+    with FakeRun(3, stale_max=1, kills={victim: kill}) as run:
+        run.train(4)
+        if point in ("node.gives", "node.took", "node.view", "node.vote"):  # as somebody comes in
+            run.introduce_late(FakeNode(3, stale_max=1, kill=kill if victim == 3 else None))
+        # A round is started while one is waited for.
+        makers = [each for each in run.nodes if each.node != 1] if point == "node.round" else None
+        run.train_until_killed(next(each for each in run.nodes if each.node == victim), makers)
+        run.train_until_all_are_in()
+        run.train(run.furthest + 4)
+        run.assert_equal()
+        run.introduce_late(FakeNode(victim, stale_max=1, incarnation=1))
+        run.train_until_all_are_in()
+        run.train(run.furthest + 4)
+        run.assert_equal()
 
 
 def ends_with(node: FakeNode) -> str:
