@@ -1,5 +1,5 @@
-"""Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, comes
-twice or out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
+"""Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, twice or
+out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ def test_what_the_properties_are_about_does_happen() -> None:
 def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> None:
     for stale_max in (0, 4):
         world = World(Schedule(1, 4, stale_max, iterations=40))
-        world.settings = world.settings
         world.run()
         assert world.counts["round started"] <= 2, world.counts
         assert not world.counts["suspected"], world.counts

@@ -117,6 +117,7 @@ class Node:
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
+        self._withheld: dict[Life, list[Key]] = {}  # of its own, for which a member has no room yet
         self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
@@ -241,7 +242,28 @@ class Node:
         self._ledger(key).hold(key)
         self._moved = True
         for life in self._others():
-            self._out.append(SendPart(life.node, key))
+            if key.stream == "iterations" and key.number >= self._applied_by(life) + self.settings.slots:
+                self._withheld.setdefault(life, []).append(key)
+            else:
+                self._out.append(SendPart(life.node, key))
+
+    def _applied_by(self, life: Life) -> int:
+        """At least so many iterations another member has applied: it has said so, or has made what takes
+        them."""
+        made, told = self._iterations.prefix[life], self._iterations.floors[life]
+        has_made = made > self._iterations.firsts[life]
+        return max(told, made - 1 - self.settings.stale_max) if has_made else told
+
+    def _release(self) -> None:
+        """Send what there was no room for at the receiver, where there is now."""
+        for life, keys in list(self._withheld.items()):
+            room = self._applied_by(life) + self.settings.slots
+            while keys and keys[0].number < room:
+                key = keys.pop(0)
+                if self._iterations.acks[life].get(self.life, 0) <= key.number:
+                    self._out.append(SendPart(life.node, key))
+            if not keys:
+                del self._withheld[life]
 
     # -- the network --------------------------------------------------------------------------------------
 
@@ -416,6 +438,7 @@ class Node:
         if self.is_member:
             self._apply()
             self._meet()
+            self._release()
             self._drop()
             self._grant()
             self._poll_round(now)
@@ -484,10 +507,7 @@ class Node:
             if member.life != self.life:
                 told = ledger.floors[member.life]
                 if ledger is self._iterations:
-                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
-                    floors.append(
-                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
-                    )
+                    floors.append(self._applied_by(member.life))
                 else:
                     is_new = told == 0 and bool(member.token)
                     floors.append(self._begun(member.life) if is_new else told)
@@ -779,6 +799,7 @@ class Node:
         self.rounds.stop()
         self.rounds.clear(None)
         self._watch.install(now, self._others())
+        self._withheld = {life: keys for life, keys in self._withheld.items() if life in self._others()}
         self._known_tokens |= {member.token for member in view.members if member.token}
         self._joiners = {
             n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
