@@ -19,9 +19,9 @@ train: $(READY)
 	$(BIN)/atoll run --workers 4 --strategy ps-hra --set groups.count=2 --set sync.consistency=asp \
 		examples/gpt.py --windows 16000
 
-# Two at a time, a file of tests each: half of the time goes to waiting for others.
+# Two at a time: half of the time goes to waiting for others. Who is done first takes half of what the other has left.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What must be survived is survived over both transports.
 soak: $(READY)
@@ -34,10 +34,14 @@ bench: $(READY)
 			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
 			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
-			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py; do \
+			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py \
+			benchmarks/peers.py benchmarks/peers_rivals.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
-	@echo "== benchmarks/staleness.py --strategy ps-hra"; $(BIN)/python benchmarks/staleness.py --strategy ps-hra
+	@for strategy in ps-hra peers; do \
+		echo "== benchmarks/staleness.py --strategy $$strategy"; \
+		$(BIN)/python benchmarks/staleness.py --strategy $$strategy || exit 1; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -131,10 +131,11 @@ def pairs_of_group(pairs: int, quick: bool) -> int:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
-    """Within it a session keeps records, as a worker of `atoll run` does; they are removed afterwards."""
+def recorded() -> Iterator[Path]:
+    """Within it a session keeps records there, as a worker of `atoll run` does; they are removed
+    afterwards."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: folder}):
-        yield
+        yield Path(folder)
 
 
 def torchrun(script: str, workers: int, *arguments: str) -> None:

@@ -27,12 +27,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import atoll
-from atoll.core.config import Config, Run, Sync
+from atoll.core.config import SERVED, Config, Run, Sync
+from atoll.core.events import StepDone
 from atoll.hub.planner import GroupingSettings
+from atoll.observe.journal import JournalReader
+from atoll.observe.rundir import RunDirectory
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.place import Place
-from common import MIB, options, output_folder, write_results
+from common import MIB, options, output_folder, recorded, write_results
 from stragglers_worker import Emulated
 from workloads import digits_network, gpt, gpt_adamw
 
@@ -148,13 +151,14 @@ def train(
     pace = 1.0  # the steps of an even share to its own
     if computing:
         it.model = Emulated(it.model, computing[place.rank])
+    if computing and config.run.strategy in SERVED:
         pace = computing[place.rank] * sum(1 / seconds for seconds in computing) / WORKERS
     with (
+        recorded() as records,
         served_worker(address, place.rank),
         atoll.join(config) as session,
     ):
         session.prepare(it.model, it.optimizer)
-        assert session._service is not None
         loader = DataLoader(it.training, it.batch, sampler=session.sampler(it.training, seed=seed))
         steps = it.epochs * len(loader)
         scheduler = LambdaLR(it.optimizer, lambda step: it.rate(int(step * pace), step * pace / steps))
@@ -172,20 +176,30 @@ def train(
                 contributors.append(contributor_of(session))
                 speaks = session._group_ring is None or session.group.rank == 0
                 it.optimizer.step()
-                if speaks:
+                if speaks and session._service is not None:
                     staleness.append(session._service.staleness)
                 it.optimizer.zero_grad()
                 scheduler.step()
         session.barrier()
         if isinstance(it.model, Emulated):
             it.model = it.model.module
-        return Outcome(
-            held_out=it.held_out(it.model),
-            samples=samples,
-            steps=len(contributors),
-            staleness=staleness,
-            contributors=contributors,
-        )
+        held_out = it.held_out(it.model)
+        if session._service is None:
+            staleness = [float(step.staleness) for step in steps_of(records)]
+    return Outcome(
+        held_out=held_out,
+        samples=samples,
+        steps=len(contributors),
+        staleness=staleness,
+        contributors=contributors,
+    )
+
+
+def steps_of(records: Path) -> list[StepDone]:
+    """What the one worker with a journal there has told of its steps."""
+    journals = RunDirectory(records).journals().values()
+    events = [event for journal in journals for event in JournalReader(journal).read()]
+    return [event for event in events if isinstance(event, StepDone)]
 
 
 def contributor_of(session: atoll.Session) -> int:
@@ -244,7 +258,8 @@ def run_once(
 ) -> list[Outcome]:
     """One training; what each worker saw of it. `computing` as `train` has it, `grouping` as the hub."""
     # The hub prints each of its decisions.
-    with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS, grouping=grouping) as served:
+    shards = 1 if config.run.strategy in SERVED else 0
+    with contextlib.redirect_stdout(io.StringIO()), ServedRun(WORKERS, shards, grouping=grouping) as served:
         arguments = (served.address, task, config, seed, quick, computing)
         outcomes: list[Outcome] = pool.run(train, *arguments, world=WORKERS, deadline=DEADLINE)
     if served.failures:

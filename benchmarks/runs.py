@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,10 +57,28 @@ def read_records(folder: Path, kind: type[T], workers: int) -> list[T]:
     ]
 
 
-def rate_of(rank: int, steps: Sequence[float], samples: int, begin: float, end: float) -> float:
-    """Samples per second of a worker, whose steps of so many ended at these times, between the first and the
-    last of them in the window, which ends with neither."""
-    inside = [when for when in steps if begin <= when <= end]
+def rate_of(
+    rank: int, steps: Sequence[float], samples: int | Sequence[int], begin: float, end: float
+) -> float:
+    """Samples per second of a worker, whose steps of so many (each, or of all alike) ended at these times,
+    between the first and the last of them in the window, which ends with neither."""
+    inside = [number for number, when in enumerate(steps) if begin <= when <= end]
     if len(inside) < 2:
         raise SystemExit(f"worker {rank} made {len(inside)} steps in {end - begin:.1f} s of steady state")
-    return samples * (len(inside) - 1) / (inside[-1] - inside[0])
+    each = [samples] * len(steps) if isinstance(samples, int) else samples
+    made = sum(each[number] for number in inside[1:])
+    return made / (steps[inside[-1]] - steps[inside[0]])
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """The ratios of the rounds, in numbers."""
+    return {"median": median(ratios), "least": min(ratios), "most": max(ratios), "rounds": len(ratios)}
+
+
+def time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """When a held-out loss of at most `loss` is first reached, and the mean of the rest is no worse."""
+    for place, (when, reached) in enumerate(curve):
+        rest = [value for _, value in curve[place:]]
+        if reached <= loss and sum(rest) / len(rest) <= loss:
+            return when
+    return None

@@ -1,6 +1,6 @@
 """What a model learns from stale contributions: asynchronously, with some workers far slower than others.
 
-    python benchmarks/staleness.py [--quick] [--strategy server|ps-hra] [--seeds 3] [--cases bsp,plain,...]
+    python benchmarks/staleness.py [--quick] [--strategy server|ps-hra|peers] [--seeds 3] [--cases plain,...]
 
 Four workers train the small GPT of `benchmarks/consistency.py`; what each computes is emulated, by sleeping.
 Under `server` one is five times as slow as the others, so that its contributions come about four global
@@ -9,6 +9,10 @@ another; a contribution is a group's, and the slow group's come up to about four
 Beside the synchronous run: contributions as `sync.staleness` scales them or does not ("plain"), with delay
 compensation, and with exchanges in flight while the next step computes; under `ps-hra` also the plain
 asynchronous run of the same workers without groups. All see equally many samples.
+
+Under `peers` one node is three times as slow as the others, who are ahead of it by `sync.stale_max` then: 0,
+1, 4 and 16, with the contributions that are on their way in their parameters ("all", the default), and at 4
+with their own alone, and with none. The synchronous run is a ring.
 """
 
 from __future__ import annotations
@@ -30,9 +34,13 @@ from common import options, output_folder, write_results
 from consistency import BSP, DEADLINE, SEEDS, WITHIN, Outcome, final, run_once
 
 TASK = "GPT, 0.1M parameters"
-SERVER, GROUPED = "server", "ps-hra"
+SERVER, GROUPED, PEERS = "server", "ps-hra", "peers"
 # For how long each worker computes a batch, in seconds. Who is slow is to be found.
-COMPUTING = {SERVER: (0.04, 0.04, 0.04, 0.2), GROUPED: (0.04, 0.22, 0.04, 0.22)}
+COMPUTING = {
+    SERVER: (0.04, 0.04, 0.04, 0.2),
+    GROUPED: (0.04, 0.22, 0.04, 0.22),
+    PEERS: (0.04, 0.04, 0.04, 0.12),
+}
 GROUPS = 2
 LEAST_GROUPED = 0.9  # of the steps, that are made in groups; before are the probe and the move
 COMPENSATION = 1000.0  # some times the predictions in a batch, which are 4 windows of 64 bytes
@@ -49,8 +57,27 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline and compensated": {"consistency": "asp", "pipeline": 1, "compensation": COMPENSATION},
 }
 UNGROUPED = ("bsp", "plain without groups")
+OF_PEERS: dict[str, dict[str, Any]] = {
+    "bsp": {},
+    **{f"stale_max {most}": {"stale_max": most} for most in (0, 1, 4, 16)},
+    **{
+        f"stale_max 4, overlay {overlay}": {"stale_max": 4, "overlay": overlay} for overlay in ("own", "none")
+    },
+}
 # Shown, whatever they come to.
-WITHOUT_TARGET = (*UNGROUPED, "plain", "pipeline", "pipeline and compensated")
+WITHOUT_TARGET = (
+    *UNGROUPED,
+    *("plain", "pipeline", "pipeline and compensated"),
+    *("stale_max 4, overlay own", "stale_max 4, overlay none"),
+)
+
+
+def cases_of(strategy: str) -> dict[str, dict[str, Any]]:
+    """What each of the strategy's cases sets of `sync`."""
+    if strategy == PEERS:
+        return OF_PEERS
+    # Where there are no groups, "plain" is without them.
+    return {name: sync for name, sync in CASES.items() if strategy == GROUPED or "without" not in name}
 
 
 @dataclass(frozen=True)
@@ -100,13 +127,19 @@ class StaleCase:
 
 
 def run_case(
-    pool: WorkerPool, name: str, strategy: Any, computing: Sequence[float], seeds: Sequence[int], quick: bool
+    pool: WorkerPool,
+    strategy: str,
+    sync: dict[str, Any],
+    computing: Sequence[float],
+    seeds: Sequence[int],
+    quick: bool,
 ) -> tuple[list[list[Outcome]], float]:
     """The outcomes by seed and worker, and the seconds that it took."""
     groups, grouping = Groups(), None
     if strategy == GROUPED:
         groups, grouping = Groups(count=GROUPS), GroupingSettings(count=GROUPS)
-    config = Config(run=Run(strategy=strategy), sync=Sync(timeout="60s", **CASES[name]), groups=groups)
+    run: Any = strategy
+    config = Config(run=Run(strategy=run), sync=Sync(timeout="60s", **sync), groups=groups)
     start = time.monotonic()
     runs = [run_once(pool, TASK, config, seed, quick, computing, grouping) for seed in seeds]
     return runs, time.monotonic() - start
@@ -128,7 +161,7 @@ def part_in_groups(run: Sequence[Outcome]) -> float:
 
 def stalest_of(run: Sequence[Outcome], groups: Sequence[Sequence[int]]) -> list[float]:
     """The contributions of the group, or the worker, whose are the stalest on average."""
-    each = [[stale for rank in group for stale in run[rank].staleness] for group in groups]
+    each = [[stale for rank in group for stale in run[rank].staleness] or [0.0] for group in groups]
     return max(each, key=lambda contributions: float(np.mean(contributions)))
 
 
@@ -152,6 +185,7 @@ def check_groups(
 def case_of(
     name: str,
     strategy: str,
+    sync: dict[str, Any],
     computing: Sequence[float],
     runs: list[list[Outcome]],
     seconds: float,
@@ -163,13 +197,13 @@ def case_of(
         raise SystemExit(f"{name}: {samples} samples, another number than under bsp")
     outcomes = [outcome for run in runs for outcome in run]
     steps, groups = [outcome.steps for outcome in outcomes], [groups_of(run) for run in runs]
-    stale = [each for outcome in outcomes for each in outcome.staleness]
+    stale = [each for outcome in outcomes for each in outcome.staleness] or [0.0]
     slowest = [each for run, own in zip(runs, groups, strict=True) for each in stalest_of(run, own)]
     return StaleCase(
         name=name,
         strategy=strategy,
         computing=list(computing),
-        sync=CASES[name],
+        sync=sync,
         held_out=losses,
         samples=samples,
         steps=[min(steps), max(steps)],
@@ -201,7 +235,7 @@ def draw(cases: Sequence[StaleCase], strategy: str, path: Path) -> None:
         axes.vlines(100 * case.off, row - 0.25, row + 0.25, color="#2b6ca3", linewidth=3, zorder=3)
     axes.axvline(0, color="black", linewidth=1)
     axes.axvline(100 * WITHIN, color="#c23b22", linewidth=1.5)
-    slow = {SERVER: "the slowest worker's", GROUPED: "the slow group's"}
+    slow = {SERVER: "the slowest worker's", GROUPED: "the slow group's", PEERS: "the stalest node's"}
     labels = [f"{c.name}\n{slow[c.strategy]} staleness {c.slowest:.1f}" for c in reversed(shown)]
     axes.set_yticks(range(len(shown)), labels)
     axes.set_ylim(-0.6, len(shown) - 0.4)
@@ -213,35 +247,31 @@ def draw(cases: Sequence[StaleCase], strategy: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _is_double(name: str, strategy: str) -> bool:
-    """Whether the case is another one's without groups, where there are none."""
-    return name == "plain without groups" and strategy == SERVER
-
-
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--strategy", choices=list(COMPUTING), default=SERVER)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many, from 0")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of: {', '.join(CASES)}; bsp always runs")
+    parser.add_argument("--cases", help="some, with commas between (default: all); bsp always runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    asked = args.cases.split(",")
-    wanted = [
-        name for name in CASES if name == BSP or (name in asked and not _is_double(name, args.strategy))
-    ]
+    known = cases_of(args.strategy)
+    asked = args.cases.split(",") if args.cases else list(known)
+    if unknown := [name for name in asked if name not in known]:
+        parser.error(f"{', '.join(unknown)}: no case of {args.strategy}; there are {', '.join(known)}")
+    synchronous = "ring" if args.strategy == PEERS else SERVER
     seeds = range(1 if args.quick else args.seeds)
     cases: list[StaleCase] = []
     reference: list[list[Outcome]] = []
     with WorkerPool(DEADLINE) as pool:
-        for name in wanted:
-            strategy = SERVER if name in UNGROUPED else args.strategy
+        for name in [name for name in known if name == BSP or name in asked]:
+            strategy = synchronous if name in UNGROUPED else args.strategy
             # Synchronous workers would wait for the slow ones, and learn the same.
             computing = COMPUTING[args.strategy] if name != BSP else ()
-            runs, seconds = run_case(pool, name, strategy, computing, seeds, args.quick)
+            runs, seconds = run_case(pool, strategy, known[name], computing, seeds, args.quick)
             if strategy == GROUPED:
                 check_groups(name, computing, runs, args.quick)
             reference = reference or runs
-            cases.append(case_of(name, strategy, computing, runs, seconds, reference))
+            cases.append(case_of(name, strategy, known[name], computing, runs, seconds, reference))
             print(cases[-1].line(), flush=True)
     folder = output_folder(args)
     results = "staleness" if args.strategy == SERVER else f"staleness-{args.strategy}"

@@ -34,7 +34,7 @@ from atoll.core.events import Regrouped
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from common import options, output_folder, write_results
-from runs import rate_of, read_records, run_to_end
+from runs import rate_of, read_records, run_to_end, spread, time_to
 from stragglers_worker import BATCH, Plan, Record
 
 WORKER = Path(__file__).with_name("stragglers_worker.py")
@@ -182,15 +182,6 @@ def outcome(
     )
 
 
-def time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """When a held-out loss of at most `loss` is first reached, and the mean of the rest is no worse."""
-    for place, (when, reached) in enumerate(curve):
-        rest = [value for _, value in curve[place:]]
-        if reached <= loss and sum(rest) / len(rest) <= loss:
-            return when
-    return None
-
-
 # -- the cases ---------------------------------------------------------------------------------------------
 
 
@@ -206,7 +197,7 @@ def case(setting: Setting, name: str, own: list[Outcome], rival: list[Outcome]) 
         "computing": setting.computing,
         "samples_per_second": median(each.samples_per_second for each in own),
         "rival_samples_per_second": median(each.samples_per_second for each in rival),
-        "ratio": _spread(speeds),
+        "ratio": spread(speeds),
         "most": setting.ideal(name) / setting.ideal(DDP),
         "target": target,
         "met": None if target is None else median(speeds) >= target,
@@ -234,15 +225,11 @@ def _to_loss(own: list[Outcome], rival: list[Outcome]) -> dict[str, Any]:
         "held_out": [mine.held_out[-1][1] for mine in own],
         "rival_seconds": median(other.seconds for other in rival),
         "parts": parts,
-        "part": _spread(there) if there else None,
+        "part": spread(there) if there else None,
         "not_reached": len(parts) - len(there),
         "target": TIME_TARGET,
         "met": whole and median(there) <= TIME_TARGET,
     }
-
-
-def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    return {"median": median(ratios), "least": min(ratios), "most": max(ratios), "rounds": len(ratios)}
 
 
 def _rounded(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

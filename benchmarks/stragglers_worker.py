@@ -47,6 +47,11 @@ class Plan:
     seed: int
     held_out: bool  # whether the loss is of interest
 
+    @property
+    def looks(self) -> float:
+        """Seconds between two copies of the parameters."""
+        return max(LEAST_BETWEEN, self.seconds / SNAPSHOTS)
+
 
 class Emulated(nn.Module):
     """`module`, taking `seconds` for forward and backward in all, by sleeping in forward.
@@ -58,14 +63,14 @@ class Emulated(nn.Module):
     def __init__(self, module: nn.Module, seconds: float) -> None:
         super().__init__()
         self.module = module
-        self._seconds = seconds
+        self.seconds = seconds
         self._backward: list[float] = [0.0]
 
     def forward(self, tokens: Tensor) -> Tensor:
         begin = time.perf_counter()
         out: Tensor = self.module(tokens)
         backward = sorted(self._backward[-9:])[len(self._backward[-9:]) // 2]
-        time.sleep(max(0.0, begin + self._seconds - backward - time.perf_counter()))
+        time.sleep(max(0.0, begin + self.seconds - backward - time.perf_counter()))
         return out
 
     def backward(self, loss: Tensor) -> None:
@@ -87,8 +92,8 @@ class Record:
 class Snapshots:
     """Copies of a model's parameters now and then, and what they are worth afterwards."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._model, self._every = model, max(LEAST_BETWEEN, plan.seconds / SNAPSHOTS)
+    def __init__(self, model: nn.Module, every: float) -> None:
+        self._model, self._every = model, every
         self._kept: list[tuple[float, dict[str, Tensor]]] = []
 
     def take(self, now: float, last: bool = False) -> None:
@@ -150,7 +155,7 @@ def under_ddp(plan: Plan, record: Record) -> None:
     wrapped = DistributedDataParallel(model)
     sampler: Any = DistributedSampler(training, world, rank, seed=plan.seed, drop_last=True)
     batches = DataLoader(training, BATCH, sampler=sampler, drop_last=True)
-    snapshots = Snapshots(inner, plan) if plan.held_out and rank == 0 else None
+    snapshots = Snapshots(inner, plan.looks) if plan.held_out and rank == 0 else None
     loop(
         record, model, wrapped, gpt_adamw(wrapped, lr=3e-3, betas=(0.9, 0.95)), batches,
         lambda: nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0),
@@ -169,7 +174,7 @@ def under_atoll(plan: Plan, record: Record) -> None:
         optimizer = gpt_adamw(model, lr=3e-3, betas=(0.9, 0.95))
         session.prepare(model, optimizer)
         batches = DataLoader(training, BATCH, sampler=session.sampler(training, seed=plan.seed))
-        snapshots = Snapshots(inner, plan) if plan.held_out else None
+        snapshots = Snapshots(inner, plan.looks) if plan.held_out else None
         begin = time.time()
         loop(
             record, model, model, optimizer, batches, lambda: session.clip_grad_norm_(1.0),

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import MIB, RESULTS, ROOT, milliseconds
@@ -297,6 +298,74 @@ def _way_row(case: Record) -> list[str]:
     return [case["name"], f"{case['samples_per_second']:.1f}", *ratio, shown, VERDICTS[case["met"]]]
 
 
+def peers(record: Record) -> str:
+    """Samples/s of each part's contestants, the device's time, and what DistributedDataParallel hid."""
+    heads = [
+        "what",
+        "contestant",
+        "samples/s",
+        "of no synchronisation",
+        "least to most",
+        "of DDP",
+        "exchange",
+    ]
+    heads += ["waiting", "staleness", "most", "target"]
+    speeds = table(heads, map(_peers_row, record["cases"]))
+    heads = [
+        "what",
+        "link",
+        "a step's mean",
+        "full exchange",
+        "all-reduce",
+        "DDP's bare step",
+        "hidden by DDP",
+    ]
+    exchanges = [_exchange_row(case) for case in record["cases"] if "hidden" in case]
+    return f"{speeds}\n\n{table(heads, exchanges)}"
+
+
+def _peers_row(case: Record) -> list[str]:
+    last = case["each"][-1]
+    own = [case["about"], case["contestant"], f"{case['samples_per_second']:.1f}"]
+    of_alone, of_ddp = case["of_alone"], case["of_ddp"]
+    ratios = ["", ""]
+    if of_alone:
+        ratios = [f"{of_alone['median']:.3f}", f"{of_alone['least']:.3f} to {of_alone['most']:.3f}"]
+    device = ["", "", "", ""]
+    if stale := last["staleness"]:
+        device = [f"{last['exchange_share']:.2%}", f"{last['waiting_share']:.1%}", f"{stale['mean']:.2f}"]
+        device.append(str(stale["most"]))
+    missed = [name for name, verdict in case.get("verdicts", {}).items() if not verdict["met"]]
+    verdict = f"missed: {', '.join(missed)}" if missed else VERDICTS[case.get("met")]
+    return [*own, *ratios, f"{of_ddp['median']:.2f}" if of_ddp else "", *device, verdict]
+
+
+def _exchange_row(case: Record) -> list[str]:
+    link, it = case["link"], case["exchanges"]
+    times = [case["computing"]["mean"], it["full"], it["all-reduce"], it["bare step"]]
+    own = [case["about"], f"{link['rate']}, {link['delay']}", *map(milliseconds, times)]
+    return [*own, f"{case['hidden']['median']:.0%}"]
+
+
+def peers_rivals(record: Record) -> str:
+    heads = ["peers", "system", "to the loss", "peers' time to it", "a step", "last loss, median", "runs"]
+    return table(heads, map(_rival_row, record["cases"]))
+
+
+def _rival_row(case: Record) -> list[str]:
+    own, runs = [case["setting"], case["system"]], str(len(case["held_out"]))
+    if case["failed"]:
+        runs += f"; {len(case['failed'])} failed: {case['failed'][0]}"
+    if case["seconds_step"] is None:
+        return [*own, "", "", "", "", runs]
+    to = f"{case['seconds']:.1f} s" if case["seconds"] is not None else "never"
+    if case["not_reached"]:
+        to += f" ({case['not_reached']} not)"
+    ratio = f"{case['peers_ratio']['median']:.2f}" if case["peers_ratio"] else ""
+    last = f"{median(case['held_out']):.4f}"
+    return [*own, to, ratio, milliseconds(case["seconds_step"]), last, runs]
+
+
 def udp(record: Record) -> str:
     """Flat out, then at 1 Gb/s."""
     heads = [
@@ -428,6 +497,7 @@ def tables(folder: Path) -> dict[str, str]:
         "consistency": consistency,
         "staleness": staleness,
         "staleness-ps-hra": grouped_staleness,
+        "staleness-peers": staleness,
         "lab": lab,
         "survival": survival,
         "readiness": readiness,
@@ -441,6 +511,8 @@ def tables(folder: Path) -> dict[str, str]:
         "fairness": fairness,
         "tunnel": tunnel,
         "wan": wan,
+        "peers": peers,
+        "peers_rivals": peers_rivals,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -1,5 +1,5 @@
-"""Nodes without a server, at sync.stale_max = 0: each step equals plain PyTorch in one process, as with a ring,
-and nodes have the same bits.
+"""Nodes without a server, at sync.stale_max = 0: each step equals plain PyTorch in one process, as with a
+ring, and nodes have the same bits.
 
 Each case starts the nodes' CPU sides, which import torch: some models and options in few cases.
 """

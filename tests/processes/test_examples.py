@@ -41,7 +41,9 @@ def number_before(words: str, text: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [PYTHON, pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["alone", "torchrun"]
+)
 def test_digits_learns(tmp_path: Path, launcher: list[str]) -> None:
     said = start(launcher, tmp_path, "digits.py", "--epochs", "6")
     found = re.search(r"test accuracy ([0-9.]+)%", said)
@@ -50,13 +52,18 @@ def test_digits_learns(tmp_path: Path, launcher: list[str]) -> None:
 
 
 def test_gpt_goes_on_from_its_checkpoint_at_another_number_of_workers(tmp_path: Path) -> None:
+    """Under torchrun, which is no launcher of Atoll's, it keeps the same records."""
     first = start(PYTHON, tmp_path, "gpt.py", *TINY, "--steps", "3", "--save", "kept")
     assert "checkpoint is in kept" in first
+    (tmp_path / "atoll.toml").write_text('[run]\ndirectory = "run"\n')
     said = start(TORCHRUN, tmp_path, "gpt.py", *TINY, "--steps", "5", "--resume", "kept")
     assert 0 < number_before("this model", said) < 8.5  # a byte has 8 bits
     assert number_before("xz (preset 9e) going on", said) < number_before("xz (preset 9e) on", said)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["workers"], summary["samples"]) == (2, 2, 16.0)
 
 
+@pytest.mark.soak
 def test_gpt_under_atoll_run_ends_when_its_minutes_are_over(tmp_path: Path) -> None:
     said = start(ATOLL_RUN, tmp_path, "gpt.py", *TINY, "--minutes", "0.05")
     (run,) = (tmp_path / "runs").iterdir()

@@ -1,8 +1,9 @@
-"""`atoll link serve` and `atoll link test`, as processes: what they print, and each mistake's one line."""
+"""`atoll link serve` and `atoll link test`, as processes: what they print; and each mistake's one line."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -16,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from atoll.cli.app import main
 from atoll.core.errors import PeerLostError, UserError
 from atoll.ltp.events import Delivered
 from atoll.ltp.order import Extent
@@ -50,10 +53,26 @@ def run(*arguments: str, code: str = "") -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def mistake(*arguments: str, code: str = "", status: int = 2) -> str:
-    """The one line of a command that ends with this status."""
-    ended, out, err = run(*arguments, code=code)
-    assert (ended, out) == (status, ""), (ended, out, err)
+def run_here(*arguments: str) -> tuple[int, str, str]:
+    """The same in this process, for a command that ends at once."""
+    out, err = io.StringIO(), io.StringIO()
+    status: Any = 0
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["atoll", "link", *arguments]),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def mistake(*arguments: str, code: str = "") -> str:
+    """The one line of a command that ends with status 2."""
+    ended, out, err = run(*arguments, code=code) if code else run_here(*arguments)
+    assert (ended, out) == (2, ""), (ended, out, err)
     assert err.startswith("atoll: "), err
     assert err.count("\n") == 1, err
     return err.removeprefix("atoll: ").rstrip("\n")
@@ -166,7 +185,7 @@ def test_several_clients_are_served_at_once(server: Served, keys: tuple[Path, Pa
 
 
 def test_ctrl_c_ends_a_test_and_the_server_goes_on(server: Served, keys: tuple[Path, Path]) -> None:
-    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e8")
+    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e7")
     process = subprocess.Popen(
         command(*asked, "--count", "10000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -376,7 +395,7 @@ def test_what_was_measured_before_the_server_died_is_printed() -> None:
 
 
 def test_a_transfer_that_is_late_stops_its_transport(server: Served, keys: tuple[Path, Path]) -> None:
-    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "5e8")
+    asked = ("test", server.address, "--key-file", str(keys[0]), "--transport", "tcp", "--bytes", "1e8")
     status, out, err = run(*asked, "--deadline", "1ms")
     assert (status, err) == (1, "")
     assert "tcp: a transfer was not usable within 0.001 s (--deadline); no more were made" in out

@@ -47,7 +47,7 @@ class Some:
         places = [NodeAt(each.node, each.incarnation, each.address) for each in self.networks]
         for network in self.networks:
             for place in places:
-                network.connect(place)
+                network.link_to(place)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + DEADLINE
@@ -114,7 +114,7 @@ def test_a_connection_that_broke_comes_up_again(some: Some) -> None:
     some.networks.pop(), some.got.pop(), some.met.pop(), some.told.pop()
     some.until(lambda: not one.is_up(1), "the loss is noticed")
     some.add(1, 1, listen=address)  # the node comes back, as another incarnation, where it was
-    some.networks[1].connect(NodeAt(0, 0, one.address))
+    some.networks[1].link_to(NodeAt(0, 0, one.address))
     some.until(lambda: one.is_up(1) and some.networks[1].is_up(0), "connections")
     assert [each.node.incarnation for each in some.met[0] if not each.up] == [0, 1]
     assert len([each for each in some.met[0] if each.up]) > before
@@ -126,7 +126,7 @@ def test_who_comes_back_elsewhere_is_found_there(some: Some) -> None:
     some.introduce()
     some.until(some.all_up, "connections")
     anew = some.add(1, 1)
-    anew.connect(NodeAt(0, 0, one.address))
+    anew.link_to(NodeAt(0, 0, one.address))
     some.until(lambda: one.is_up(1) and anew.is_up(0), "connections")
     assert one.nodes == [NodeAt(1, 1, anew.address)]
     one.say(1, AskJoin(node=0, token="one", address=""))
@@ -138,15 +138,15 @@ def test_who_comes_back_elsewhere_is_found_there(some: Some) -> None:
 
 def test_another_run_is_refused(some: Some) -> None:
     one = some.add(0)
-    some.add(1, run="another").connect(NodeAt(0, 0, one.address))
+    some.add(1, run="another").link_to(NodeAt(0, 0, one.address))
     some.refusal(1, f"node 0 at {one.address} refused: this is run 'r', not 'another'")
 
 
 def test_two_nodes_with_one_name_are_refused(some: Some) -> None:
     one = some.add(0)
-    some.add(1).connect(NodeAt(0, 0, one.address))
+    some.add(1).link_to(NodeAt(0, 0, one.address))
     some.until(lambda: some.networks[1].is_up(0), "connections")
-    some.add(1).connect(NodeAt(0, 0, one.address))
+    some.add(1).link_to(NodeAt(0, 0, one.address))
     some.refusal(2, "refused: two nodes with the name 1: the other one is at")
     assert some.networks[1].is_up(0)
     assert not some.networks[1].refusals()
@@ -156,7 +156,7 @@ def test_another_model_is_refused(some: Some) -> None:
     one, other = some.add(0), some.add(1)
     one.set_up("x", 1)
     other.set_up("y", 1)
-    other.connect(NodeAt(0, 0, one.address))
+    other.link_to(NodeAt(0, 0, one.address))
     some.refusal(1, "it trains another model")
 
 
@@ -171,9 +171,9 @@ def test_who_is_set_up_later_is_known_to_train_another(some: Some) -> None:
 
 def test_a_wrong_key_is_refused(some: Some) -> None:
     one = some.add(0, keys=keys_of(make_keys()))
-    some.add(1, keys=keys_of(make_keys())).connect(NodeAt(0, 0, one.address))
+    some.add(1, keys=keys_of(make_keys())).link_to(NodeAt(0, 0, one.address))
     some.refusal(1, f"node 0 at {one.address} refuses this key")
-    some.add(2).connect(NodeAt(0, 0, one.address))
+    some.add(2).link_to(NodeAt(0, 0, one.address))
     some.refusal(2, f"node 0 at {one.address} wants a key")
 
 

@@ -37,7 +37,17 @@ while True:
 """
 
 
+SERVED_RUN = {
+    "ATOLL_HUB": "tcp://127.0.0.1:1",
+    "ATOLL_KEY_FILE": "no.key",
+    "ATOLL_RUN": "r",
+    "ATOLL_RANK": "7",
+}
+
+
 def test_a_whole_run(command: Command) -> None:
+    """A served run that the shell takes part in is no business of a ring; with ATOLL_HUB alone a worker would
+    join that run (docs/several-machines.md)."""
     (command.directory / "beside.py").write_text("WORD = 'found'\n")
     code, out, err = command.run(
         PREAMBLE + "import beside\n"
@@ -45,10 +55,12 @@ def test_a_whole_run(command: Command) -> None:
         "print(RANK, __name__, sys.argv, beside.WORD, os.environ['OMP_NUM_THREADS'])\n"
         "for i in range(1, 6): step(i)\n"
         "say(Finished, iteration=5)\n"
+        f"assert not [name for name in {list(SERVED_RUN)} if name in os.environ]\n"
         "print('no end of line', end='')\n",
         "--workers",
         "7",
         "--help",
+        environment=SERVED_RUN,
     )
     assert code == 0, err
     assert out == "0 __main__ ['train.py', '--workers', '7', '--help'] found 1\nno end of line\n"
@@ -64,24 +76,6 @@ def test_a_whole_run(command: Command) -> None:
     assert summary["last"] == {"loss": pytest.approx(0.7)}
     assert (run / "report.png").stat().st_size > 0
     assert len(list((run / "tensorboard").iterdir())) == 1
-
-
-SERVED_RUN = {
-    "ATOLL_HUB": "tcp://127.0.0.1:1",
-    "ATOLL_KEY_FILE": "no.key",
-    "ATOLL_RUN": "r",
-    "ATOLL_RANK": "7",
-}
-
-
-def test_a_served_run_that_the_shell_takes_part_in_is_no_business_of_a_ring(command: Command) -> None:
-    """With ATOLL_HUB alone a worker would join that run (docs/several-machines.md)."""
-    code, out, err = command.run(
-        PREAMBLE + f"print([name for name in {list(SERVED_RUN)} if name in os.environ])\n",
-        environment=SERVED_RUN,
-    )
-    assert code == 0, err
-    assert out == "[]\n"
 
 
 def test_the_first_traceback_whole_and_once(command: Command) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from run_command import DEADLINE, Command, wait_for
@@ -78,21 +75,3 @@ def test_ctrl_c_in_the_middle_of_training(command: Command, served: bool) -> Non
     assert not [word for word in ("Traceback", "atoll: hub:", "lost", "output:") if word in err]
     assert command.alive() == []
     assert command.summary()["steps"] > 10
-
-
-def test_plain_torchrun_keeps_the_same_records(command: Command) -> None:
-    (command.directory / "train.py").write_text(TRAIN)
-    (command.directory / "atoll.toml").write_text('[run]\ndirectory = "run"\n')
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "train.py"],
-        cwd=command.directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = command.summary()
-    assert (summary["steps"], summary["workers"], summary["samples"]) == (20, 2, 320.0)

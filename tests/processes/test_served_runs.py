@@ -23,7 +23,7 @@ LAST = 6  # the iteration after which it does nothing any more, if it was not ki
 
 # Each line of a worker's notes is one iteration: the samples of the batch, noted before it is committed.
 UNEVEN = f"""
-import json, time
+import json, os, time
 import torch
 import atoll
 
@@ -32,6 +32,8 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn({SAMPLES}, 4), torch.arange({SAMPLES}))
 with atoll.join() as session, open(f"notes-{{session.rank}}", "w", buffering=1) as notes:
+    place = [os.environ.get("ATOLL_" + name) for name in ("RUN", "RANK", "KEY_FILE")]
+    assert place == ["run", str(session.rank), None], place
     session.prepare(model, optimizer)
     sampler = session.sampler(data, seed=5)
     loader = torch.utils.data.DataLoader(data, batch_size={BATCH}, sampler=sampler)
@@ -83,7 +85,16 @@ def decisions(command: Command) -> list[dict[str, Any]]:
 
 
 def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(command: Command) -> None:
-    process = served(command, UNEVEN, "consistency = 'asp'", "[hub]", "patience = '5s'", workers=3)
+    """And another run, which the shell takes part in, does not disturb: its hub, keys, name and rank are none
+    of those that the command starts."""
+    foreign = {
+        "ATOLL_HUB": "tcp://127.0.0.1:1",
+        "ATOLL_KEY_FILE": "no.key",
+        "ATOLL_RUN": "r",
+        "ATOLL_RANK": "7",
+    }
+    options = ("consistency = 'asp'", "[hub]", "patience = '5s'")
+    process = served(command, UNEVEN, *options, workers=3, environment=foreign)
     wait_for(lambda: len(notes(command, DYING)) >= 3, "the slow worker's first iterations")
     os.kill(pid_of_worker(command, DYING), signal.SIGKILL)
     _, err = process.communicate(timeout=DEADLINE)
@@ -129,6 +140,7 @@ with atoll.join() as session:
 """
 
 
+@pytest.mark.soak
 def test_a_shard_that_is_killed_again_and_again_ends_the_run_with_one_line(command: Command) -> None:
     process = served(command, STEADY, workers=2)
     wait_for(lambda: command.steps() > 3, "a few steps")
@@ -150,35 +162,6 @@ def test_a_shard_that_is_killed_again_and_again_ends_the_run_with_one_line(comma
     assert "Traceback" not in err
     assert command.alive() == []
     assert command.summary()["steps"] > 3
-
-
-ALONE = """
-import os
-import torch
-import atoll
-
-model = torch.nn.Linear(4, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with atoll.join() as session:
-    session.prepare(model, optimizer)
-    model(torch.randn(3, 4)).square().mean().backward()
-    optimizer.step()
-    print(session.rank, os.environ["ATOLL_RUN"], os.environ["ATOLL_RANK"], os.environ.get("ATOLL_KEY_FILE"))
-"""
-
-
-def test_another_run_that_the_shell_takes_part_in_does_not_disturb(command: Command) -> None:
-    """Its hub, keys, name and rank are none of those that the command starts."""
-    foreign = {
-        "ATOLL_HUB": "tcp://127.0.0.1:1",
-        "ATOLL_KEY_FILE": "no.key",
-        "ATOLL_RUN": "r",
-        "ATOLL_RANK": "7",
-    }
-    process = served(command, ALONE, workers=1, shards=1, environment=foreign)
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, err
-    assert out == "0 run 0 None\n"
 
 
 def test_a_worker_that_is_killed_before_the_run_begins_ends_it_at_once(command: Command) -> None:

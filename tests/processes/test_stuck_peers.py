@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,22 +18,21 @@ from unittest import mock
 
 import pytest
 import torch
+from mortal_shards import MortalRun
 from torch import nn
 
 import atoll
-from atoll.core.config import HUB_VARIABLE, Chunks, Config, Run, Sync
+from atoll.core.config import Chunks, Config, Run, Sync
 from atoll.core.errors import AtollError, DeadlineError
 from atoll.net.endpoint import Server
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
-from atoll.testing.supervisor import Supervisor
 from atoll.train.place import Place
 from atoll.train.session import Session
 from atoll.train.shards import Shards
 from atoll.wire.messages import Hello, Welcome, decode_untrusted, encode
 
 DEADLINE = 60.0
-ATOLL = [sys.executable, "-m", "atoll.cli.app"]
 
 
 def config(consistency: str) -> Config:
@@ -56,18 +53,13 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @contextmanager
-def one_worker(folder: Path, consistency: str) -> Iterator[tuple[Session, Supervisor]]:
-    """A session in this process; hub and two shards are others."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        hub = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    with Supervisor(folder / "logs") as parts:
-        quiet = {"OMP_NUM_THREADS": "1"}
-        parts.add("hub", [*ATOLL, "hub", "--workers", "1", "--shards", "2", "--listen", hub], quiet)
-        for index in range(2):
-            parts.add(f"shard {index}", [*ATOLL, "server", "--hub", hub, "--shard", str(index)], quiet)
-        with mock.patch.dict(os.environ, {HUB_VARIABLE: hub}):
+def one_worker(folder: Path, consistency: str) -> Iterator[tuple[Session, MortalRun]]:
+    """A session in this process; two shards are others."""
+    with MortalRun(folder, 1, 2) as run:
+        with served_worker(run.address, 0):
             session = atoll.join(config(consistency))
-        yield session, parts
+        yield session, run
+        assert not run.failures
 
 
 def stuck(call: Callable[[], object]) -> str:
@@ -84,7 +76,7 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
     monkeypatch.setattr("atoll.train.shards._ASK_AFTER", 0.1)
     monkeypatch.setattr("atoll.train.shards._SILENCE", 0.4)
     told: list[str] = []
-    with one_worker(tmp_path, consistency) as (session, parts):
+    with one_worker(tmp_path, consistency) as (session, run):
         model, optimizer = make()
         session.prepare(model, optimizer)
 
@@ -98,9 +90,9 @@ def test_a_shard_that_stands_still_is_named_with_chunks_and_iteration(
         assert service is not None
         service.shards.timeout = 1.0
         service.warn = told.append
-        os.kill(parts.pid("shard 1"), signal.SIGSTOP)
+        os.kill(run.pid(1), signal.SIGSTOP)
         said = stuck(step)
-        os.kill(parts.pid("shard 1"), signal.SIGCONT)
+        os.kill(run.pid(1), signal.SIGCONT)
     mine = re.escape(service.shards.addresses[1])
     chunks = r"chunks? \d+(, \d+)*( and \d+( more)?)?"
     # The log may or may not be able to say whom it waits for.

@@ -93,6 +93,7 @@ if os.environ["RANK"] == "1" and not place.exists():
 """
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_killed_before_the_run_begins_is_started_again(command: Command) -> None:
     script = DIES_FIRST + STEADY.replace("STEPS", "5")
     process = start(command, script, "restarts = 1")
@@ -218,6 +219,7 @@ time.time_ns = lambda: _time_ns() + _off() * 10**9
 """
 
 
+@pytest.mark.soak
 def test_wall_clocks_that_jump_in_every_process_do_not_matter(command: Command) -> None:
     """Hub, shards and workers, at other moments each; nobody is given up, and a death is still found."""
     (command.directory / "sitecustomize.py").write_text(JUMPS)

@@ -20,6 +20,7 @@ def assert_each_counts_once(command: Command) -> None:
     assert not [each for each in hub_decisions(command) if each["what"] == "site died"]
 
 
+@pytest.mark.soak
 def test_a_site_s_shard_is_started_again_and_each_sample_counts_once(command: Command) -> None:
     process = start(command, LEASING, *SITES)
     wait_for(lambda: len(notes(command)) >= 6, "some batches")

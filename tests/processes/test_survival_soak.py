@@ -227,7 +227,7 @@ def start(parts: Supervisor, folder: Path, mode: str, script: str, replicas: int
         serving += ["--site", f"{site}={WORKERS[mode] // len(SITES)}"]
     parts.add("hub", [*ATOLL, *serving], quiet, begins=SERVES)
     config = folder / "link.toml"
-    config.write_text(LINK_TABLE)
+    config.write_text("[run]\nstrategy = 'server'\n" + LINK_TABLE)
     for (name, which), address in zip(names.items(), shards, strict=True):
         shard = ["server", "--hub", hub, *which, "--listen", address]
         shard += ["--directory", str(folder / name.replace(" ", "-")), "--snapshot-seconds", "10"]
@@ -280,7 +280,9 @@ def strike_together(parts: Supervisor, progress: Progress, names: Sequence[str])
     return time.monotonic() - began
 
 
-def wait_for_everyone(parts: Supervisor, progress: Progress, name: str) -> None:
+def wait_for_everyone(
+    parts: Supervisor, progress: Progress, after: str, seconds: float = BACK_SECONDS
+) -> None:
     still = progress.still()
 
     def is_over() -> bool:
@@ -288,7 +290,7 @@ def wait_for_everyone(parts: Supervisor, progress: Progress, name: str) -> None:
         return not still()
 
     try:
-        parts.wait_for(is_over, f"every worker to go on after {name}", BACK_SECONDS)
+        parts.wait_for(is_over, f"every worker to go on after {after}", seconds)
     except DeadlineError as error:
         raise DeadlineError(f"{error}: {', '.join(map(parts.state, still()))}") from None
 
@@ -308,8 +310,8 @@ def run(
     shards = list(shard_names(mode, replicas))
     with Supervisor(folder / "logs", again=frozenset({GivenUpError.exit_status})) as parts:
         start(parts, folder, mode, script, replicas)
-        still = progress.still()
-        parts.wait_for(lambda: not still(), "the run to begin", START_SECONDS)
+        wait_for_everyone(parts, progress, "the start", START_SECONDS)
+        parts.usage.clear()  # who was there first held less, while the others started
         begin, slowest = time.monotonic(), 0.0
         for names in together:
             parts.pause(TOGETHER_SECONDS)

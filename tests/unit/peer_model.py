@@ -18,13 +18,13 @@ from atoll.train.node.globals import Contribution, GlobalParameters
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters, plain_hyperparameters
 
-SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16)]
-FROZEN = 5  # index
+SHAPES = [(33, 5), (33,), (), (65, 7), (0,), (7,), (128, 16), (19,)]
+FROZEN, UNTRAINED = 5, 7  # indices: one that has no gradient, and one whose gradient no optimizer takes
 WEIGHTS = (3.0, 5.0, 8.0)
 
 
 class PeerModel:
-    """Parameters of SHAPES in as many param groups as `settings`; FROZEN is in none and needs no gradient."""
+    """Parameters of SHAPES in as many param groups as `settings`; FROZEN and UNTRAINED are in none."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PeerModel:
             for index, shape in enumerate(SHAPES)
         }
         self.every = list(self.parameters.values())
-        self.trained = [p for p in self.every if p.requires_grad]
+        self.trained = [p for i, p in enumerate(self.every) if i not in (FROZEN, UNTRAINED)]
         groups = [
             {"params": self.trained[index :: len(settings)], **group} for index, group in enumerate(settings)
         ]

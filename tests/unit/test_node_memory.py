@@ -25,13 +25,12 @@ from atoll.train.node.memory import (
     PAGE,
     Buffers,
     HostMemory,
-    Room,
     Run,
     host_bytes,
     plan_memory,
     slots_for,
-    views,
 )
+from atoll.train.node.overlay import Overlay, pending
 
 SPECS = st.lists(
     st.tuples(
@@ -167,36 +166,27 @@ def test_a_buffer_is_written_only_while_the_worker_does_not_look_at_it() -> None
     assert buffers.free() == 1
 
 
-def test_room_is_bounded_and_used_again() -> None:
-    plan = plan_memory(layout_of([((100,), "float32", True), ((3,), "float64", True)]), 2)
-    room = Room(plan, most=2)
-    first, second = room.take(), room.take()
-    assert first is not None
-    assert second is not None
-    assert room.take() is None
-    assert room.left == 0
-    held = views(first, plan.trained)
-    assert [flat.dtype for flat in held.values()] == [getattr(torch, run.dtype) for run in plan.trained]
-    assert all(flat.data_ptr() % ALIGNMENT == 0 for flat in held.values())
-    room.give_back(first)
-    assert room.left == 1
-    assert room.take() is first
-
-
 def test_the_formula_is_what_is_there() -> None:
     """A node's host memory, by the bytes of what is in fact allocated."""
     model = PeerModel(torch.optim.AdamW, [{"lr": 0.1}])
     plan = plan_memory(model.layout, slots_for(1))
     parameters: GlobalParameters = model.globals()
-    found = host_bytes(plan, parameters.nbytes(), runs=6)
+    found = host_bytes(plan, parameters.nbytes(), most=6)
     memory = HostMemory.create(plan)
     assert os.fstat(memory.fd).st_size == found.shared
     memory.close()
-    parameters.apply(0, [model.contribution(0, node) for node in range(3)])
+    given = [[model.contribution(t, node) for node in range(3)] for t in range(3)]
+    parameters.apply(0, given[0])
+    waiting = [pending(t, given[t][:2], 16.0, 3) for t in (1, 2)]
+    Overlay(parameters).write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, waiting)
+    used: list[int] = []
+    parameters.for_each_chunk(lambda _chunk, scratch: used.append(scratch.nbytes))
+    assert found.scratch == used[-1]
     states = [parameters.optimizer.state(chunk)[0] for chunk in parameters.chunks]
     assert found.optimizer == sum(flat.nbytes for elements in states for flat in elements.values())
     assert found.parameters == sum(chunk.nbytes for chunk in model.layout.chunks)
-    assert found.contributions == 6 * plan.run_bytes
+    one = model.contribution(0, 0).gradients
+    assert found.contributions == 6 * sum(flat.nbytes for flat in one.values())
     assert found.total == (
         found.shared + found.parameters + found.optimizer + found.scratch + found.contributions
     )

@@ -109,6 +109,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
     ("receive", "port"): "UdpPort.receive: takes what has come",
+    ("receive", "_post"): "Post.receive: a socket that does not block",
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
 }
@@ -205,6 +206,10 @@ REVIEWED: dict[str, str] = {
     ),
     "train/channel.py: Channel.close: self._group.shutdown()": "NCCL gives up what is under way",
     "train/sockets.py: shut: link.shutdown(socket.SHUT_RDWR)": "the system call does not wait",
+    "train/node/calculating.py: Calculating.collect: os.read(self._read, 64)": "a pipe that does not block",
+    "train/node/calculating.py: Calculating._run: self._given.wait()": (
+        "the thread that computes waits for the next job; `close` ends it"
+    ),
     "train/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,

@@ -72,6 +72,15 @@ class Decided(Event, frozen=True):
     reason: str
 
 
+class RoundSeen(Event, frozen=True):
+    """A synchronisation round of strategy peers has begun, ended or was refused: as Decided, for the journal
+    alone, since there may be one each iteration."""
+
+    what: str
+    choice: str
+    reason: str
+
+
 class Regrouped(Event, frozen=True):
     """After its `iteration` the worker shares a ring with `workers` (ranks, with its own); to the shards they
     are `group` together. `grouping` counts the hub's decisions, from 1; `seconds` is how long the move
@@ -193,6 +202,7 @@ AnyEvent = Union[
     StepDone,
     Logged,
     Decided,
+    RoundSeen,
     Regrouped,
     LinkSeen,
     NodeSeen,

@@ -55,8 +55,9 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
             return own
     but = f", and server.optimizer names {configured!r}" if configured else ""
     raise UserError(
-        f"a shard cannot run the optimizer {name!r}: it is none of torch.optim's element-wise ones "
-        f"({', '.join(_ALLOWED)}){but}; set server.optimizer to its 'package.module:Class' on every shard"
+        f"cannot run the optimizer {name!r} outside the script: it is none of torch.optim's element-wise "
+        f"ones ({', '.join(_ALLOWED)}){but}; take one of these, or with a parameter server set "
+        "server.optimizer to its 'package.module:Class' on every shard"
     )
 
 
@@ -124,6 +125,11 @@ class Scratch:
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has taken so far."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
     def part(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for `numel` values, 1-D, with what was left there."""
         memory = self._memory.get(name)
@@ -133,7 +139,7 @@ class Scratch:
 
 
 class _HeldChunk:
-    """One chunk at a shard, its optimizer, and what steps it; `settings` is None where nothing trains it."""
+    """One chunk, its optimizer, and what steps it; `settings` is None where nothing trains it."""
 
     def __init__(self, chunk: Chunk, class_: type[torch.optim.Optimizer], settings: Settings | None) -> None:
         dtype = getattr(torch, chunk.dtype)
@@ -198,14 +204,14 @@ class _HeldChunk:
         self.step(step.mean, step.present)
 
     @contextlib.contextmanager
-    def undone(self, scratch: Scratch) -> Iterator[None]:
+    def undone(self, scratch: Scratch) -> Iterator[Tensor]:
         assert self.kind is not None
         numel, dtypes = self.chunk.extent, self.kind.dtypes
         values = scratch.part("values", numel, self.flat.dtype).copy_(self.flat)
         into = {key: scratch.part(f"state.{key}", numel, dtypes[key]) for key in self.kind.elementwise}
         states = self.stepper.save([SavedState(into, [])])
         try:
-            yield
+            yield values
         finally:
             self.flat.copy_(values)
             self.stepper.rewind(states)
@@ -218,13 +224,13 @@ class _HeldChunk:
 
 
 class ShardOptimizer:
-    """The chunks `held` (ids) of a layout, at one shard, and their optimizers.
+    """The chunks `held` (ids) of a layout, at one shard or one peer, and their optimizers.
 
     `hyperparameters` are the param groups, in order, as wire.messages.plain_hyperparameters makes them. All
     tensors given and taken are flat, of a chunk's extent and on the CPU. `fused`: where a param group leaves
     the implementation to torch (fused=None) and torch has a fused one, use it; it is faster, and in single
     precision it rounds otherwise than the loop that torch would choose. Raises UserError for an optimizer
-    that a shard cannot run.
+    that cannot be run there.
     """
 
     def __init__(
@@ -312,11 +318,11 @@ class ShardOptimizer:
         return [self._settings(group) for group in hyperparameters]
 
     @contextlib.contextmanager
-    def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
+    def undone(self, chunk: int, scratch: Scratch) -> Iterator[Tensor]:
         """Within, a chunk that is trained may be stepped; at the end its values and its state are what they
-        were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
-        with self._chunks[chunk].undone(scratch):
-            yield
+        were. `scratch` holds them meanwhile, under "values" and "state.KEY"; the values are what it gives."""
+        with self._chunks[chunk].undone(scratch) as before:
+            yield before
 
     def contribute(
         self,
@@ -519,7 +525,7 @@ class ShardOptimizer:
     def _settings(self, group: Mapping[str, Any]) -> Settings:
         """A param group as it was sent, in the form that torch has it, for a CPU."""
         settings = {key: _torch_value(key, value) for key, value in group.items() if key != "params"}
-        for key in ("capturable", "differentiable"):  # of graphs on the worker's device: nothing to a shard
+        for key in ("capturable", "differentiable"):  # of graphs on the worker's device: nothing here
             if settings.get(key):
                 settings[key] = False
         if "fused" in settings:
@@ -537,7 +543,7 @@ def _torch_value(key: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_torch_value(key, part) for part in value)
     if not isinstance(value, _PLAIN):
-        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}; shards take plain numbers")
+        raise UserError(f"hyperparameter {key!r} is a {type(value).__name__}, and not a plain number")
     return value
 
 
@@ -584,7 +590,7 @@ def _probe(
         parameter.grad = torch.ones_like(parameter)
         trial.step()
     except PrepareError as error:
-        raise UserError(f"a shard cannot run it: {error}") from None
+        raise UserError(f"outside the script it cannot be run: {error}") from None
     dtypes = {key: value.dtype for key, value in trial.state[parameter].items() if isinstance(value, Tensor)}
     return _Kind(elementwise, {**dict.fromkeys(elementwise, parameter.dtype), **dtypes})
 

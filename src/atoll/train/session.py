@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -200,7 +201,8 @@ class Session:
                 reason=f"{SPEED_VARIABLE}: what it computes is stretched by sleeping",
             )
         if node is not None:
-            node.tell, node.decided = self._warn, self._decided_here
+            node.tell, node.decided = self._warn, partial(self._decided_here, events.Decided)
+            node.round_seen = partial(self._decided_here, events.RoundSeen)
             self._decided("nodes", f"{place.world}, without a server", node.describe(config))
         elif service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
@@ -972,10 +974,10 @@ class Session:
 
     def _decided(self, what: str, choice: str, reason: str) -> None:
         if self.is_main:
-            self._decided_here(what, choice, reason)
+            self._decided_here(events.Decided, what, choice, reason)
 
-    def _decided_here(self, what: str, choice: str, reason: str) -> None:
-        self._emit(events.Decided, what=what, choice=choice, reason=reason)
+    def _decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
+        self._emit(kind, what=what, choice=choice, reason=reason)
 
     def _warn(self, line: str) -> None:
         """Tell people at once, from any thread; `atoll run` shows what is in the journal."""

@@ -70,7 +70,7 @@ class Assembly:
             if payload is not None
         )
 
-    def put(self, about: About, payloads: Sequence[Buffer]) -> Key:
+    def keep(self, about: About, payloads: Sequence[Buffer]) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
         self._held[about.key] = Contribution(about, list(payloads), 0)
         return about.key

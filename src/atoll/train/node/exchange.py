@@ -110,7 +110,8 @@ class PeerExchange(Reducer):
         """Take the parameters with which `iteration` begins."""
         self.steps = self._freed = iteration
         self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
-        self._take_newest()
+        self.taken = 0  # of what the CPU side had before
+        self.go_on(iteration, iteration - self._stale_max)
 
     def set_up(self) -> None:
         """The CPU side has taken the model over: what it published before is of another set-up."""

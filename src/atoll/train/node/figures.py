@@ -12,9 +12,9 @@ _EACH = 1.0  # seconds between two reports
 # The decisions' notes that are counted, and as what.
 _COUNTED = {
     "round started": "rounds",
-    "round joined": "joined",
+    "round over": "joined",
     "round refused": "refusals",
-    "fetch": "fetched",
+    "fetched": "fetched",
 }
 
 

@@ -204,14 +204,16 @@ class GlobalParameters:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of the "parameters", of the "optimizer"'s state, and of "scratch" memory at most."""
-        state, largest = 0, 0
+        state, largest = 0, {"values": 0}  # in scratch memory, of each kind
         for id_ in self.chunks:
-            extent, width = self.layout.chunks[id_].extent, self.optimizer.dtype(id_).itemsize
-            kept = sum(dtype.itemsize for dtype in self.optimizer.state_dtypes(id_).values())
-            state += kept * extent
-            largest = max(largest, extent * (3 * width + kept))  # the mean, two times values, the state
+            extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
+            largest["values"] = max(largest["values"], 3 * values)  # with the mean, and those before a step
+            for key, dtype in self.optimizer.state_dtypes(id_).items():
+                state += extent * dtype.itemsize
+                largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)
         parameters = sum(chunk.nbytes for chunk in self.layout.chunks)
-        return {"parameters": parameters, "optimizer": state, "scratch": largest * self._crew.size}
+        scratch = sum(largest.values()) * self._crew.size
+        return {"parameters": parameters, "optimizer": state, "scratch": scratch}
 
     def close(self) -> None:
         """End its threads."""

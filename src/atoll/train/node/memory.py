@@ -4,9 +4,8 @@
     buffer 0, buffer 1, ...   local parameters that the CPU side has published
     frozen                    the chunks that nothing trains, once
 
-A slot, like a buffer, holds every trainable chunk in order, each at a multiple of 64 bytes: a run of
-`run_bytes`, which is also how a contribution that was received lies in the CPU side's own memory. The file
-is passed to the other process as a descriptor; when both are gone, however they ended, so is it.
+A slot, like a buffer, holds every trainable chunk in order, each at a multiple of 64 bytes. The file is
+passed to the other process as a descriptor; when both are gone, however they ended, so is it.
 Source: S0, "Setting" (M_i).
 """
 
@@ -152,35 +151,6 @@ class Buffers:
         self._announced[index] = False
 
 
-class Room:
-    """The CPU side's own memory for contributions that were received, and for its own whose slots are to be
-    written again: at most `most` runs, made when they are needed first, and used again."""
-
-    def __init__(self, plan: MemoryPlan, most: int) -> None:
-        self._plan, self._most = plan, most
-        self._free: list[Tensor] = []
-        self._made = 0
-
-    @property
-    def left(self) -> int:
-        """How many more can be taken."""
-        return self._most - self._made + len(self._free)
-
-    def take(self) -> Tensor | None:
-        """A run (bytes, 1-D, of `plan.run_bytes`; see `views`) whose contents are of no meaning; None where
-        there is no room."""
-        if self._free:
-            return self._free.pop()
-        if self._made == self._most:
-            return None
-        self._made += 1
-        return aligned(self._plan.run_bytes)
-
-    def give_back(self, run: Tensor) -> None:
-        """Nobody needs a run any more."""
-        self._free.append(run)
-
-
 def aligned(nbytes: int) -> Tensor:
     """Memory of this process alone (bytes, 1-D) that begins on a multiple of 64 bytes."""
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
@@ -232,24 +202,25 @@ def map_bytes(fd: int, nbytes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class HostBytes:
-    """A node's host memory by its parts, in bytes, where its Room has `contributions` at most; docs/peers.md
-    has the formula. What Python and torch themselves take is not in it."""
+    """A node's host memory by its parts, in bytes; docs/peers.md has the formula. What Python and torch
+    themselves take is not in it."""
 
     shared: int  # slots, buffers and frozen chunks
     parameters: int  # the global parameters
     optimizer: int  # the optimizer's state
     scratch: int  # of a step, and of the overlay
-    contributions: int  # received, and kept for others
+    contributions: int  # received, and kept for others: at most
 
     @property
     def total(self) -> int:
         return self.shared + self.parameters + self.optimizer + self.scratch + self.contributions
 
 
-def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], runs: int) -> HostBytes:
-    """The host memory of a node whose GlobalParameters have `parameters` (their `nbytes`), and its Room at
-    most `runs` contributions."""
-    return HostBytes(plan.nbytes, contributions=runs * plan.run_bytes, **parameters)
+def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], most: int) -> HostBytes:
+    """The host memory of a node whose GlobalParameters have `parameters` (their `nbytes`), and which holds at
+    most that many contributions (peers/settings.py: Settings.most_held)."""
+    each = sum(run.nbytes for run in plan.trained)
+    return HostBytes(plan.nbytes, contributions=most * each, **parameters)
 
 
 def _round_up(number: int, unit: int) -> int:

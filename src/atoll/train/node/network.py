@@ -9,7 +9,7 @@ whoever sends is told that it is up again. Used from one thread.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,11 +97,11 @@ class Network:
 
     def __init__(self, begin: Begin, tell: Callable[[str, str, str], None]) -> None:
         self._begin, self._tell = begin, tell
-        self._keys = Keys(*begin.keys) if begin.keys else None
+        self.keys = Keys(*begin.keys) if begin.keys else None
         self.node, self.incarnation = begin.node, begin.incarnation
         self.name = f"node {begin.node}"
         self.counts = Counts()
-        self._life = secrets.token_hex(8)
+        self.life = secrets.token_hex(8)
         self._digest, self._number = "", 0
         self._links: dict[int, _Link] = {}
         self._guests: dict[bytes, Greet] = {}  # who has greeted on which connection
@@ -114,9 +114,9 @@ class Network:
         begin = self._begin
         if begin.transport == "ltp":
             return TunnelServer(
-                begin.listen, self._keys, limit=LARGEST_FRAME, name=self.name, udp_port=begin.udp_port
+                begin.listen, self.keys, limit=LARGEST_FRAME, name=self.name, udp_port=begin.udp_port
             )
-        return Server(begin.listen, self._keys, limit=LARGEST_FRAME, name=self.name)
+        return Server(begin.listen, self.keys, limit=LARGEST_FRAME, name=self.name)
 
     # -- to whom ------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Network:
         troubles = [way.client.trouble for way in link.ways]
         return link.refusal or next(filter(None, troubles), "" if link.is_up else "it has not answered yet")
 
-    def connect(self, at: NodeAt) -> None:
+    def link_to(self, at: NodeAt) -> None:
         """Have connections to this node, in place of any to an earlier incarnation or another address."""
         if at.node == self._begin.node:
             return
@@ -177,10 +177,10 @@ class Network:
         if which == _CHUNKS and self._begin.transport == "ltp":
             wish = Wish(who=self.name)
             client: Client = TunnelClient(
-                link.at.address, self._keys, limit=LARGEST_FRAME, name=name, wish=wish
+                link.at.address, self.keys, limit=LARGEST_FRAME, name=name, wish=wish
             )
         else:
-            client = Client(link.at.address, self._keys, limit=LARGEST_FRAME, name=name, reconnect=SOON)
+            client = Client(link.at.address, self.keys, limit=LARGEST_FRAME, name=name, reconnect=SOON)
         greet = Greet(
             version=VERSION,
             run=self._begin.run,
@@ -188,7 +188,7 @@ class Network:
             incarnation=self.incarnation,
             to=link.at.node,
             address=self.address,
-            life=self._life,
+            life=self.life,
             digest=self._digest,
             number=self._number,
         )
@@ -226,9 +226,10 @@ class Network:
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def wait(self, timeout: float, wake: int) -> None:
-        """Wait for up to `timeout` seconds for something to take, or until `wake` can be read from."""
-        endpoints: list[Endpoint] = [self._server]
+    def wait(self, timeout: float, wake: int, others: Sequence[Endpoint] = ()) -> None:
+        """Wait for up to `timeout` seconds for something to take here or at `others`, or until `wake` can be
+        read from."""
+        endpoints: list[Endpoint] = [self._server, *others]
         endpoints += [way.client for link in self._links.values() for way in link.ways]
         poll(endpoints, timeout, wake)
 
@@ -315,7 +316,7 @@ class Network:
         )
         at = NodeAt(greet.node, greet.incarnation, greet.address)
         if new:
-            self.connect(at)
+            self.link_to(at)
             self._met.append(Met(at, up=False))
         self._note_trains(greet.node, greet.digest, greet.number)
         return ""

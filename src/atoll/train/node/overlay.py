@@ -66,20 +66,29 @@ class Overlay:
             if not steps or not parameters.optimizer.trains(chunk):
                 into[chunk].copy_(parameters.values(chunk))
                 return
-            with parameters.optimizer.undone(chunk, scratch):
-                for step, part in steps:
-                    _step_partly(parameters, chunk, step, part, scratch)
-                into[chunk].copy_(parameters.values(chunk))
+            with parameters.optimizer.undone(chunk, scratch) as before:
+                _step_all(parameters, chunk, steps, before, into[chunk], scratch)
 
         parameters.for_each_chunk(write)
 
 
-def _step_partly(parameters: GlobalParameters, chunk: int, step: Step, part: float, scratch: Scratch) -> None:
-    """A step whose change of the values, not that of the state, is multiplied by `part`."""
+def _step_all(
+    parameters: GlobalParameters,
+    chunk: int,
+    steps: Sequence[tuple[Step, float]],
+    before: Tensor,
+    into: Tensor,
+    scratch: Scratch,
+) -> None:
+    """Make a chunk's steps, each one's change of the values (not that of the state) multiplied by its part;
+    the values are `before`, and what comes of them goes to `into`."""
     values = parameters.values(chunk)
-    if part == 1.0:
+    for number, (step, part) in enumerate(steps):
+        if number and part < 1.0:
+            before = scratch.part("before", values.numel(), values.dtype).copy_(values)
         parameters.step_chunk(chunk, step, scratch)
-        return
-    before = scratch.part("before", values.numel(), values.dtype).copy_(values)
-    parameters.step_chunk(chunk, step, scratch)
-    torch.lerp(before, values, part, out=values)
+        is_last = number == len(steps) - 1
+        if part < 1.0:
+            torch.lerp(before, values, part, out=into if is_last else values)
+        elif is_last:
+            into.copy_(values)

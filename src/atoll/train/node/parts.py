@@ -27,7 +27,7 @@ class MeetingParts:
     def __contains__(self, key: Key) -> bool:
         return key in self._parts
 
-    def put(self, key: Key, what: str, payload: bytes, since: int) -> None:
+    def keep(self, key: Key, what: str, payload: bytes, since: int) -> None:
         """Keep a node's part."""
         self._parts[key] = _Part(what, payload, since)
 

@@ -32,8 +32,10 @@ from atoll.train.node.post import Post, PostClosedError
 from atoll.train.node.state import most_bytes, pack_globals, pack_globals_into
 from atoll.train.node.takeover import Giver, Taker, give
 from atoll.train.node.trained import Trained
+from atoll.train.node.witnesslink import WitnessLink
 from atoll.wire import device as d
 from atoll.wire import nodes as n
+from atoll.wire.messages import Accepted, Outbid, Promised, ViewDecided
 from atoll.wire.peers import WITNESS, Key
 from atoll.wire.peerviews import Life, Member, View
 
@@ -41,6 +43,7 @@ _LONGEST_WAIT = 0.25  # seconds, for what no message announces
 _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
 _ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
 _DIGESTS = 64  # of the latest iterations, that others' are held against
+_OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
 _ENDED = "the worker has closed its socket"
 
 
@@ -59,9 +62,11 @@ class CpuSideProcess:
         self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self._begin: d.Begin | None = None
         self._network_: Network | None = None
+        self._witness: WitnessLink | None = None
         self._node_: Node | None = None
         self._nodes: list[d.NodeAt] = []
         self._view: View | None = None
+        self._lives: dict[int, Life] = {}  # the members of the view, by node
         self._trained: Trained | None = None
         self._meetings = MeetingParts()
         self._entering: Entering | None = None
@@ -111,6 +116,8 @@ class CpuSideProcess:
     ) -> None:
         if self._network_ is not None:
             self._network_.close()
+        if self._witness is not None:
+            self._witness.close()
         self._calculating.close()
         if self._trained is not None:
             self._trained.close()
@@ -129,6 +136,8 @@ class CpuSideProcess:
             if self._network_ is not None:
                 for arrived in self._network.take():
                     self._hear(arrived)
+            if self._witness is not None:
+                self._hear_witness(self._witness)
             self._calculating.collect()
             self._see_to_time()
             self._start_job()
@@ -143,7 +152,8 @@ class CpuSideProcess:
         if self._node_ is not None:
             timeout = min(timeout, max(0.0, self._node_.deadline - time.monotonic()))
         if self._network_ is not None:
-            self._network_.wait(timeout, self._epoll.fileno())
+            others = [self._witness.client] if self._witness is not None else []
+            self._network_.wait(timeout, self._epoll.fileno(), others)
         else:
             select.select([self._epoll], [], [], timeout)
 
@@ -191,6 +201,15 @@ class CpuSideProcess:
         self._begin = message
         self._counting = Counting(message.stale_max)
         self._network_ = Network(message, self._tell)
+        if message.hub:
+            self._witness = WitnessLink(
+                message.hub,
+                self._network_.keys,
+                run=message.run,
+                node=message.node,
+                incarnation=message.incarnation,
+                token=self._network_.life,
+            )
         self._post.send(d.Listening(address=self._network_.address))
 
     def _handle_introduce(self, message: d.Introduce, _: list[int]) -> None:
@@ -198,7 +217,7 @@ class CpuSideProcess:
         assert begin is not None
         self._nodes = [each for each in message.nodes if each.node != begin.node]
         for each in self._nodes:
-            self._network.connect(each)
+            self._network.link_to(each)
         if message.late:
             self._entering = Entering(begin.timeout, returned=False)
             return
@@ -212,6 +231,7 @@ class CpuSideProcess:
         if not mine:
             raise UserError(f"node {begin.node} is none of those that it was introduced to")
         self._view = view
+        self._lives = {each.life.node: each.life for each in view.members}
         self._node_ = Node(mine[0], view, self._settings(), np.random.default_rng(), time.monotonic())
         self._do(self._node_.poll(time.monotonic()))
 
@@ -297,7 +317,7 @@ class CpuSideProcess:
         if self._is_over:
             return
         node = self._node
-        self._model.put(node.life, message)
+        self._model.keep_own(node.life, message)
         if self._publishes_own:
             self._dirty = True
         self._counting.waits(False)
@@ -330,7 +350,7 @@ class CpuSideProcess:
         node = self._node
         at = message.at if message.at >= d.NO_MORE else max(0, message.at - self._shift)
         key = Key("meetings", message.number, node.life)
-        self._meetings.put(key, message.what, message.payload, self._meetings.since)
+        self._meetings.keep(key, message.what, message.payload, self._meetings.since)
         self._do(node.handle_met(time.monotonic(), message.number, at))
 
     def _handle_want_state(self, _: d.WantState, descriptors: list[int]) -> None:
@@ -469,6 +489,8 @@ class CpuSideProcess:
         now = time.monotonic()
         if isinstance(message, (n.About, n.Piece)):
             if self._trained is not None and self._node_ is not None:
+                if (life := self._lives.get(sender)) is not None:
+                    self._node_.handle_heard(now, life)
                 assembly, key = self._trained.assembly, message.key
                 if assembly.add(message, payload):
                     self._trained.globals.check(*self._trained.contributions([key]))
@@ -491,10 +513,19 @@ class CpuSideProcess:
         elif isinstance(message, n.Script) and self._entering is not None:
             self._entering.scripts.setdefault(message.iteration, message)
 
+    def _hear_witness(self, witness: WitnessLink) -> None:
+        for message in witness.take():
+            if self._node_ is not None and isinstance(message, _OF_VIEWS):
+                self._do(self._node_.handle_message(time.monotonic(), WITNESS, message))
+        if witness.refusal:
+            self._tell("witness", "", f"{witness.refusal}: it is no witness of views of two nodes")
+            witness.close()
+            self._witness = None
+
     def _hear_meeting_part(self, message: n.MeetingPart, payload: memoryview | None) -> None:
         key = message.key
         if key.stream == "meetings" and key not in self._meetings and self._wants(key):
-            self._meetings.put(key, message.what, bytes(payload or b""), message.since)
+            self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
 
     def _compare(self, sender: int, iteration: int, digest: bytes) -> None:
@@ -515,6 +546,8 @@ class CpuSideProcess:
 
     def _do_send(self, output: out.Send) -> None:
         if output.to == WITNESS:
+            if self._witness is not None:
+                self._witness.say(output.message)
             return
         self._network.say(output.to, output.message)  # type: ignore[arg-type]  # a PeerMessage
 
@@ -591,10 +624,11 @@ class CpuSideProcess:
 
     def _do_view_changed(self, output: out.ViewChanged) -> None:
         old, self._view = self._view, output.view
+        self._lives = {each.life.node: each.life for each in output.view.members}
         life, members = self._node.life, output.view.members
         for each in members:
             if each.life.node != life.node:
-                self._network.connect(d.NodeAt(each.life.node, self._process_of(each), each.address))
+                self._network.link_to(d.NodeAt(each.life.node, self._process_of(each), each.address))
             elif self._entering is not None:
                 self._entering.first = each.first
         here = {each.life.node for each in members}
@@ -629,21 +663,22 @@ class CpuSideProcess:
         begin = self._begin
         assert begin is not None
         self._tell("membership", "come back", output.reason)
-        self._nodes = [
+        members = [
             d.NodeAt(each.life.node, 0, each.address)
             for each in output.view.members
             if each.life.node != begin.node
         ]
+        self._nodes = members or self._nodes
         for each in self._network.nodes:
             self._network.drop_unsent(each.node)
-        self._node_, self._view, self._wanted = None, None, None
+        self._node_, self._view, self._wanted, self._lives = None, None, None, {}
         self._newcomers, self._giver = Newcomers(), Giver()
         self._jobs.clear()
         self._meetings.clear()
         self._digests.clear()
         self._model.assembly.clear()
         self._counting.waits(False)
-        self._entering = Entering(begin.timeout, returned=True, reason=output.reason)
+        self._entering = Entering(begin.timeout, returned=self._is_ready, reason=output.reason)
 
     def _do_finished(self, _: out.Finished) -> None:
         self._tell_figures(now=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sized
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from atoll.core.errors import CheckpointError, PrepareError, UserError
@@ -232,26 +233,20 @@ class PeerModel:
             raw = map_bytes(file, self._state.packed)
         finally:
             os.close(file)
-        states = unpack_optimizer(memoryview(raw.numpy()), self._training.chunk_map, self._training.chunks)
-        # In torch's order: that in which the optimizer would have stepped them.
-        known = (p for group in self._training.optimizer.param_groups for p in group["params"])
-        return {parameter: states[parameter] for parameter in known if states.get(parameter)}
+        training = self._training
+        return unpack_optimizer(memoryview(raw.numpy()), training.optimizer, training.chunks)
 
     def _packed(self) -> tuple[int, int]:
         """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""
         optimizer = self._training.optimizer
         if not any(optimizer.state.values()):
             return 0, -1
-        file = make_file(0, "the optimizer's state")
-        packed = pack_optimizer(
-            optimizer,
-            self._training.chunks,
-            self._training.elementwise,
-            plain_hyperparameters(optimizer.param_groups),
-            self.exchange.steps,
-            file,
+        raw = pack_optimizer(
+            optimizer, self._training.chunks, self._training.elementwise, self.exchange.steps
         )
-        return packed, file
+        file = make_file(len(raw), "the optimizer's state")
+        map_bytes(file, len(raw)).copy_(torch.frombuffer(raw, dtype=torch.uint8))
+        return len(raw), file
 
     def _digest(self) -> str:
         """What must be the same on every node, for one that comes late."""

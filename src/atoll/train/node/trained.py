@@ -79,7 +79,7 @@ class Trained:
 
     # -- this node's contributions ------------------------------------------------------------------------
 
-    def put(self, life: Life, given: Contribute) -> Key:
+    def keep_own(self, life: Life, given: Contribute) -> Key:
         """Take this node's own contribution, which lies in its slot."""
         iteration = given.iteration - self.shift
         arrays = [_bytes_of(flat) for flat in self.memory.gradients(given.iteration).values()]
@@ -97,7 +97,7 @@ class Trained:
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
         self._in_slots[iteration] = about.key
-        return self.assembly.put(about, [array.data for array in arrays])
+        return self.assembly.keep(about, [array.data for array in arrays])
 
     def freed(self, next_iteration: int) -> int | None:
         """Before which iteration all slots may be written again, where that is news. When the slot is still
@@ -109,7 +109,7 @@ class Trained:
             elif key is not None and iteration + self.setup.slots <= next_iteration:
                 held = self.assembly[key]
                 assert held.about is not None
-                self.assembly.put(held.about, [_copy_of(payload) for payload in held.payloads])
+                self.assembly.keep(held.about, [_copy_of(payload) for payload in held.payloads])
                 held = None  # type: ignore[assignment]  # the last that reads the slot here
                 del self._in_slots[iteration]
             if iteration in self._in_slots or any(each() is not None for each in self._slots[iteration]):

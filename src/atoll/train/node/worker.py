@@ -35,8 +35,8 @@ class NodeWorker:
     """This worker's part in a run without a server: its node, and the CPU side that speaks for it.
 
     Messages are handled by whoever `take`s or `wait`s, on the script's thread; `on` says how. `members` are
-    the nodes of the current view, `late` is true until a node that comes late has entered. `tell(line)` and
-    `decided(what, choice, reason)` are the session's.
+    the nodes of the current view, `late` is true until a node that comes late has entered. `tell(line)`,
+    `decided(what, choice, reason)` and `round_seen` are the session's.
     """
 
     def __init__(self, introduction: Introduction, side: CpuSide, timeout: float) -> None:
@@ -59,6 +59,7 @@ class NodeWorker:
         self._closed = False
         self.tell: Callable[[str], None] = lambda _line: None
         self.decided: Callable[[str, str, str], None] = lambda _what, _choice, _reason: None
+        self.round_seen: Callable[[str, str, str], None] = lambda _what, _choice, _reason: None
         self.applied: Callable[[Applied], None] = lambda _applied: None
         self.asked: Callable[[], None] = lambda: None  # called when this worker's state is asked for
         self.left_behind: Callable[[], None] = lambda: None  # what was published before is of no use
@@ -130,7 +131,9 @@ class NodeWorker:
         self.figures = message
 
     def _handle_told(self, message: Told, _descriptors: list[int]) -> None:
-        if message.choice:
+        if message.choice and message.what.startswith("round"):
+            self.round_seen(message.what, message.choice, message.reason)
+        elif message.choice:
             self.decided(message.what, message.choice, message.reason)
         else:
             self.tell(message.reason)

@@ -1,0 +1,79 @@
+"""A CPU side's connection to the hub, which is the witness in views of two nodes: it votes, and holds
+nothing. Whatever is sent while there is no connection is lost; nothing is ever waited for. Source: S0,
+"Members come and go".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from atoll.core.errors import UserError
+from atoll.net.endpoint import Client
+from atoll.net.keys import Keys
+from atoll.wire.messages import (
+    VERSION,
+    AnyMessage,
+    Hello,
+    Message,
+    Refused,
+    WireError,
+    decode_untrusted,
+    encode,
+)
+
+_FRAME = 2**26  # bytes: no tensor comes this way
+
+
+class WitnessLink:
+    """The connection of node `node`, in its process that calls itself `token`. `trouble` says why there is
+    none, in words."""
+
+    def __init__(
+        self, address: str, keys: Keys | None, *, run: str, node: int, incarnation: int, token: str
+    ) -> None:
+        self.client = Client(address, keys, limit=_FRAME, name="hub")
+        self._hello = Hello(
+            version=VERSION,
+            run=run,
+            role="node",
+            worker=node,
+            incarnation=incarnation,
+            token=token,
+            pid=os.getpid(),
+        )
+        self._losses = -1  # connections lost when the hub was greeted last
+        self.refusal = ""
+
+    def say(self, message: Message) -> None:
+        """Send, where there is a connection."""
+        if self._stands():
+            self.client.send(encode(message))  # type: ignore[arg-type]  # of AnyMessage
+
+    def take(self) -> Iterator[AnyMessage]:
+        """What the witness has answered."""
+        self._stands()
+        while (got := self.client.receive(0)) is not None:
+            try:
+                message = decode_untrusted(got[0])
+            except WireError:
+                continue
+            if isinstance(message, Refused):
+                self.refusal = f"hub at {self.client.address}: {message.reason}"
+            else:
+                yield message
+
+    def _stands(self) -> bool:
+        """Whether there is a connection; a new one begins with Hello."""
+        try:
+            self.client.check()
+        except UserError as error:
+            self.refusal = str(error)
+            return False
+        if self.client.connected and self._losses != self.client.losses:
+            self._losses = self.client.losses
+            self.client.send(encode(self._hello))
+        return self.client.connected
+
+    def close(self) -> None:
+        self.client.close()

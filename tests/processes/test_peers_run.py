@@ -1,0 +1,293 @@
+"""Nodes without a server, from `atoll run` and by hand: kills, the hub's end, returns, saving, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from run_command import Command, wait_for
+from torch import nn
+
+import atoll
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, Run, Sync
+from atoll.core.errors import UserError
+from atoll.net.keys import make_keys, write_keys
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.place import Place
+
+# Trains until there is a file `stop`, as all nodes agree each 8 iterations; then all compare what they hold.
+SCRIPT = """
+import hashlib, os, time
+import torch
+import atoll
+
+torch.set_num_threads(1)
+with atoll.join() as session:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.999**step)
+    session.prepare(model, optimizer)
+    begun = session.resume()
+    while True:
+        x = torch.randn(4, 8)
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+        if session.iteration % 8 == 0 and session.reduce(float(os.path.exists("stop")), "max"):
+            break
+    session.save("saved")
+    held = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    everyone = session.gather([session.rank, begun, session.iteration, scheduler.last_epoch, held])
+    if session.is_main:
+        print("HELD", __import__("json").dumps(everyone), flush=True)
+"""
+
+
+def configured(directory: Path) -> dict[str, str]:
+    path = directory / "peers.toml"
+    path.write_text('[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "100s"\n')
+    return {"ATOLL_CONFIG": str(path)}
+
+
+def nodes_of(command: Command) -> dict[int, psutil.Process]:
+    """The workers that live, by node."""
+    found = {}
+    for process in command.alive():
+        try:
+            if "atoll.launch.worker" in process.cmdline():
+                found[int(process.environ()["RANK"])] = process
+        except psutil.Error:
+            continue
+    return found
+
+
+def hub_of(command: Command) -> psutil.Process:
+    (hub,) = (each for each in command.alive() if "--shards" in each.cmdline())
+    return hub
+
+
+def said(command: Command, worker: int, event: str) -> list[dict[str, Any]]:
+    path = command.directory / "run" / "workers" / f"{worker}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    return [each for each in events if each["event"] == event]
+
+
+def steps(command: Command, worker: int) -> int:
+    return len(said(command, worker, "stepdone"))
+
+
+def test_a_node_is_killed_and_comes_back_with_the_hub_dead(command: Command) -> None:
+    launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
+    wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
+    hub_of(command).kill()
+    for _ in range(3):  # it is started again three times
+        wait_for(lambda: any("--shards" in each.cmdline() for each in command.alive()), "the hub")
+        hub_of(command).kill()
+    nodes_of(command)[1].kill()
+    wait_for(lambda: any(each["what"] == "entered" for each in said(command, 1, "decided")), "node 1")
+    so_far = steps(command, 1)
+    wait_for(lambda: steps(command, 1) > so_far + 8, "node 1 to train on")
+    (command.directory / "stop").touch()
+    out, err = launched.communicate(timeout=100)
+    assert launched.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("HELD ")]
+    everyone = json.loads(line.removeprefix("HELD "))
+    assert [node for node, *_ in everyone] == [0, 1, 2]
+    assert [begun > 8 for _, begun, *_ in everyone] == [False, True, False]
+    assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
+    assert everyone[0][2] == everyone[0][3]  # the scheduler came with the script's state
+    assert "node 1 was left out: " in err
+    assert "node 1 came in: " in err
+    assert (
+        "the hub ended with status -9, 4 times by now; the nodes know one another, and go on without it"
+        in err
+    )
+    assert "lost, and came back: worker 1 at " in err
+    summary = command.summary()
+    assert [node["node"] for node in summary["nodes"]] == [0, 1, 2]
+    assert all(node["staleness_most"] <= 4 for node in summary["nodes"])
+    assert (command.directory / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.soak
+def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(command: Command) -> None:
+    launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
+    wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
+    worker = nodes_of(command)[2]
+    stopped = [worker, *worker.children()]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    so_far = steps(command, 0)
+    wait_for(lambda: steps(command, 0) > so_far + 16, "the others to go on")
+    before = steps(command, 2)
+    for process in stopped:
+        process.send_signal(signal.SIGCONT)
+    wait_for(lambda: steps(command, 2) > before + 8, "node 2 to train again")
+    (command.directory / "stop").touch()
+    out, err = launched.communicate(timeout=100)
+    assert launched.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("HELD ")]
+    everyone = json.loads(line.removeprefix("HELD "))
+    assert len(everyone) == 3
+    assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
+    assert "node 2 was left out and came back: it goes on with iteration " in err
+
+
+def settings(**sync: Any) -> Config:
+    return Config(run=Run(strategy="peers"), sync=Sync(**{"timeout": "60s", **sync}))
+
+
+def train(session: atoll.Session, model: nn.Module, steps: int) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.prepare(model, optimizer)
+    for step in range(steps):
+        one_step(session, model, optimizer, step)
+    return {"rank": session.rank, "iteration": session.iteration, "state": optimizer.state_dict()}
+
+
+def one_step(session: atoll.Session, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.manual_seed(100 * step + session.rank)
+    x = torch.randn(4, 3)
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def saves_and_loads(place: Place, folder: str) -> list[Any]:
+    """Four iterations, a checkpoint, two more; then all again from the checkpoint, here and alone."""
+    found = []
+    with atoll.join(settings(stale_max=2), place=place) as session:
+        model = a_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        for step in range(4):
+            one_step(session, model, optimizer, step)
+        session.save(folder)
+        found.append([p.detach().clone() for p in model.parameters()])
+        one_step(session, model, optimizer, 4)
+        session.load(folder)
+        found.append([p.detach().clone() for p in model.parameters()])
+        assert session.iteration == 4
+        one_step(session, model, optimizer, 4)
+        session.barrier()
+        found.append([p.detach().clone() for p in model.parameters()])
+        found.append([optimizer.state_dict()["state"][0]["step"].item()])
+    return found
+
+
+def test_a_checkpoint_is_of_one_iteration_and_loads_on_nodes_and_alone(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    first, second = pool.run(saves_and_loads, str(tmp_path / "saved"), world=2)
+    for one, other in zip(first, second, strict=True):
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(first[0], first[1], strict=True))
+    assert first[3] == [5.0]
+    with atoll.join(Config(), place=Place()) as session:
+        model = a_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session.prepare(model, optimizer)
+        session.load(tmp_path / "saved")
+        assert session.iteration == 4
+        assert all(torch.equal(a, b) for a, b in zip(first[0], model.parameters(), strict=True))
+        assert optimizer.state_dict()["state"][0]["step"].item() == 4.0
+
+
+def with_another_model(place: Place) -> None:
+    with atoll.join(settings(), place=place) as session:
+        train(session, nn.Linear(3, 1 + place.rank), 1)
+
+
+def with_another_configuration(place: Place) -> None:
+    with atoll.join(settings(stale_max=2 + place.rank), place=place) as session:
+        train(session, a_model(), 1)
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (
+            with_another_model,
+            "the workers differ: parameter 'weight' is (1, 3) float32, param group 0 on worker",
+        ),
+        (
+            with_another_configuration,
+            "the configuration's 'sync.stale_max' is 2 on worker 0 and 3 on worker 1",
+        ),
+    ],
+)
+def test_nodes_that_differ_are_refused_before_they_train(pool: WorkerPool, job: Any, said: str) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        pool.run(job, world=2)
+    for failure in caught.value.failures.values():
+        assert failure.kind == "PrepareError"
+        assert said in failure.message
+        assert "\n" not in failure.message
+
+
+def test_two_nodes_with_one_name_and_a_wrong_key_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("right", "wrong"):
+        write_keys(tmp_path / name, make_keys())
+    with ServedRun(2, shards=0, keys=tmp_path / "right") as served:
+        with served_worker(served.address, 0, tmp_path / "wrong"), pytest.raises(UserError) as caught:
+            atoll.join(settings())
+        assert "refuses this key" in str(caught.value)
+    store = torch.distributed.HashStore()
+    taken = Place(rank=0, world=2, store=store)
+    store.set("peers/0", '{"incarnation":1,"address":"tcp://127.0.0.1:1","token":"another"}')
+    monkeypatch.delenv(HUB_VARIABLE, raising=False)
+    with pytest.raises(UserError, match="there are two nodes 0: the other one listens at tcp://127.0.0.1:1"):
+        atoll.join(settings(), place=taken)
+
+
+def test_a_node_that_lives_keeps_its_name_in_the_runs_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_RUN_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv(RANK_VARIABLE, "0")
+    with ServedRun(1, shards=0) as served:
+        monkeypatch.setenv(HUB_VARIABLE, served.address)
+        with atoll.join(settings()) as session:
+            train(session, a_model(), 2)
+            assert json.loads((tmp_path / "nodes" / "0.json").read_text())["node"] == 0
+            # POSIX locks are a process's: another process is refused.
+            code = "import atoll; atoll.join()"
+            config = tmp_path / "peers.toml"
+            config.write_text('[run]\nstrategy = "peers"\n')
+            status, err = run_python(code, {"ATOLL_CONFIG": str(config)})
+            assert (status, err.count("\n")) == (2, 1), err
+            assert "node 0 of the run in " in err
+            assert " is alive already" in err
+
+
+def run_python(code: str, environment: dict[str, str]) -> tuple[int, str]:
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return ended.returncode, ended.stderr
