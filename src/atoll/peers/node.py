@@ -793,6 +793,7 @@ class Node:
             self._out.append(Drop(tuple(dropped)))
         waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
         self._change = views.Change(self.life.node, view, waits, self._rng)
+        self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self.rounds.go("reset")
@@ -830,7 +831,10 @@ class Node:
             self._out.append(Send(contact, message))
 
     def _ask_for_state(self) -> None:
-        """The state comes from any member; newcomers may not have one either, and are asked last."""
+        """The state comes from any member; newcomers may not have one either, and are asked last. Until it is
+        here, this node has no vote: with the witness alone it could decide that the run has no state."""
+        assert self._change is not None
+        self._change.has_state = False
         members = sorted(
             self.view.members, key=lambda each: (each.life in self._refused_state, bool(each.token))
         )
@@ -850,6 +854,8 @@ class Node:
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
         self._source, self._tell, self._moved = None, True, True
+        assert self._change is not None
+        self._change.has_state = True
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)
