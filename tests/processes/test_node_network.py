@@ -169,6 +169,19 @@ def test_who_is_set_up_later_is_known_to_train_another(some: Some) -> None:
     some.until(lambda: one.trains(1) == ("y", 1) and other.trains(0) == ("x", 1), "what they train")
 
 
+def test_who_is_set_up_between_two_greetings_is_heard(some: Some) -> None:
+    """It has answered the other's greeting, without a model, and its own is not answered yet."""
+    one, other = some.add(0), some.add(1)
+    some.introduce()
+    end = time.monotonic() + DEADLINE
+    while len(one._guests) < 2:  # a greeting on each of two connections
+        assert time.monotonic() < end, "the other's greetings"
+        one.wait(0.005, -1)
+        list(one.take())
+    one.set_up("x", 1)
+    some.until(lambda: other.trains(0) == ("x", 1), "what node 0 trains")
+
+
 def test_a_wrong_key_is_refused(some: Some) -> None:
     one = some.add(0, keys=keys_of(make_keys()))
     some.add(1, keys=keys_of(make_keys())).link_to(NodeAt(0, 0, one.address))
