@@ -115,6 +115,7 @@ class Node:
         self._wanted_since = math.inf
         self._risen = now  # when W last rose
         self._own_meeting: tuple[int, int] | None = None  # number, at
+        self._met_since = math.inf  # when it came to that
         self._has_met = False  # it has been in a meeting of its own
         self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
@@ -229,7 +230,7 @@ class Node:
             for life in self._meetings.prefix:
                 self._meetings.settle(life, number)
         self._has_met, self._own_meeting = True, (number, at)
-        self._watch_at = -math.inf
+        self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
         self._tell = True
         return self._advance(now)
@@ -739,9 +740,9 @@ class Node:
         """Whom this node would have removed, and who wants to join."""
         if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
             return
-        lacking, since = self._lacking(), self._since()
-        remove = self._watch.suspects(now, lacking, since, self._absent())
-        self._watch_at = self._watch.deadline(lacking, since)
+        awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
+        remove = self._watch.suspects(now, awaited, absent)
+        self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
         joiners = tuple(joiner for joiner, _ in self._joiners.values())
@@ -922,17 +923,20 @@ class Node:
     def _lacks(self, life: Life, number: int) -> bool:
         return self._iterations.prefix[life] <= number
 
-    def _lacking(self) -> list[Life]:
-        """Whose next contribution this node's devices wait for."""
-        if self._wanted is None:
-            return []
-        number = self._iterations.ordered
-        lives = (life for life in self._others() if self._iterations.firsts[life] <= number)
-        return [life for life in lives if self._lacks(life, number) and self._watch.iteration(life) <= number]
-
-    def _since(self) -> float:
-        """Since when nothing but that was waited for."""
-        return max(self._wanted_since, self._risen) if self._wanted is not None else math.inf
+    def _awaited(self) -> dict[Life, float]:
+        """Whose next iteration this node's devices or its script wait for, and since when."""
+        awaited: dict[Life, float] = {}
+        if self._wanted is not None:
+            number, since = self._iterations.ordered, max(self._wanted_since, self._risen)
+            for life in self._others():  # who has made it is not awaited: it is on its way, or fetched
+                has_made = self._watch.iteration(life) > number or not self._lacks(life, number)
+                if self._iterations.firsts[life] <= number and not has_made:
+                    awaited[life] = since
+        if self._own_meeting is not None:  # before they come to it, they have iterations to make
+            for life in self._absent():
+                if self._watch.iteration(life) < self._own_meeting[1]:
+                    awaited[life] = self._met_since
+        return awaited
 
     def _absent(self) -> list[Life]:
         """Who has not come to the meeting that this node is in."""
