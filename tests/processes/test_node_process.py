@@ -23,6 +23,7 @@ from atoll.wire import device as d
 
 WORKER = """
 import os, time
+from atoll.train.node.start import CpuSide
 from atoll.wire.device import Begin
 side = CpuSide(0)
 side.send(Begin(run="r", node=0, incarnation=0, stale_max=0))
