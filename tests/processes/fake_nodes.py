@@ -145,6 +145,13 @@ class FakeNode:
         )
         self.cpu.send(setup, [self.memory.fd])
 
+    @property
+    def incarnation(self) -> int:
+        """The one that it is a member as."""
+        if self.returned:
+            return self.returned[-1].incarnation
+        return self.ready.incarnation if self.ready is not None else -1
+
     # -- iterations ---------------------------------------------------------------------------------------
 
     def gradient(self, chunk: int, iteration: int) -> Tensor:
@@ -330,6 +337,18 @@ class FakeRun:
             for each in self.nodes:
                 each.advance(each.iteration + (each in makers))
             time.sleep(0.001)
+
+    def members(self) -> list[FakeNode]:
+        """Those who are in the newest view that anyone knows of."""
+        newest = max(
+            (view for each in self.nodes for view in each.views[-1:]),
+            key=lambda view: view.view,
+            default=None,
+        )
+        if newest is None:
+            return list(self.nodes)
+        lives = {(each.node, each.incarnation) for each in newest.members}
+        return [each for each in self.nodes if each.ready and (each.node, each.incarnation) in lives]
 
     @property
     def furthest(self) -> int:

@@ -169,17 +169,12 @@ def test_who_is_set_up_later_is_known_to_train_another(some: Some) -> None:
     some.until(lambda: one.trains(1) == ("y", 1) and other.trains(0) == ("x", 1), "what they train")
 
 
-def test_who_is_set_up_between_two_greetings_is_heard(some: Some) -> None:
-    """It has answered the other's greeting, without a model, and its own is not answered yet."""
+def test_what_a_node_trains_is_known_to_who_greets_late(some: Some) -> None:
+    """It is set up while nobody has answered its Greet yet."""
     one, other = some.add(0), some.add(1)
-    some.introduce()
-    end = time.monotonic() + DEADLINE
-    while len(one._guests) < 2:  # a greeting on each of two connections
-        assert time.monotonic() < end, "the other's greetings"
-        one.wait(0.005, -1)
-        list(one.take())
+    one.link_to(NodeAt(1, 0, other.address))
     one.set_up("x", 1)
-    some.until(lambda: other.trains(0) == ("x", 1), "what node 0 trains")
+    some.until(lambda: other.trains(0) == ("x", 1), "what it trains")
 
 
 def test_a_wrong_key_is_refused(some: Some) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
+from atoll.testing.served import ServedRun
 from atoll.train.node.start import CpuSide
 from atoll.wire import device as d
 
@@ -214,6 +216,75 @@ def test_a_node_is_killed_anywhere_and_comes_back(point: str) -> None:
         run.train_until_all_are_in()
         run.train(run.furthest + 4)
         run.assert_equal()
+
+
+def test_one_of_two_goes_on_where_the_hub_is_a_witness(tmp_path: Path) -> None:
+    with ServedRun(2, 0, folder=tmp_path) as hub, FakeRun(2, stale_max=1, hub=hub.address) as run:
+        run.train(4)
+        dead = run.nodes.pop()
+        os.kill(dead.cpu.pid, signal.SIGKILL)
+        dead.close()
+        run.train(8)
+        assert [each.node for each in run.nodes[0].views[-1].members] == [0]
+
+
+SEED, FAULTS = 18, 50
+
+
+@pytest.mark.soak
+def test_fifty_random_faults_in_one_run() -> None:
+    """Of five nodes at least three train at any time; at the end all are there, with equal bits,
+    and have applied the same contributions, each once."""
+    chance = random.Random(SEED)
+    with FakeRun(5, stale_max=2) as run:
+        still: dict[int, float] = {}  # who stands still, and until when
+        lives = dict.fromkeys(range(5), 0)
+        seen: dict[int, list[d.Part]] = {}
+        for _ in range(FAULTS):
+            settled = [each for each in run.members() if each.node not in still]
+            if len(settled) >= 4:  # then a majority is left, whoever is left out meanwhile
+                victim = chance.choice(settled)
+                if chance.random() < 0.5:
+                    os.kill(victim.cpu.pid, signal.SIGKILL)
+                    run.nodes.remove(victim)
+                    victim.close()
+                    lives[victim.node] += 1
+                    run.introduce_late(FakeNode(victim.node, stale_max=2, incarnation=lives[victim.node]))
+                else:
+                    os.kill(victim.cpu.pid, signal.SIGSTOP)
+                    still[victim.node] = time.monotonic() + chance.uniform(0.5, 8.0)
+            go_on(run, still, chance.uniform(0.1, 3.0))
+            compare(run, seen)
+        go_on(run, still, 10.0)
+        assert not still
+        run.train_until_all_are_in()
+        run.train(run.furthest + 10)
+        run.assert_equal()
+        compare(run, seen)
+        assert sorted(seen) == list(range(len(seen)))
+
+
+def go_on(run: FakeRun, still: dict[int, float], seconds: float) -> None:
+    """All who move make iterations; those whose time has come move again."""
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        for each in run.nodes:
+            if each.node in still and now > still[each.node]:
+                os.kill(each.cpu.pid, signal.SIGCONT)
+                del still[each.node]
+            if each.node not in still:
+                each.advance(each.iteration + 1)
+        time.sleep(0.001)
+
+
+def compare(run: FakeRun, seen: dict[int, list[d.Part]]) -> None:
+    """Each iteration is of the same contributions at all nodes, and each node applies it once."""
+    for each in run.nodes:
+        made = [applied.iteration for applied in each.applied]
+        assert len(set(made)) == len(made)
+        for applied in each.applied:
+            assert seen.setdefault(applied.iteration, applied.parts) == applied.parts
+        each.applied.clear()
 
 
 def ends_with(node: FakeNode) -> str:

@@ -89,10 +89,13 @@ class Node:
         rng: np.random.Generator,
         now: float,
         asking: _Asking | None = None,
+        known: View | None = None,
     ) -> None:
         """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. Raises ValueError where it is not in `view`. (`asking` is `joining`'s own.)"""
+        and so is its W. Raises ValueError where it is not in `view`. (`asking` and `known` are `joining`'s
+        own.)"""
         self.life, self.view, self.settings = life, _NOBODY, settings
+        self._known = known
         self.iteration = 0
         self.is_member = False
         self.rounds = Rounds(life.node)
@@ -145,11 +148,13 @@ class Node:
         settings: Settings,
         rng: np.random.Generator,
         now: float,
+        known: View | None = None,
     ) -> Node:
         """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
-        out ViewChanged, and FetchState. `token` is a name that no other process has."""
+        out ViewChanged, and FetchState. `token` is a name that no other process has. `known` is the newest
+        view that this process knows, of Removed: others may have not heard of it, and its members be gone."""
         asking = _Asking(token, address, tuple(contact for contact in contacts if contact != node))
-        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking)
+        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking, known)
 
     @property
     def applied(self) -> int:
@@ -277,8 +282,10 @@ class Node:
                 self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
+        elif not self.is_member:
+            self._tell_known(sender, message)
         elif isinstance(message, _OF_VIEWS):
-            if self._change is not None and self.is_member:
+            if self._change is not None:
                 self._watch.handle_heard(now, sender)
                 report = self._report(live=True)
                 self._after_change(now, report, self._change.handle_message(now, sender, message, report))
@@ -287,6 +294,16 @@ class Node:
             self._absorb(now, message.report)
             self._dispatch(now, sender, message)
         return self._advance(now)
+
+    def _tell_known(self, sender: int, message: PeerMessage) -> None:
+        """To a joiner somebody speaks of a view, which may be older than one that it knows."""
+        number = math.inf
+        if isinstance(message, (Prepare, Accept)):
+            number = message.view.number
+        elif isinstance(message, NodeReport):
+            number = message.report.view
+        if self._known is not None and number < self._known.number:
+            self._out.append(Send(sender, ViewDecided(view=self._known)))
 
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):
@@ -793,6 +810,7 @@ class Node:
             self._out.append(Drop(tuple(dropped)))
         waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
         self._change = views.Change(self.life.node, view, waits, self._rng)
+        self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self.rounds.go("reset")
@@ -830,7 +848,10 @@ class Node:
             self._out.append(Send(contact, message))
 
     def _ask_for_state(self) -> None:
-        """The state comes from any member; newcomers may not have one either, and are asked last."""
+        """The state comes from any member; newcomers may not have one either, and are asked last. Until it is
+        here, this node has no vote: with the witness alone it could decide that the run has no state."""
+        assert self._change is not None
+        self._change.has_state = False
         members = sorted(
             self.view.members, key=lambda each: (each.life in self._refused_state, bool(each.token))
         )
@@ -850,6 +871,8 @@ class Node:
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
         self._source, self._tell, self._moved = None, True, True
+        assert self._change is not None
+        self._change.has_state = True
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)

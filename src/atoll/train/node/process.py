@@ -76,6 +76,7 @@ class CpuSideProcess:
         self._network_: Network | None = None
         self._witness: WitnessLink | None = None
         self._node_: Node | None = None
+        self._newest: View | None = None  # that a node of this process was removed by
         self._nodes: list[d.NodeAt] = []
         self._view: View | None = None
         self._lives: dict[int, Life] = {}  # the members of the view, by node
@@ -417,6 +418,7 @@ class CpuSideProcess:
                 self._settings(),
                 np.random.default_rng(),
                 now,
+                self._newest,
             )
             self._do(self._node_.poll(now))
         self._check_refused()
@@ -689,6 +691,7 @@ class CpuSideProcess:
         begin = self._begin
         assert begin is not None
         self._tell("membership", "come back", output.reason)
+        self._newest = output.view
         members = [
             d.NodeAt(each.life.node, 0, each.address)
             for each in output.view.members
