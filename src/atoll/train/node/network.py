@@ -372,8 +372,6 @@ class Network:
             return
         if isinstance(message, Greeted):
             way.greeted, link.refusal = True, ""
-            if self._digest and way is link.ways[_WORDS]:  # it may be newer than the Greet
-                self.send(link.at.node, Trains(digest=self._digest, number=self._number))
             self._note_trains(link.at.node, message.digest, message.number)
             if way is link.ways[_WORDS] and self._digest:  # set up, maybe, since this greeting was sent
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))
