@@ -372,9 +372,9 @@ class Network:
             return
         if isinstance(message, Greeted):
             way.greeted, link.refusal = True, ""
-            if self._digest and way is link.ways[_WORDS]:  # it may be newer than the Greet
-                self.send(link.at.node, Trains(digest=self._digest, number=self._number))
             self._note_trains(link.at.node, message.digest, message.number)
+            if way is link.ways[_WORDS] and self._digest:  # set up, maybe, since this greeting was sent
+                self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":
             self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {message.reason}")
         elif not isinstance(message, (Ping, Refused)):
