@@ -89,10 +89,13 @@ class Node:
         rng: np.random.Generator,
         now: float,
         asking: _Asking | None = None,
+        known: View | None = None,
     ) -> None:
         """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. Raises ValueError where it is not in `view`. (`asking` is `joining`'s own.)"""
+        and so is its W. Raises ValueError where it is not in `view`. (`asking` and `known` are `joining`'s
+        own.)"""
         self.life, self.view, self.settings = life, _NOBODY, settings
+        self._known = known
         self.iteration = 0
         self.is_member = False
         self._rng, self._asking = rng, asking
@@ -145,11 +148,13 @@ class Node:
         settings: Settings,
         rng: np.random.Generator,
         now: float,
+        known: View | None = None,
     ) -> Node:
         """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
-        out ViewChanged, and FetchState. `token` is a name that no other process has."""
+        out ViewChanged, and FetchState. `token` is a name that no other process has. `known` is the newest
+        view that this process knows, of Removed: others may have not heard of it, and its members be gone."""
         asking = _Asking(token, address, tuple(contact for contact in contacts if contact != node))
-        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking)
+        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking, known)
 
     @property
     def applied(self) -> int:
@@ -282,8 +287,10 @@ class Node:
                 self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
+        elif not self.is_member:
+            self._tell_known(sender, message)
         elif isinstance(message, _OF_VIEWS):
-            if self._change is not None and self.is_member:
+            if self._change is not None:
                 self._watch.handle_heard(now, sender)
                 report = self._report(live=True)
                 self._after_change(now, report, self._change.handle_message(now, sender, message, report))
@@ -292,6 +299,16 @@ class Node:
             self._absorb(now, message.report)
             self._dispatch(now, sender, message)
         return self._advance(now)
+
+    def _tell_known(self, sender: int, message: PeerMessage) -> None:
+        """To a joiner somebody speaks of a view, which may be older than one that it knows."""
+        number = math.inf
+        if isinstance(message, (Prepare, Accept)):
+            number = message.view.number
+        elif isinstance(message, NodeReport):
+            number = message.report.view
+        if self._known is not None and number < self._known.number:
+            self._out.append(Send(sender, ViewDecided(view=self._known)))
 
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):

@@ -1,4 +1,4 @@
-"""A node's part in synchronisation rounds: its own, and those that others start. `rounds.py` has the rules."""
+"""A node's part in synchronisation rounds: its own, and others'. The rules are in `rounds.py`."""
 
 from __future__ import annotations
 
