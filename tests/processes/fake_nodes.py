@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from shard_cluster import Model
 from torch import Tensor, nn
 
+from atoll.core import points
+from atoll.core.errors import RunError
 from atoll.tensors.shardoptimizer import full_name
 from atoll.train.node import main as cpu_side
 from atoll.train.node.memory import HostMemory, plan_memory, slots_for
@@ -31,15 +37,31 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["atoll.train.node.process", "torch._dynamo"])
 
 
-def _serve(link: socket.socket, parent: int) -> None:
+def _serve(link: socket.socket, parent: int, kill: Kill | None) -> None:
+    if kill is not None:
+
+        def strike(point: str, iteration: int) -> None:
+            if point == kill.point and iteration >= kill.iteration:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        points.install(strike)
     os._exit(cpu_side.serve(link.detach(), parent))
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for a CPU side at a point of its code (core/points.py), in this iteration or later."""
+
+    point: str
+    iteration: int
 
 
 class _Forked:
     """A process of the fork server's, as start.Process."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._process: BaseProcess = _context.Process(target=_serve, args=(link, os.getpid()), daemon=True)
+    def __init__(self, link: socket.socket, kill: Kill | None = None) -> None:
+        given = link, os.getpid(), kill
+        self._process: BaseProcess = _context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -65,10 +87,18 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class FakeNode:
     """A node whose worker is driven from the test. `now` goes on with `advance`."""
 
-    def __init__(self, node: int, *, stale_max: int = 0, incarnation: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        node: int,
+        *,
+        stale_max: int = 0,
+        incarnation: int = 0,
+        kill: Kill | None = None,
+        **options: Any,
+    ) -> None:
         self.node, self.stale_max = node, stale_max
         self.model = Model(sgd, 1)
-        self.cpu = CpuSide(node, _Forked)
+        self.cpu = CpuSide(node, partial(_Forked, kill=kill))
         self.told: list[d.Told] = []
         self.applied: list[d.Applied] = []
         self.met: dict[int, d.Met] = {}
@@ -114,6 +144,13 @@ class FakeNode:
             iteration=iteration,
         )
         self.cpu.send(setup, [self.memory.fd])
+
+    @property
+    def incarnation(self) -> int:
+        """The one that it is a member as."""
+        if self.returned:
+            return self.returned[-1].incarnation
+        return self.ready.incarnation if self.ready is not None else -1
 
     # -- iterations ---------------------------------------------------------------------------------------
 
@@ -231,11 +268,20 @@ def gradient_of(model: Model, node: int, chunk: int, iteration: int) -> Tensor:
 class FakeRun:
     """Nodes 0 to `count` - 1, introduced to one another and set up."""
 
-    def __init__(self, count: int, *, stale_max: int = 0, set_up: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        stale_max: int = 0,
+        set_up: bool = True,
+        kills: Mapping[int, Kill] | None = None,
+        **options: Any,
+    ) -> None:
         self.nodes: list[FakeNode] = []
         try:
             for node in range(count):
-                self.nodes.append(FakeNode(node, stale_max=stale_max, **options))
+                kill = (kills or {}).get(node)
+                self.nodes.append(FakeNode(node, stale_max=stale_max, kill=kill, **options))
             for each in self.nodes:
                 each.introduce(self.places)
             if set_up:
@@ -261,6 +307,60 @@ class FakeRun:
     def close(self) -> None:
         for each in self.nodes:
             each.close()
+
+    def introduce_late(self, node: FakeNode) -> None:
+        """A node begins to come into the run."""
+        self.nodes.append(node)
+        node.introduce(self.places, late=True)
+        node.set_up()
+
+    def train_until_all_are_in(self) -> None:
+        end = time.monotonic() + DEADLINE
+        while any(each.ready is None for each in self.nodes):
+            assert time.monotonic() < end, [each.told[-3:] for each in self.nodes]
+            for each in self.nodes:
+                each.advance(each.iteration + 1)
+            time.sleep(0.001)
+
+    def train_until_killed(self, who: FakeNode, makers: Sequence[FakeNode] | None = None) -> None:
+        """Those of `makers` (all) who may begin make iterations until the CPU side of `who` has died."""
+        line = rf"\(process {who.cpu.pid}\) was killed by SIGKILL"
+        with pytest.raises(RunError, match=line):
+            self._train_on(self.nodes if makers is None else makers)
+        who.close()
+        self.nodes.remove(who)
+
+    def _train_on(self, makers: Sequence[FakeNode]) -> None:
+        end = time.monotonic() + DEADLINE
+        while True:
+            assert time.monotonic() < end, [(each.iteration, each.waiting) for each in self.nodes]
+            for each in self.nodes:
+                each.advance(each.iteration + (each in makers))
+            time.sleep(0.001)
+
+    def members(self) -> list[FakeNode]:
+        """Those who are in the newest view that anyone knows of."""
+        newest = max(
+            (view for each in self.nodes for view in each.views[-1:]),
+            key=lambda view: view.view,
+            default=None,
+        )
+        if newest is None:
+            return list(self.nodes)
+        lives = {(each.node, each.incarnation) for each in newest.members}
+        return [each for each in self.nodes if each.ready and (each.node, each.incarnation) in lives]
+
+    @property
+    def furthest(self) -> int:
+        """The most iterations that anyone has made."""
+        return max(each.iteration for each in self.nodes)
+
+    def assert_equal(self) -> None:
+        """All have the same bits."""
+        one, *others = self.nodes
+        for other in others:
+            for chunk, flat in one.parameters.items():
+                assert torch.equal(flat, other.parameters[chunk]), (one.node, other.node, chunk)
 
     def until(self, condition: Callable[[], bool], what: str, who: Sequence[FakeNode] | None = None) -> None:
         """Until the condition holds; `who` (all) are heard meanwhile."""

@@ -169,6 +169,14 @@ def test_who_is_set_up_later_is_known_to_train_another(some: Some) -> None:
     some.until(lambda: one.trains(1) == ("y", 1) and other.trains(0) == ("x", 1), "what they train")
 
 
+def test_what_a_node_trains_is_known_to_who_greets_late(some: Some) -> None:
+    """It is set up while nobody has answered its Greet yet."""
+    one, other = some.add(0), some.add(1)
+    one.link_to(NodeAt(1, 0, other.address))
+    one.set_up("x", 1)
+    some.until(lambda: other.trains(0) == ("x", 1), "what it trains")
+
+
 def test_a_wrong_key_is_refused(some: Some) -> None:
     one = some.add(0, keys=keys_of(make_keys()))
     some.add(1, keys=keys_of(make_keys())).link_to(NodeAt(0, 0, one.address))

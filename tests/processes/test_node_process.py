@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_nodes import DEADLINE, FakeNode, FakeRun, plain
+from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
 from atoll.core.errors import RunError, UserError
+from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
+from atoll.testing.served import ServedRun
 from atoll.train.node.start import CpuSide
 from atoll.wire import device as d
 
@@ -178,19 +181,110 @@ def test_who_stood_still_comes_back() -> None:
 def test_a_node_comes_late() -> None:
     with FakeRun(2, stale_max=1) as run:
         run.train(5)
-        late = FakeNode(2, stale_max=1)
-        run.nodes.append(late)
-        late.introduce(run.places, late=True)
-        late.set_up()
-        end = time.monotonic() + DEADLINE
-        while late.ready is None:
-            assert time.monotonic() < end, late.told[-3:]
-            for each in run.nodes[:2]:
+        run.introduce_late(FakeNode(2, stale_max=1))
+        run.train_until_all_are_in()
+        run.train(run.furthest + 6)
+        run.assert_equal()
+
+
+QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        point if point in QUICK else pytest.param(point, marks=pytest.mark.soak)
+        for point in sorted(POINTS)
+        if point.startswith("node.")
+    ],
+)
+def test_a_node_is_killed_anywhere_and_comes_back(point: str) -> None:
+    """The others go on, it comes back as another process, and all have the same bits each time."""
+    kill = Kill(point, 4)
+    victim = {"node.gives": 0, "node.took": 3}.get(point, 2)
+    with FakeRun(3, stale_max=1, kills={victim: kill}) as run:
+        run.train(4)
+        if point in ("node.gives", "node.took", "node.view", "node.vote"):  # as somebody comes in
+            run.introduce_late(FakeNode(3, stale_max=1, kill=kill if victim == 3 else None))
+        # A round is started while one is waited for.
+        makers = [each for each in run.nodes if each.node != 1] if point == "node.round" else None
+        run.train_until_killed(next(each for each in run.nodes if each.node == victim), makers)
+        run.train_until_all_are_in()
+        run.train(run.furthest + 4)
+        run.assert_equal()
+        run.introduce_late(FakeNode(victim, stale_max=1, incarnation=1))
+        run.train_until_all_are_in()
+        run.train(run.furthest + 4)
+        run.assert_equal()
+
+
+def test_one_of_two_goes_on_where_the_hub_is_a_witness(tmp_path: Path) -> None:
+    with ServedRun(2, 0, folder=tmp_path) as hub, FakeRun(2, stale_max=1, hub=hub.address) as run:
+        run.train(4)
+        dead = run.nodes.pop()
+        os.kill(dead.cpu.pid, signal.SIGKILL)
+        dead.close()
+        run.train(8)
+        assert [each.node for each in run.nodes[0].views[-1].members] == [0]
+
+
+SEED, FAULTS = 18, 50
+
+
+@pytest.mark.soak
+def test_fifty_random_faults_in_one_run() -> None:
+    """Of five nodes at least three train at any time; at the end all are there, with equal bits,
+    and have applied the same contributions, each once."""
+    chance = random.Random(SEED)
+    with FakeRun(5, stale_max=2) as run:
+        still: dict[int, float] = {}  # who stands still, and until when
+        lives = dict.fromkeys(range(5), 0)
+        seen: dict[int, list[d.Part]] = {}
+        for _ in range(FAULTS):
+            settled = [each for each in run.members() if each.node not in still]
+            if len(settled) >= 4:  # then a majority is left, whoever is left out meanwhile
+                victim = chance.choice(settled)
+                if chance.random() < 0.5:
+                    os.kill(victim.cpu.pid, signal.SIGKILL)
+                    run.nodes.remove(victim)
+                    victim.close()
+                    lives[victim.node] += 1
+                    run.introduce_late(FakeNode(victim.node, stale_max=2, incarnation=lives[victim.node]))
+                else:
+                    os.kill(victim.cpu.pid, signal.SIGSTOP)
+                    still[victim.node] = time.monotonic() + chance.uniform(0.5, 8.0)
+            go_on(run, still, chance.uniform(0.1, 3.0))
+            compare(run, seen)
+        go_on(run, still, 10.0)
+        assert not still
+        run.train_until_all_are_in()
+        run.train(run.furthest + 10)
+        run.assert_equal()
+        compare(run, seen)
+        assert sorted(seen) == list(range(len(seen)))
+
+
+def go_on(run: FakeRun, still: dict[int, float], seconds: float) -> None:
+    """All who move make iterations; those whose time has come move again."""
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        for each in run.nodes:
+            if each.node in still and now > still[each.node]:
+                os.kill(each.cpu.pid, signal.SIGCONT)
+                del still[each.node]
+            if each.node not in still:
                 each.advance(each.iteration + 1)
-            late.pump()
-        run.train(max(each.iteration for each in run.nodes) + 6)
-        for chunk, flat in late.parameters.items():
-            assert torch.equal(flat, run.nodes[0].parameters[chunk])
+        time.sleep(0.001)
+
+
+def compare(run: FakeRun, seen: dict[int, list[d.Part]]) -> None:
+    """Each iteration is of the same contributions at all nodes, and each node applies it once."""
+    for each in run.nodes:
+        made = [applied.iteration for applied in each.applied]
+        assert len(set(made)) == len(made)
+        for applied in each.applied:
+            assert seen.setdefault(applied.iteration, applied.parts) == applied.parts
+        each.applied.clear()
 
 
 def ends_with(node: FakeNode) -> str:

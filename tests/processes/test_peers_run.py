@@ -15,9 +15,10 @@ import pytest
 import torch
 from run_command import Command, wait_for
 from torch import nn
+from torch.utils.data import DataLoader
 
 import atoll
-from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, Run, Sync
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, Config, Link, Run, Sync
 from atoll.core.errors import UserError
 from atoll.net.keys import make_keys, write_keys
 from atoll.testing.pool import JobFailedError, WorkerPool
@@ -291,3 +292,43 @@ def run_python(code: str, environment: dict[str, str]) -> tuple[int, str]:
         timeout=100,
     )
     return ended.returncode, ended.stderr
+
+
+def trains_on_batches(place: Place, folder: str, transport: str) -> list[list[float]]:
+    """One epoch of 60 samples in batches of 8 over all nodes, saved and loaded in its middle: which samples
+    each iteration of this node was of."""
+    data = torch.arange(60.0).reshape(60, 1)
+    config = settings(stale_max=1, global_batch=8)
+    config.link = Link(transport=transport, reliable=transport == "ltp")  # type: ignore[arg-type]
+    seen: list[list[float]] = []
+    with atoll.join(config, place=place) as session:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+        session.prepare(model, optimizer)
+        batches = session.batches(data, seed=3)
+        loader = DataLoader(data, batch_sampler=batches)
+        for part in range(2):
+            for batch in loader:
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(batch.flatten().tolist())
+                if part == 0 and len(seen) == 3:
+                    session.save(folder)
+                    break
+            if part == 0:
+                session.load(folder)
+        session.barrier()
+        assert session.iteration == 8
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("ltp", marks=pytest.mark.soak)])
+def test_batches_are_dealt_once_and_go_on_from_a_checkpoint(
+    pool: WorkerPool, tmp_path: Path, transport: str
+) -> None:
+    nodes = pool.run(trains_on_batches, str(tmp_path / "saved"), transport, world=2)
+    assert [len(seen) for seen in nodes] == [8, 8]
+    given = sorted(value for seen in nodes for batch in seen for value in batch)
+    assert given == [float(value) for value in range(60)]

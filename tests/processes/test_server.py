@@ -642,9 +642,7 @@ def test_snapshots_are_of_one_moment(start: Callable[..., Run], tmp_path: Path) 
         run.iterate(iteration)
         moments[iteration + 1] = {chunk: run.model.flat(chunk) for chunk in run.model.chunks}
         for shard in range(2):
-            with contextlib.suppress(
-                CheckpointError, FileNotFoundError
-            ):  # a newer one came
+            with contextlib.suppress(CheckpointError, FileNotFoundError):  # a newer one came
                 look(shard)
     end = time.monotonic() + DEADLINE
     while any(latest(tmp_path / f"shard-{shard}") is None for shard in range(2)):

@@ -9,13 +9,7 @@ import psutil
 import pytest
 from killed_runs import hub_decisions, start
 from run_command import DEADLINE, Command, wait_for
-from test_survival_run import BATCH, EPOCHS, LEASING, SAMPLES, notes
-
-# Its second epoch begins when the test has told so: a standby may take longer to start than the first.
-START_EPOCH = "sampler.set_epoch(epoch)"
-WAIT = "while epoch and not os.path.exists('told'): time.sleep(0.05)"
-assert LEASING.count(START_EPOCH) == 1
-WAITING = "import os\n" + LEASING.replace(START_EPOCH, f"{START_EPOCH}\n        {WAIT}")
+from test_survival_run import BATCH, EPOCHS, LEASING, SAMPLES, WAITING, notes
 
 
 def process_of(command: Command, shard: int, second: bool) -> psutil.Process:

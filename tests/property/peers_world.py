@@ -142,12 +142,15 @@ class World:
         self.processes[process.name] = process
         self._later(0.01 * self.rng.random(), process, "poll", None)
 
-    def comes(self, name: int) -> None:
-        """A node comes (back): a process of its own, that knows nothing."""
+    def comes(self, name: int, known: View | None = None) -> None:
+        """A node comes (back): a process of its own, that knows nothing, or the one that was removed, which
+        knows a view."""
         self._tokens += 1
         contacts = list(range(self.schedule.nodes))
         token = f"token {self._tokens}"
-        node = Node.joining(name, token, f"at {name}", contacts, self.settings, self._generator(), self.now)
+        node = Node.joining(
+            name, token, f"at {name}", contacts, self.settings, self._generator(), self.now, known
+        )
         self._begin(Process(node, name))
 
     def dies(self, name: int) -> None:
@@ -258,16 +261,16 @@ class World:
             elif isinstance(output, outputs.Removed):
                 self.counts["removed"] += 1
                 self.dies(process.name)
-                self._return_at(self.now + 0.1, process)
+                self._return_at(self.now + 0.1, process, output.view)
             elif isinstance(output, outputs.Note):
                 self.counts[output.what] += 1
 
-    def _return_at(self, when: float, process: Process) -> None:
+    def _return_at(self, when: float, process: Process, known: View | None = None) -> None:
         """A node comes back, where it has not done so in the meantime."""
 
         def returns() -> None:
             if self.processes[process.name] is process:
-                self.comes(process.name)
+                self.comes(process.name, known)
 
         self.clock.call_at(when, returns)
 
@@ -488,12 +491,13 @@ class World:
         for fault in self.schedule.faults:
             at += fault.after
             self.clock.advance(max(at, self.now))
-            self._happens(fault)
+            self.happens(fault)
         self.clock.advance(self.now + max((fault.lasts for fault in self.schedule.faults), default=0.0))
         self.come_together()
         self.check_once()
 
-    def _happens(self, fault: Fault) -> None:
+    def happens(self, fault: Fault) -> None:
+        """A fault begins now; it ends by itself."""
         name = fault.who % self.schedule.nodes
         process = self.processes[name]
         until = self.now + fault.lasts

@@ -1,14 +1,20 @@
-"""Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, comes
-twice or out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
+"""Nodes of strategy `peers` over random schedules: what must always hold, whatever comes late, is lost, twice
+or out of order, whoever dies, comes back, stands still or is cut off (S0; `peers_world.World` checks)."""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers_world import Fault, Schedule, World, run
+from peers_world import Fault, Schedule, World, run, settings_for
+
+from atoll.peers.node import Node
+from atoll.peers.outputs import Send
+from atoll.wire.peers import NodeReport
+from atoll.wire.peerviews import Ballot, Life, Member, Prepare, Report, View, ViewDecided
 
 FAULTS = st.builds(
     Fault,
@@ -138,9 +144,52 @@ def test_what_the_properties_are_about_does_happen() -> None:
 
 def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> None:
     for stale_max in (0, 4):
-        world = World(Schedule(1, 4, stale_max, iterations=40))
-        world.settings = world.settings
-        world.run()
+        world = run(Schedule(1, 4, stale_max, iterations=40))
         assert world.counts["round started"] <= 2, world.counts
         assert not world.counts["suspected"], world.counts
         assert not world.counts["view"], world.counts
+
+
+def test_one_that_was_removed_tells_those_who_missed_the_view_that_did_it() -> None:
+    """Who decided that view may be gone, and then nobody else knows it."""
+    known = View(1, 3, (Member(Life(1, 1)), Member(Life(2, 1))))
+    rng = np.random.default_rng(1)
+    node = Node.joining(0, "again", "at 0", [1, 2], settings_for(2), rng, 0.0, known)
+    node.poll(0.0)
+    told = [Send(1, ViewDecided(view=known))]
+    before = View(1, 2, (Member(Life(0, 1)), *known.members))
+    report = Report(Life(1, 1), 2, 0, 0, 0, ())
+    assert node.handle_message(0.1, 1, NodeReport(report=report)) == told
+    assert node.handle_message(0.1, 1, Prepare(view=before, ballot=Ballot(1, 1))) == told
+    assert node.handle_message(0.1, 1, Prepare(view=known, ballot=Ballot(1, 1))) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "nodes", "waiting"),
+    [
+        (Fault("dies", 2.0, 1, 60.0), 3, {1}),
+        (Fault("stops", 2.0, 1, 60.0), 3, {1}),
+        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}),
+        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}),
+        (Fault("dies", 2.0, 1, 60.0), 2, {1}),
+    ],
+    ids=["dies", "stops", "device hangs", "two of five cut off", "one of two dies, with the hub"],
+)
+def test_the_majority_goes_on_within_the_limits_and_the_minority_does_not(
+    fault: Fault, nodes: int, waiting: set[int]
+) -> None:
+    world = World(Schedule(3, nodes, 2, (fault,), hub=nodes == 2, iterations=0))
+    world.clock.advance(fault.after)
+    world.happens(fault)
+    limit = max(world.settings.silence[1], world.settings.progress[1])
+    world.clock.advance(fault.after + limit + 5.0)
+    at = {name: each.node.applied for name, each in world.processes.items()}
+    world.clock.advance(fault.after + limit + 15.0)
+    for name, each in world.processes.items():
+        if name not in waiting:
+            assert each.node.applied > at[name] + 20, world.describe()
+        elif fault.kind == "cut off":
+            assert each.node.applied == at[name], world.describe()
+    world.clock.advance(fault.after + fault.lasts)
+    world.come_together()
+    world.check_once()

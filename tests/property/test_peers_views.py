@@ -235,6 +235,21 @@ def test_nobody_votes_before_it_holds_what_its_view_began_with() -> None:
     assert not change.wanted
 
 
+def test_a_newcomer_without_its_state_has_no_vote_though_nothing_else_is_lacking() -> None:
+    """All that was contributed has been applied, so it lacks nothing but the state; it and the witness would
+    be a majority."""
+    view = View(1, 4, (Member(Life(0, 0), 0, 5), Member(Life(1, 1), 8, 8, 0, 5, token="new")))
+    change = Change(1, view, Settings(0.1, 0.05), np.random.default_rng(1))
+    change.has_state = False
+    report = Report(Life(1, 1), 4, 8, 5, 0, (Held(Life(0, 0), 5), Held(Life(1, 1), 8)))
+    assert change.handle_wish(0.0, Wish({0: "silent"}), report).sends == ()
+    assert change.poll(1.0, report).sends == ()
+    assert change.handle_message(1.0, 0, Prepare(view=view, ballot=Ballot(1, 0)), report).sends == ()
+    change.has_state = True
+    sends = change.poll(2.0, report).sends
+    assert [(to, type(message)) for to, message in sends] == [(WITNESS, Prepare), (0, Prepare)]
+
+
 def test_nobody_accepts_before_it_holds_what_the_next_view_begins_with() -> None:
     view = first_view(1, [Member(Life(node, 0)) for node in range(3)])
     change = Change(0, view, Settings(0.1, 0.05), np.random.default_rng(1))

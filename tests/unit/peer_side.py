@@ -51,6 +51,7 @@ class FakeSide:
         self.layout: ChunkMap | None = None
         self.free: list[int] = []  # buffers
         self.first, self.script = 0, b""  # of Ready
+        self.frozen: float | None = None  # what a late node's frozen parameters are
         self.holds_up = ""  # what keeps the global iteration where it is
         self.closed = False
 
@@ -106,6 +107,9 @@ class FakeSide:
         plan = plan_memory(self.layout, message.slots, message.buffers)
         self.memory = HostMemory(plan, os.dup(descriptor))
         self.free = list(range(1, message.buffers))
+        for flat in self.memory.frozen.values():
+            if self.frozen is not None:
+                flat.fill_(self.frozen)
         self.say(
             Ready(iteration=self.first or message.iteration, incarnation=1, script=self.script),
             Published(buffer=0, taken=self.first or message.iteration, through=message.iteration),

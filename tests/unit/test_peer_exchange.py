@@ -233,6 +233,17 @@ def test_the_state_for_a_newcomer_is_that_of_its_first_iterations_boundary(node:
     late.session._leave()
 
 
+def test_frozen_parameters_come_from_the_members_too() -> None:
+    session, side = fake_session(config(), late=True)
+    side.first, side.frozen = 7, 3.0
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    session.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert {value for p in model[0].parameters() for value in p.flatten().tolist()} == {3.0}
+    assert "0.weight" not in str(session._state.capture(fixed=True))
+    session._leave()
+
+
 def test_one_that_comes_late_must_resume() -> None:
     late = Node(config(), late=True, first=7)
     with pytest.raises(UserError, match=r"call session.resume\(\) before the loop"):

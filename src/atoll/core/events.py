@@ -73,8 +73,8 @@ class Decided(Event, frozen=True):
 
 
 class RoundSeen(Event, frozen=True):
-    """A synchronisation round of strategy peers has begun, ended or was refused: as Decided, for the journal
-    alone, since there may be one each iteration."""
+    """A synchronisation round of strategy peers has begun, ended or was refused, or something was fetched: as
+    Decided, for the journal alone, since there may be one each iteration."""
 
     what: str
     choice: str

@@ -63,6 +63,16 @@ POINTS: dict[str, str] = {
     "group.ring": "the group's ring stands, and the first member's state is taken over",
     "group.arrived": "the shards know the group, and the hub does not know that yet",
     "group.joined": "the group's parameters are there: its first iteration begins",
+    # A node's CPU side, under strategy peers.
+    "node.contributed": "the node's own contribution is in host memory, and nobody else knows",
+    "node.sending": "a contribution has left for one node, and may not have for the others",
+    "node.held": "another's contribution is whole here, which nobody has been told",
+    "node.applied": "an iteration is in the global parameters, which nobody has been told",
+    "node.round": "a message of a synchronisation round has come, and is not answered",
+    "node.vote": "a message of a vote on the next view has come, and is not answered",
+    "node.view": "a view holds, and nothing was done about it",
+    "node.gives": "another node is about to be given the state",
+    "node.took": "a node that comes in has the state, and has not said so",
     "members.meet": "members have changed; this one is about to meet the others",
     "members.dealt": "what is left of their data is dealt anew",
 }

@@ -89,10 +89,13 @@ class Node:
         rng: np.random.Generator,
         now: float,
         asking: _Asking | None = None,
+        known: View | None = None,
     ) -> None:
         """A founding member of `view`; `poll` makes it begin. Its first iteration is its `first` in the view,
-        and so is its W. Raises ValueError where it is not in `view`. (`asking` is `joining`'s own.)"""
+        and so is its W. Raises ValueError where it is not in `view`. (`asking` and `known` are `joining`'s
+        own.)"""
         self.life, self.view, self.settings = life, _NOBODY, settings
+        self._known = known
         self.iteration = 0
         self.is_member = False
         self.rounds = Rounds(life.node)
@@ -112,11 +115,13 @@ class Node:
         self._wanted_since = math.inf
         self._risen = now  # when W last rose
         self._own_meeting: tuple[int, int] | None = None  # number, at
+        self._met_since = math.inf  # when it came to that
         self._has_met = False  # it has been in a meeting of its own
         self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
         self._finished_at = math.inf
         self._is_over = False
+        self._withheld: dict[Life, list[Key]] = {}  # of its own, for which a member has no room yet
         self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
@@ -144,11 +149,13 @@ class Node:
         settings: Settings,
         rng: np.random.Generator,
         now: float,
+        known: View | None = None,
     ) -> Node:
         """One that asks to be in the next view, at any of `contacts` (node ids), until it is: then it hands
-        out ViewChanged, and FetchState. `token` is a name that no other process has."""
+        out ViewChanged, and FetchState. `token` is a name that no other process has. `known` is the newest
+        view that this process knows, of Removed: others may have not heard of it, and its members be gone."""
         asking = _Asking(token, address, tuple(contact for contact in contacts if contact != node))
-        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking)
+        return cls(Life(node, 0), _NOBODY, settings, rng, now, asking, known)
 
     @property
     def applied(self) -> int:
@@ -223,7 +230,7 @@ class Node:
             for life in self._meetings.prefix:
                 self._meetings.settle(life, number)
         self._has_met, self._own_meeting = True, (number, at)
-        self._watch_at = -math.inf
+        self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
         self._tell = True
         return self._advance(now)
@@ -241,7 +248,28 @@ class Node:
         self._ledger(key).hold(key)
         self._moved = True
         for life in self._others():
-            self._out.append(SendPart(life.node, key))
+            if key.stream == "iterations" and key.number >= self._applied_by(life) + self.settings.slots:
+                self._withheld.setdefault(life, []).append(key)
+            else:
+                self._out.append(SendPart(life.node, key))
+
+    def _applied_by(self, life: Life) -> int:
+        """At least so many iterations another member has applied: it has said so, or has made what takes
+        them."""
+        made, told = self._iterations.prefix[life], self._iterations.floors[life]
+        has_made = made > self._iterations.firsts[life]
+        return max(told, made - 1 - self.settings.stale_max) if has_made else told
+
+    def _release(self) -> None:
+        """Send what there was no room for at the receiver, where there is now."""
+        for life, keys in list(self._withheld.items()):
+            room = self._applied_by(life) + self.settings.slots
+            while keys and keys[0].number < room:
+                key = keys.pop(0)
+                if self._iterations.acks[life].get(self.life, 0) <= key.number:
+                    self._out.append(SendPart(life.node, key))
+            if not keys:
+                del self._withheld[life]
 
     # -- the network --------------------------------------------------------------------------------------
 
@@ -255,8 +283,10 @@ class Node:
                 self._leave("it was let in and removed again before it knew")
         elif isinstance(message, ViewDecided):
             self._learn(now, message.view)
+        elif not self.is_member:
+            self._tell_known(sender, message)
         elif isinstance(message, _OF_VIEWS):
-            if self._change is not None and self.is_member:
+            if self._change is not None:
                 self._watch.handle_heard(now, sender)
                 report = self._report(live=True)
                 self._after_change(now, report, self._change.handle_message(now, sender, message, report))
@@ -265,6 +295,16 @@ class Node:
             self._absorb(now, message.report)
             self._dispatch(now, sender, message)
         return self._advance(now)
+
+    def _tell_known(self, sender: int, message: PeerMessage) -> None:
+        """To a joiner somebody speaks of a view, which may be older than one that it knows."""
+        number = math.inf
+        if isinstance(message, (Prepare, Accept)):
+            number = message.view.number
+        elif isinstance(message, NodeReport):
+            number = message.report.view
+        if self._known is not None and number < self._known.number:
+            self._out.append(Send(sender, ViewDecided(view=self._known)))
 
     def _dispatch(self, now: float, sender: int, message: PeerMessage) -> None:
         if isinstance(message, NodeReport):
@@ -416,6 +456,7 @@ class Node:
         if self.is_member:
             self._apply()
             self._meet()
+            self._release()
             self._drop()
             self._grant()
             self._poll_round(now)
@@ -484,10 +525,7 @@ class Node:
             if member.life != self.life:
                 told = ledger.floors[member.life]
                 if ledger is self._iterations:
-                    made = ledger.prefix[member.life]  # all below: so it had applied what that takes
-                    floors.append(
-                        max(told, made - 1 - self.settings.stale_max) if made > member.first else told
-                    )
+                    floors.append(self._applied_by(member.life))
                 else:
                     is_new = told == 0 and bool(member.token)
                     floors.append(self._begun(member.life) if is_new else told)
@@ -702,9 +740,9 @@ class Node:
         """Whom this node would have removed, and who wants to join."""
         if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
             return
-        lacking, since = self._lacking(), self._since()
-        remove = self._watch.suspects(now, lacking, since, self._absent())
-        self._watch_at = self._watch.deadline(lacking, since)
+        awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
+        remove = self._watch.suspects(now, awaited, absent)
+        self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
         joiners = tuple(joiner for joiner, _ in self._joiners.values())
@@ -773,12 +811,14 @@ class Node:
             self._out.append(Drop(tuple(dropped)))
         waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
         self._change = views.Change(self.life.node, view, waits, self._rng)
+        self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self.rounds.go("reset")
         self.rounds.stop()
         self.rounds.clear(None)
         self._watch.install(now, self._others())
+        self._withheld = {life: keys for life, keys in self._withheld.items() if life in self._others()}
         self._known_tokens |= {member.token for member in view.members if member.token}
         self._joiners = {
             n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
@@ -809,7 +849,10 @@ class Node:
             self._out.append(Send(contact, message))
 
     def _ask_for_state(self) -> None:
-        """The state comes from any member; newcomers may not have one either, and are asked last."""
+        """The state comes from any member; newcomers may not have one either, and are asked last. Until it is
+        here, this node has no vote: with the witness alone it could decide that the run has no state."""
+        assert self._change is not None
+        self._change.has_state = False
         members = sorted(
             self.view.members, key=lambda each: (each.life in self._refused_state, bool(each.token))
         )
@@ -829,6 +872,8 @@ class Node:
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
         self._source, self._tell, self._moved = None, True, True
+        assert self._change is not None
+        self._change.has_state = True
         ledger.done = ledger.ordered = iteration
         for life in ledger.prefix:
             ledger.settle(life, iteration)
@@ -878,17 +923,20 @@ class Node:
     def _lacks(self, life: Life, number: int) -> bool:
         return self._iterations.prefix[life] <= number
 
-    def _lacking(self) -> list[Life]:
-        """Whose next contribution this node's devices wait for."""
-        if self._wanted is None:
-            return []
-        number = self._iterations.ordered
-        lives = (life for life in self._others() if self._iterations.firsts[life] <= number)
-        return [life for life in lives if self._lacks(life, number) and self._watch.iteration(life) <= number]
-
-    def _since(self) -> float:
-        """Since when nothing but that was waited for."""
-        return max(self._wanted_since, self._risen) if self._wanted is not None else math.inf
+    def _awaited(self) -> dict[Life, float]:
+        """Whose next iteration this node's devices or its script wait for, and since when."""
+        awaited: dict[Life, float] = {}
+        if self._wanted is not None:
+            number, since = self._iterations.ordered, max(self._wanted_since, self._risen)
+            for life in self._others():  # who has made it is not awaited: it is on its way, or fetched
+                has_made = self._watch.iteration(life) > number or not self._lacks(life, number)
+                if self._iterations.firsts[life] <= number and not has_made:
+                    awaited[life] = since
+        if self._own_meeting is not None:  # before they come to it, they have iterations to make
+            for life in self._absent():
+                if self._watch.iteration(life) < self._own_meeting[1]:
+                    awaited[life] = self._met_since
+        return awaited
 
     def _absent(self) -> list[Life]:
         """Who has not come to the meeting that this node is in."""

@@ -150,13 +150,15 @@ class Change:
     """Decides what follows `view`, at its member `me`; a node makes one for each view that it comes to.
 
     Each method takes `now` in seconds and this node's report as it is then. `promised`: nothing more of
-    `view` is to be acknowledged, to others or to oneself. `ready`: this node holds what `view` began with.
+    `view` is to be acknowledged, to others or to oneself. `ready`: this node holds what `view` began with,
+    and has a state at all (`has_state`: a newcomer's is set when it is here); before that it has no vote.
     `wanted` is what it should fetch; call `poll` when some of it has come. `deadline` is when to poll next.
     """
 
     def __init__(self, me: int, view: View, settings: Settings, rng: np.random.Generator) -> None:
         self.view, self.settings = view, settings
         self.promised = self.ready = False
+        self.has_state = True
         self.wanted: tuple[Fetch, ...] = ()
         self.deadline = math.inf
         self._me, self._rng = me, rng
@@ -404,7 +406,8 @@ class Change:
         return self._attempt_at if self._attempt_at > now else now + self.settings.answer
 
     def _is_ready(self, report: Report) -> bool:
-        self.ready = self.ready or not _lacking(report, (*self.view.members, *self.view.removed))
+        if self.has_state and not self.ready:
+            self.ready = not _lacking(report, (*self.view.members, *self.view.removed))
         return self.ready
 
     def _lacking(self, report: Report, following: View) -> list[Held]:

@@ -112,6 +112,11 @@ class Prepared:
         return sum(parameter.numel() * parameter.element_size() for parameter in trained)
 
     @property
+    def brought(self) -> set[str]:
+        """The parameters that come to a worker that enters late from where they live, not from a worker."""
+        return set(self.parameters) if self._strategy.brings_frozen else self.trained
+
+    @property
     def steps_elsewhere(self) -> bool:
         """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
         return self._strategy.brings_parameters

@@ -363,7 +363,7 @@ def _beside(prepared: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a model that is trained elsewhere, what is not there: its other parameters and its buffers, and the
     optimizer's settings, in the form of its state_dict."""
     held: dict[str, Any] = {
-        name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.trained
+        name: parameter for name, parameter in prepared.parameters.items() if name not in prepared.brought
     }
     for path, part in prepared.module.named_modules():
         for name, buffer in part._buffers.items():

@@ -74,6 +74,7 @@ class Strategy(Protocol):
 
     collective: bool  # whether every worker makes each step with the same gradients
     brings_parameters: bool  # whether `build` gives every worker the trained parameters of worker 0
+    brings_frozen: bool  # and gives one that comes late the others too
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         """The reducer, and what steps."""
@@ -89,7 +90,7 @@ class Alone:
     """Nothing is reduced, so no gradient is copied into a chunk either."""
 
     collective = True
-    brings_parameters = False
+    brings_parameters = brings_frozen = False
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = Reducer(training.chunks, training.calls)
@@ -106,7 +107,7 @@ class OverRing:
     """Gradients are reduced over a ring; every worker steps all chunks."""
 
     collective = True
-    brings_parameters = False
+    brings_parameters = brings_frozen = False
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -141,7 +142,7 @@ class OverRing:
 class Served:
     """Shards of a parameter server combine gradients, and make the steps."""
 
-    brings_parameters = True
+    brings_parameters, brings_frozen = True, False
 
     def __init__(self, service: Service, workers: ServedWorkers, config: Config, members: Members) -> None:
         self._service, self._workers, self._members = service, workers, members

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -215,6 +216,7 @@ class _InStore:
 
     def _record(self, store: Store, node: int) -> NodeAt:
         try:
+            store.wait([_key(node)], timedelta(seconds=self._timeout))
             record = msgspec.json.decode(store.get(_key(node)), type=_Record)
         except (DistStoreError, RuntimeError) as error:
             raise DeadlineError(

@@ -9,6 +9,7 @@ whoever sends is told that it is up again. Used from one thread.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from atoll.wire.peerviews import NODES
 LARGEST_FRAME = 2**31 - 1  # bytes
 _AT_ONCE = 64  # messages taken before everything else has its turn
 _REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
+_LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
 _WORDS, _CHUNKS = 0, 1
 
 
@@ -71,7 +73,7 @@ class _Link:
     refusal: str = ""  # why it does not take us
     digest: str = ""
     number: int = 0
-    sent: int = 0  # bytes
+    looked_at: float = 0.0  # when its connections were seen to, monotonic; 0: they are to be now
 
     @property
     def is_up(self) -> bool:
@@ -231,12 +233,17 @@ class Network:
         read from."""
         endpoints: list[Endpoint] = [self._server, *others]
         endpoints += [way.client for link in self._links.values() for way in link.ways]
-        poll(endpoints, timeout, wake)
+        ready = set(poll(endpoints, timeout, wake))
+        now = time.monotonic()
+        for link in self._links.values():
+            if now > link.looked_at + _LOOK_SECONDS or any(way.client in ready for way in link.ways):
+                link.looked_at = 0.0
 
     def take(self) -> Iterator[Arrived | Met]:
         """What has come, a bounded number at a time. Raises UserError when a node refuses us before we were
         ever among them (`is_member`), as for another run, or another model."""
-        for link in list(self._links.values()):
+        for link in [link for link in self._links.values() if not link.looked_at]:
+            link.looked_at = time.monotonic()
             self._see(link)
         yield from self._greetings()
         for _ in range(_AT_ONCE):
@@ -366,6 +373,8 @@ class Network:
         if isinstance(message, Greeted):
             way.greeted, link.refusal = True, ""
             self._note_trains(link.at.node, message.digest, message.number)
+            if way is link.ways[_WORDS] and self._digest:  # set up, maybe, since this greeting was sent
+                self.send(link.at.node, Trains(digest=self._digest, number=self._number))
         elif isinstance(message, Refused) and message.request == "Greet":
             self._refused_by(link, f"node {link.at.node} at {link.at.address} refused: {message.reason}")
         elif not isinstance(message, (Ping, Refused)):

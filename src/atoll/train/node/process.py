@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.points import reach
 from atoll.peers import outputs as out
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
@@ -35,15 +36,26 @@ from atoll.train.node.trained import Trained
 from atoll.train.node.witnesslink import WitnessLink
 from atoll.wire import device as d
 from atoll.wire import nodes as n
-from atoll.wire.messages import Accepted, Outbid, Promised, ViewDecided
-from atoll.wire.peers import WITNESS, Key
-from atoll.wire.peerviews import Life, Member, View
+from atoll.wire.peers import WITNESS, AnswerRound, AskRound, EndRound, Key, PeerMessage, RefuseRound
+from atoll.wire.peerviews import (
+    Accept,
+    Accepted,
+    Life,
+    Member,
+    Outbid,
+    Prepare,
+    Promised,
+    View,
+    ViewDecided,
+)
 
 _LONGEST_WAIT = 0.25  # seconds, for what no message announces
 _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
 _ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
 _DIGESTS = 64  # of the latest iterations, that others' are held against
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
+_OF_ROUNDS = (AskRound, AnswerRound, RefuseRound, EndRound)
+_VOTES = (Prepare, Promised, Accept, Accepted)
 _ENDED = "the worker has closed its socket"
 
 
@@ -64,6 +76,7 @@ class CpuSideProcess:
         self._network_: Network | None = None
         self._witness: WitnessLink | None = None
         self._node_: Node | None = None
+        self._newest: View | None = None  # that a node of this process was removed by
         self._nodes: list[d.NodeAt] = []
         self._view: View | None = None
         self._lives: dict[int, Life] = {}  # the members of the view, by node
@@ -322,6 +335,7 @@ class CpuSideProcess:
             self._dirty = True
         self._counting.waits(False)
         self._wanted = None
+        reach("node.contributed", message.iteration - self._shift)
         self._do(node.handle_contributed(time.monotonic(), message.iteration - self._shift))
 
     @property
@@ -404,6 +418,7 @@ class CpuSideProcess:
                 self._settings(),
                 np.random.default_rng(),
                 now,
+                self._newest,
             )
             self._do(self._node_.poll(now))
         self._check_refused()
@@ -457,6 +472,7 @@ class CpuSideProcess:
         def unpacked(_: None) -> None:
             entering.unpacking, entering.taker = False, None
             entering.has_state, model.shift = True, taker.shift
+            reach("node.took", model.globals.iteration)
             if self._entering is entering:
                 self._do(self._node.handle_state(time.monotonic(), model.globals.iteration))
 
@@ -471,6 +487,7 @@ class CpuSideProcess:
         for life in self._giver.due(node.applied, lives.__contains__):
 
             def send(raw: memoryview, to: int = life.node) -> None:
+                reach("node.gives", model.globals.iteration)
                 give(self._network, to, raw, model.globals.iteration, model.shift)
 
             self._jobs.append((lambda: pack_globals(model.globals), send))
@@ -494,12 +511,14 @@ class CpuSideProcess:
                 assembly, key = self._trained.assembly, message.key
                 if assembly.add(message, payload):
                     self._trained.globals.check(*self._trained.contributions([key]))
+                    reach("node.held", key.number)
                     self._newcomers.contributed(key.life)
                     self._do(self._node_.handle_part(now, key))
                 elif assembly.has_some(key):
                     self._do(self._node_.handle_arriving(now, key))
         elif isinstance(message, n.Word):
             if self._node_ is not None:
+                self._reach_word(message.body, self._node_)
                 self._do(self._node_.handle_message(now, sender, message.body))
         elif isinstance(message, n.MeetingPart):
             self._hear_meeting_part(message, payload)
@@ -512,6 +531,12 @@ class CpuSideProcess:
             self._hear_takeover(sender, message, payload)
         elif isinstance(message, n.Script) and self._entering is not None:
             self._entering.scripts.setdefault(message.iteration, message)
+
+    def _reach_word(self, word: PeerMessage, node: Node) -> None:
+        if isinstance(word, _OF_ROUNDS):
+            reach("node.round", node.iteration)
+        elif isinstance(word, _VOTES):
+            reach("node.vote", node.iteration)
 
     def _hear_witness(self, witness: WitnessLink) -> None:
         for message in witness.take():
@@ -560,6 +585,7 @@ class CpuSideProcess:
             self._trained.assembly.send(
                 key, lambda message, payload: self._network.send_chunk(to, message, payload)
             )
+            reach("node.sending", key.number)
 
     def _do_apply(self, output: out.Apply) -> None:
         model, node, keys = self._model, self._node, output.keys
@@ -569,6 +595,7 @@ class CpuSideProcess:
         def applied(outcome: Outcome) -> None:
             if self._node_ is not node:
                 return  # of a life that is over
+            reach("node.applied", output.iteration)
             self._note_applied(output.iteration, outcome, [each for each in abouts if each is not None])
             self._do(node.handle_applied(time.monotonic(), output.iteration))
             self._dirty = True
@@ -623,6 +650,7 @@ class CpuSideProcess:
         self._tell("state", f"from node {output.source}", output.reason)
 
     def _do_view_changed(self, output: out.ViewChanged) -> None:
+        reach("node.view", self._node.iteration)
         old, self._view = self._view, output.view
         self._lives = {each.life.node: each.life for each in output.view.members}
         life, members = self._node.life, output.view.members
@@ -663,6 +691,7 @@ class CpuSideProcess:
         begin = self._begin
         assert begin is not None
         self._tell("membership", "come back", output.reason)
+        self._newest = output.view
         members = [
             d.NodeAt(each.life.node, 0, each.address)
             for each in output.view.members

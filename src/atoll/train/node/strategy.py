@@ -34,7 +34,7 @@ class Peers:
     """
 
     collective = False  # every node makes each step, with gradients of its own
-    brings_parameters = True
+    brings_parameters = brings_frozen = True
 
     def __init__(
         self,

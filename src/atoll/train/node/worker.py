@@ -28,6 +28,8 @@ from atoll.wire.device import (
 _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = 10.0  # for the CPU side to say goodbye to the other nodes
 
+_OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
+
 Handler = Callable[[Any, list[int]], None]
 
 
@@ -131,7 +133,7 @@ class NodeWorker:
         self.figures = message
 
     def _handle_told(self, message: Told, _descriptors: list[int]) -> None:
-        if message.choice and message.what.startswith("round"):
+        if message.choice and message.what.startswith(_OFTEN):
             self.round_seen(message.what, message.choice, message.reason)
         elif message.choice:
             self.decided(message.what, message.choice, message.reason)
