@@ -77,6 +77,31 @@ def test_a_stopped_part_may_be_killed(tmp_path: Path) -> None:
         assert parts.running("hub")
 
 
+GIVES_UP_ONCE = """
+import os, sys, time
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), file=file)
+if len(open(sys.argv[1]).readlines()) == 1:
+    sys.exit(75)
+time.sleep(600)
+"""
+
+
+def test_who_has_just_ended_by_itself_is_killed_in_its_next_life(tmp_path: Path) -> None:
+    """Each kill is one restart, whatever the part has done meanwhile."""
+    file = tmp_path / "a"
+    with Supervisor(tmp_path / "logs", again=frozenset({75})) as parts:
+        parts.add("worker 0", [sys.executable, "-c", GIVES_UP_ONCE, str(file)])
+        ended = psutil.Process(parts.pid("worker 0"))
+        until = time.monotonic() + DEADLINE
+        while ended.status() != psutil.STATUS_ZOMBIE:  # without a tick
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        parts.kill("worker 0")
+        parts.wait_for(lambda: parts.running("worker 0") and parts.restarts, "its third life", DEADLINE)
+        assert parts.restarts == len(parts.strikes) == 1
+
+
 def test_who_ends_by_itself_is_noted_and_not_started_again(tmp_path: Path) -> None:
     with Supervisor(tmp_path / "logs") as parts:
         parts.add("worker 0", [sys.executable, "-c", "import sys; print('so it is'); sys.exit(3)"])

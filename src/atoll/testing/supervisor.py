@@ -154,7 +154,8 @@ class Supervisor:
         return f"{name} {begun}, and said last: {self._last_line(name)!r}"
 
     def kill(self, name: str) -> None:
-        """SIGKILL; the next `tick` starts the part again."""
+        """SIGKILL; the next `tick` starts the part again. Who has ended by itself has begun its next life."""
+        self.tick()
         self.strikes.append(Strike(time.monotonic(), name, 0.0))
         self._parts[name].process.kill()
 
