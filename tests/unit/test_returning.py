@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from atoll.core.errors import PeerLostError
-from atoll.net.endpoint import Server, poll
+from atoll.net.endpoint import Client, Server, poll
 from atoll.net.returning import ReturningLinks
+from atoll.server.links import LogLink
 from atoll.wire.messages import (
     VERSION,
     AnyMessage,
@@ -29,10 +30,17 @@ DEADLINE = 20.0
 class Peer:
     """A server that is where it is until it is ended, and its one client."""
 
-    def __init__(self) -> None:
-        self.server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        self.server = Server(address, None, limit=2**20, name="shard 0")
         self.address = self.server.address
         self.came: list[AnyMessage] = []
+
+    def refuse(self) -> None:
+        """Wait for a message, and refuse it as one of a stranger."""
+        received = self.server.receive(DEADLINE)
+        assert received is not None
+        self.came.append(decode_untrusted(received.header))
+        self.server.send(received.peer, encode(Refused(reason="say Hello first")))
 
     def look(self, shard: int = 0, comes_back: bool = True) -> None:
         """Take what has come, and welcome whoever says Hello."""
@@ -171,3 +179,56 @@ def test_a_connection_that_came_by_itself_begins_with_a_hello_too(peers: list[Pe
     until(links, peers[0], lambda: len(peers[0].came) >= 2)
     assert peers[0].came[:2] == [HELLO, Ready(digest="first")]
     links.links.close()
+
+
+# -- a connection that came by itself ----------------------------------------------------------------------
+
+
+def reborn_at_the_next_receive(peers: list[Peer], client: Client, say: Callable[[], None]) -> None:
+    """When the client is to receive next, having looked for losses: the server dies, the client `say`s
+    something, and the server's next life, at the same address, refuses that, for it has heard no Hello."""
+    receive = client.receive
+
+    def late(timeout: float) -> tuple[bytes, memoryview | None] | None:
+        client.receive = receive  # type: ignore[method-assign]
+        peers[-1].close()
+        end = time.monotonic() + DEADLINE
+        while not client.losses:  # what it says from now on waits for the next life
+            assert time.monotonic() < end
+            poll([client], 0.01)
+        say()
+        peers.append(Peer(peers[-1].address))
+        peers[-1].refuse()
+        assert poll([client], DEADLINE)
+        return receive(timeout)
+
+    client.receive = late  # type: ignore[method-assign]
+
+
+def test_what_a_server_says_that_has_heard_no_hello_is_passed_over(peers: list[Peer]) -> None:
+    peers.append(Peer())
+    links = Links(peers[0].address)
+    until(links, peers[0], lambda: not links.links.strangers)
+    ready = Ready(digest="push")
+    reborn_at_the_next_receive(peers, links.links.clients[0], lambda: links.links.send(0, ready, until="a"))
+    links.look()
+    assert len(peers) == 2
+    until(links, peers[1], lambda: peers[1].came == [ready, HELLO, ready])
+    assert links.links.come_back == 1
+    links.links.close()
+
+
+def test_a_shard_passes_over_what_a_log_says_that_has_heard_no_hello(peers: list[Peer]) -> None:
+    """Of shard 0, which was started again while shard 1 applied its lines."""
+    peers.append(Peer())
+    log = LogLink(peers[0].address, None, run="r", shard=1, apply=lambda *_: None)
+    end = time.monotonic() + DEADLINE
+    while not log.comes_back:
+        assert time.monotonic() < end
+        peers[0].look()
+        log.take()
+    reborn_at_the_next_receive(peers, log.client, lambda: log.staged(0, 3, 7))
+    log.take()
+    assert len(peers) == 2
+    assert log.is_lost  # and another connection takes its place
+    log.close()
