@@ -99,9 +99,10 @@ class WrongError(AssertionError):
 
 @dataclass
 class _Collective:
-    """The `index`-th of a group: what each rank gave to it."""
+    """What each rank gave to one of a group's; `root` alone gives to a broadcast."""
 
     kind: str
+    root: int | None = None
     given: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -158,9 +159,9 @@ class Channel:
 
         return self._begin(f"sum of {tuple(tensor.shape)} {tensor.dtype}", tensor, take)
 
-    def broadcast(self, tensor: Tensor) -> Work:
-        kind = f"broadcast of {tuple(tensor.shape)} {tensor.dtype}"
-        return self._begin(kind, tensor, lambda given: tensor.copy_(given[0]))
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        kind = f"broadcast by {root} of {tuple(tensor.shape)} {tensor.dtype}"
+        return self._begin(kind, tensor, lambda given: tensor.copy_(given[root]), root)
 
     def all_gather(self, tensor: Tensor) -> tuple[list[Tensor], Work]:
         parts = [torch.empty_like(tensor) for _ in range(self.place.world)]
@@ -171,10 +172,12 @@ class Channel:
 
         return parts, self._begin(f"all_gather of {tuple(tensor.shape)} {tensor.dtype}", tensor, take)
 
-    def _begin(self, kind: str, tensor: Tensor, take: Callable[[list[Tensor]], object]) -> Work:
+    def _begin(
+        self, kind: str, tensor: Tensor, take: Callable[[list[Tensor]], object], root: int | None = None
+    ) -> Work:
         self._member.switch("begin", lambda: [*self._goes_on(_nothing), *self._breaks()])
         if self._begun == len(self._group.collectives):
-            self._group.collectives.append(_Collective(kind))
+            self._group.collectives.append(_Collective(kind, root))
         collective = self._group.collectives[self._begun]
         if collective.kind != kind:
             raise WrongError(
@@ -198,8 +201,7 @@ class Channel:
     def wait(self, work: Work, what: str) -> float:
         def options() -> list[Option]:
             given = work.collective.given
-            root = work.collective.kind.startswith("broadcast") and 0 in given
-            whole = len(given) == self.place.world or root
+            whole = len(given) == self.place.world or work.collective.root in given
             return [*(self._goes_on(work.take) if whole else []), *self._breaks()]
 
         self._member.switch(_moment(what), options, what)
