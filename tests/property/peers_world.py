@@ -491,12 +491,13 @@ class World:
         for fault in self.schedule.faults:
             at += fault.after
             self.clock.advance(max(at, self.now))
-            self._happens(fault)
+            self.happens(fault)
         self.clock.advance(self.now + max((fault.lasts for fault in self.schedule.faults), default=0.0))
         self.come_together()
         self.check_once()
 
-    def _happens(self, fault: Fault) -> None:
+    def happens(self, fault: Fault) -> None:
+        """A fault begins now; it ends by itself."""
         name = fault.who % self.schedule.nodes
         process = self.processes[name]
         until = self.now + fault.lasts

@@ -156,11 +156,41 @@ def test_what_the_properties_are_about_does_happen() -> None:
 
 def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> None:
     for stale_max in (0, 4):
-        world = World(Schedule(1, 4, stale_max, iterations=40))
-        world.run()
+        world = run(Schedule(1, 4, stale_max, iterations=40))
         assert world.counts["round started"] <= 2, world.counts
         assert not world.counts["suspected"], world.counts
         assert not world.counts["view"], world.counts
+
+
+@pytest.mark.parametrize(
+    ("fault", "nodes", "waiting"),
+    [
+        (Fault("dies", 2.0, 1, 60.0), 3, {1}),
+        (Fault("stops", 2.0, 1, 60.0), 3, {1}),
+        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}),
+        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}),
+        (Fault("dies", 2.0, 1, 60.0), 2, {1}),
+    ],
+    ids=["dies", "stops", "device hangs", "two of five cut off", "one of two dies, with the hub"],
+)
+def test_the_majority_goes_on_within_the_limits_and_the_minority_does_not(
+    fault: Fault, nodes: int, waiting: set[int]
+) -> None:
+    world = World(Schedule(3, nodes, 2, (fault,), hub=nodes == 2, iterations=0))
+    world.clock.advance(fault.after)
+    world.happens(fault)
+    limit = max(world.settings.silence[1], world.settings.progress[1])
+    world.clock.advance(fault.after + limit + 5.0)
+    at = {name: each.node.applied for name, each in world.processes.items()}
+    world.clock.advance(fault.after + limit + 15.0)
+    for name, each in world.processes.items():
+        if name not in waiting:
+            assert each.node.applied > at[name] + 20, world.describe()
+        elif fault.kind == "cut off":
+            assert each.node.applied == at[name], world.describe()
+    world.clock.advance(fault.after + fault.lasts)
+    world.come_together()
+    world.check_once()
 
 
 def test_one_that_was_removed_tells_those_who_missed_the_view_that_did_it() -> None:

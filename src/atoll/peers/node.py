@@ -25,8 +25,9 @@ from atoll.peers.outputs import (
     ViewChanged,
 )
 from atoll.peers.pace import Limit
-from atoll.peers.rounds import Event, Rounds
+from atoll.peers.rounds import Rounds
 from atoll.peers.settings import Settings
+from atoll.peers.synchronise import Synchronisation
 from atoll.peers.watch import Watch
 from atoll.wire.messages import Message
 from atoll.wire.peers import (
@@ -41,7 +42,6 @@ from atoll.wire.peers import (
     NodeReport,
     PeerMessage,
     RefuseRound,
-    RoundId,
 )
 from atoll.wire.peerviews import (
     Accept,
@@ -98,13 +98,12 @@ class Node:
         self._known = known
         self.iteration = 0
         self.is_member = False
-        self.rounds = Rounds(life.node)
         self._rng, self._asking = rng, asking
         self._iterations, self._meetings = Ledger("iterations"), Ledger("meetings")
         self._watch = Watch(settings)
-        self._answer = Limit("a round's answers", *settings.round, start=settings.heartbeat)
-        self._backoff = Limit("back-off", *settings.backoff, start=settings.heartbeat)
-        self._rest = Limit("W's rise", *settings.rest, start=settings.heartbeat)
+        self._sync = Synchronisation(
+            life.node, settings, rng, lambda each: self._out.append(each), self._report, self._others
+        )
         self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
@@ -115,6 +114,7 @@ class Node:
         self._wanted_since = math.inf
         self._risen = now  # when W last rose
         self._own_meeting: tuple[int, int] | None = None  # number, at
+        self._met_since = math.inf  # when it came to that
         self._has_met = False  # it has been in a meeting of its own
         self._source: Life | None = None  # a joiner: whose state it waits for
         self._refused_state: set[Life] = set()
@@ -160,6 +160,11 @@ class Node:
     def applied(self) -> int:
         """W_i: iterations whose Apply is done."""
         return self._iterations.done
+
+    @property
+    def rounds(self) -> Rounds:
+        """Its own round, and its flag V_i."""
+        return self._sync.rounds
 
     @property
     def is_whole(self) -> bool:
@@ -211,7 +216,7 @@ class Node:
                 f"iteration {iteration} is applied at {_name(self.life)}, whose W is {self.applied}"
             )
         self._iterations.done = iteration + 1
-        self._rest.note(now - self._risen)
+        self._sync.rest.note(now - self._risen)
         self._risen, self._watch_at = now, -math.inf
         return self._advance(now)
 
@@ -228,7 +233,7 @@ class Node:
             self._meetings.done = self._meetings.ordered = number
             self._meetings.settle(self.life, number)  # others' are held by who holds them: votes hang on that
         self._has_met, self._own_meeting = True, (number, at)
-        self._watch_at = -math.inf
+        self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
         self._tell = True
         return self._advance(now)
@@ -316,19 +321,18 @@ class Node:
                 if self._ledger(key).has(key):
                     self._out.append(SendPart(sender, key))
         elif isinstance(message, AskRound):
-            self._handle_ask(now, sender, message.round)
+            self._sync.handle_ask(now, sender, message.round)
         elif isinstance(message, AnswerRound):
-            self._handle_answer(now, message)
+            self._sync.handle_answer(now, message)
         elif isinstance(message, RefuseRound):
-            if message.round == self.rounds.round:
-                self._give_up(now, "refused", f"node {sender} takes part in another's")
+            self._sync.handle_refusal(now, sender, message.round)
         elif isinstance(message, EndRound):
             for report in message.reports:
                 if report.view == self.view.number and report.life != self.life:
                     self._absorb(now, report)
-            self._handle_over(message.round, f"ended: the least iteration is {message.iteration}")
+            self._sync.handle_over(message.round, f"ended: the least iteration is {message.iteration}")
         elif isinstance(message, AbortRound):
-            self._handle_over(message.round, "given up by its starter")
+            self._sync.handle_over(message.round, "given up by its starter")
 
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
@@ -457,7 +461,7 @@ class Node:
             self._release()
             self._drop()
             self._grant()
-            self._poll_round(now)
+            self._sync.poll(now, self._wanted is not None)
             self._fetch(now)
             self._acknowledge(now)
             self._end(now)
@@ -540,102 +544,6 @@ class Node:
             self._wanted, self._wanted_since = None, math.inf
             reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
             self._out.append(Grant(iteration, self.applied, reason))
-
-    # -- the round ----------------------------------------------------------------------------------------
-
-    def _poll_round(self, now: float) -> None:
-        rounds = self.rounds
-        if now >= rounds.flag_until and rounds.clear(None):
-            self._note("round given up", str(rounds.over), "a1: its starter has not ended it in time")
-            rounds.go("freed")
-        if self._wanted is None:
-            if rounds.state == "asking":
-                self._abort()
-            rounds.go("eased")
-            return
-        if now >= rounds.until:
-            if rounds.state == "asking":
-                self._answer.note(self._answer.seconds, self.life.node)
-                missing = [life.node for life in self._others() if life.node not in rounds.answers]
-                self._give_up(now, "late", f"no answer from nodes {missing}")
-            else:
-                rounds.go("due")
-        if rounds.state == "idle":
-            rounds.go("wanted", now + self._rest.seconds)
-        if rounds.state == "looking":
-            self._seek_round(now)
-
-    def _seek_round(self, now: float) -> None:
-        """a2: the node needs a round."""
-        rounds = self.rounds
-        if rounds.flag is not None:
-            rounds.go("taken")
-            return
-        began = rounds.start(now, self.iteration, now + self._answer.seconds)
-        self._note(
-            "round started",
-            _round(began),
-            f"a2: W_i is {self.applied}, too old for iteration {self.iteration}",
-        )
-        self._to_all(AskRound(report=self._report(), round=began))
-        self._has_all_answers(now)
-
-    def _handle_ask(self, now: float, sender: int, asked: RoundId) -> None:
-        rounds = self.rounds
-        if asked.node != sender:
-            return
-        if rounds.state == "asking" and rounds.round is not None:
-            if rounds.round < asked:
-                self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
-                return
-            self._abort()
-            why = rounds.go("lower")
-            self._note("round given up", _round(asked), why)
-        if rounds.take_part(asked, now + 2 * self._answer.seconds):
-            self._out.append(Send(sender, AnswerRound(report=self._report(), round=asked)))
-        elif rounds.flag is not None:
-            self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
-
-    def _handle_answer(self, now: float, message: AnswerRound) -> None:
-        if self.rounds.state == "asking" and message.round == self.rounds.round:
-            self.rounds.answers[message.report.life.node] = message.report
-            self._has_all_answers(now)
-
-    def _has_all_answers(self, now: float) -> None:
-        """a6: with all answers in, the least iteration among them is the new global one."""
-        rounds = self.rounds
-        if rounds.round is None or any(life.node not in rounds.answers for life in self._others()):
-            return
-        reports = list(rounds.answers.values())
-        least = min([self.iteration, *(report.iteration for report in reports)])
-        self._answer.note(now - rounds.began, self.life.node)
-        self._backoff.note(now - rounds.began, self.life.node)
-        ended = rounds.stop()
-        rounds.go("answered", now + self._rest.seconds)
-        assert ended is not None
-        self._note("round ended", _round(ended), f"a6: the least iteration is {least}")
-        self._to_all(EndRound(report=self._report(), round=ended, iteration=least, reports=reports))
-
-    def _give_up(self, now: float, event: Event, why: str) -> None:
-        """a3, a5: its own round is dropped; another follows after T, with jitter."""
-        wait = self._backoff.seconds * (0.5 + float(self._rng.random()))
-        given_up = self.rounds.round
-        self._abort()
-        rule = self.rounds.go(event, now + wait)
-        if given_up is not None:
-            self._note(
-                "round refused" if event == "refused" else "round late", _round(given_up), f"{rule}: {why}"
-            )
-
-    def _abort(self) -> None:
-        stopped = self.rounds.stop()
-        if stopped is not None:
-            self._to_all(AbortRound(report=self._report(), round=stopped))
-
-    def _handle_over(self, ended: RoundId, why: str) -> None:
-        if self.rounds.clear(ended):
-            self._note("round over", _round(ended), why)
-            self.rounds.go("freed")
 
     # -- reports, and what they say -----------------------------------------------------------------------
 
@@ -738,9 +646,9 @@ class Node:
         """Whom this node would have removed, and who wants to join."""
         if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
             return
-        lacking, since = self._lacking(), self._since()
-        remove = self._watch.suspects(now, lacking, since, self._absent())
-        self._watch_at = self._watch.deadline(lacking, since)
+        awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
+        remove = self._watch.suspects(now, awaited, absent)
+        self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
         joiners = tuple(joiner for joiner, _ in self._joiners.values())
@@ -763,7 +671,10 @@ class Node:
         due = now >= change.deadline or (self._moved and (change.promised or not change.ready))
         if due:
             self._moved = False
-            change.settings.answer, change.settings.backoff = self._answer.seconds, self._backoff.seconds
+            change.settings.answer, change.settings.backoff = (
+                self._sync.answer.seconds,
+                self._sync.backoff.seconds,
+            )
             report = self._report(live=True)
             self._after_change(now, report, change.poll(now, report))
 
@@ -807,14 +718,14 @@ class Node:
         dropped += self._meetings.install(view, self.life, base)
         if dropped:
             self._out.append(Drop(tuple(dropped)))
-        waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
+        waits = views.Settings(
+            self._sync.answer.seconds, self._sync.backoff.seconds, self.settings.stale_max + 1
+        )
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._dropped, self._watch_at = (-1, -1), -math.inf
-        self.rounds.go("reset")
-        self.rounds.stop()
-        self.rounds.clear(None)
+        self._sync.reset()
         self._watch.install(now, self._others())
         self._withheld = {life: keys for life, keys in self._withheld.items() if life in self._others()}
         self._known_tokens |= {member.token for member in view.members if member.token}
@@ -921,17 +832,20 @@ class Node:
     def _lacks(self, life: Life, number: int) -> bool:
         return self._iterations.prefix[life] <= number
 
-    def _lacking(self) -> list[Life]:
-        """Whose next contribution this node's devices wait for."""
-        if self._wanted is None:
-            return []
-        number = self._iterations.ordered
-        lives = (life for life in self._others() if self._iterations.firsts[life] <= number)
-        return [life for life in lives if self._lacks(life, number) and self._watch.iteration(life) <= number]
-
-    def _since(self) -> float:
-        """Since when nothing but that was waited for."""
-        return max(self._wanted_since, self._risen) if self._wanted is not None else math.inf
+    def _awaited(self) -> dict[Life, float]:
+        """Whose next iteration this node's devices or its script wait for, and since when."""
+        awaited: dict[Life, float] = {}
+        if self._wanted is not None:
+            number, since = self._iterations.ordered, max(self._wanted_since, self._risen)
+            for life in self._others():  # who has made it is not awaited: it is on its way, or fetched
+                has_made = self._watch.iteration(life) > number or not self._lacks(life, number)
+                if self._iterations.firsts[life] <= number and not has_made:
+                    awaited[life] = since
+        if self._own_meeting is not None:  # before they come to it, they have iterations to make
+            for life in self._absent():
+                if self._watch.iteration(life) < self._own_meeting[1]:
+                    awaited[life] = self._met_since
+        return awaited
 
     def _absent(self) -> list[Life]:
         """Who has not come to the meeting that this node is in."""
@@ -944,7 +858,3 @@ class Node:
 
 def _name(life: Life) -> str:
     return f"node {life.node} ({life.incarnation})"
-
-
-def _round(round: RoundId) -> str:
-    return f"round {round.number} of node {round.node} at iteration {round.iteration}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from atoll.core.units import format_seconds
@@ -79,16 +79,16 @@ class Watch:
         return seen.finished and now >= seen.heard + seen.silence.seconds
 
     def suspects(
-        self, now: float, lacking: Iterable[Life], since: float, absent: Iterable[Life]
+        self, now: float, awaited: Mapping[Life, float], absent: Mapping[Life, float]
     ) -> dict[int, str]:
-        """Whom to remove, and why. This node has waited since `since` for an iteration of each in `lacking`,
-        and for each of `absent` to come to a meeting (infinity: it waits for none)."""
+        """Whom to remove, and why. This node waits for an iteration of each that is `awaited`, and for each
+        of `absent` to come to a meeting, since the time that is given with it."""
         found: dict[int, str] = {}
         self._checked = now
         for life, seen in self._seen.items():
             if now >= seen.heard + seen.silence.seconds:
                 found[life.node] = f"silent for {format_seconds(now - seen.heard)}; {seen.silence.reason()}"
-        for life in lacking:
+        for life, since in awaited.items():
             seen = self._seen[life]
             idle = now - max(seen.advanced, since)
             if seen.finished:
@@ -96,15 +96,18 @@ class Watch:
             elif idle >= seen.progress.seconds:
                 why = f"no iteration for {format_seconds(idle)}; {seen.progress.reason()}"
                 found.setdefault(life.node, why)
-        for life in absent:
+        for life, since in absent.items():
             if self._seen[life].finished:
                 found.setdefault(life.node, "its script has ended")
+            elif now >= since + self._settings.progress[1]:
+                found.setdefault(life.node, f"for {format_seconds(now - since)} it has come to no meeting")
         return found
 
-    def deadline(self, lacking: Iterable[Life], since: float) -> float:
+    def deadline(self, awaited: Mapping[Life, float], absent: Mapping[Life, float]) -> float:
         """When the next of them would be suspected, who is not yet."""
         due = [seen.heard + seen.silence.seconds for seen in self._seen.values()]
-        for life in lacking:
+        for life, since in awaited.items():
             seen = self._seen[life]
             due.append(max(seen.advanced, since) + seen.progress.seconds)
+        due += [since + self._settings.progress[1] for since in absent.values()]
         return min((when for when in due if when > self._checked), default=math.inf)
