@@ -84,6 +84,7 @@ def check_traffic(labs: Labs) -> None:
     assert (folder / "lab.png").exists() == bool(importlib.util.find_spec("matplotlib"))
 
 
+@pytest.mark.soak
 def test_a_ring_of_two_torchrun_launches(labs: Labs) -> None:
     out = train(labs, SLOW, TORCHRUN)
     check_cost(labs, out)

@@ -77,11 +77,16 @@ class Run:
     def key(self, rank: int) -> tuple[int, int]:
         return rank, self.welcomes[rank].incarnation
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """All workers do, while the hub is there: else each would wait for it."""
         for each in self.clients:
             with contextlib.suppress(Exception):
                 each.goodbye()
             each.close()
+        self.clients.clear()
+
+    def close(self) -> None:
+        self.leave()
         self.log.close()
         self.pool.shutdown(wait=False)
 
@@ -267,6 +272,7 @@ def test_links_are_measured_before_anybody_trains_and_are_known_after_a_restart(
         assert reason.startswith("1 of 1 links measured (3 workers on 1 machine); ")
         assert "limited by links of workers 0 1 2, 1000 bytes, 4 samples" in reason
         assert all(each.reason == decision.reason for each in run.hub.decisions("links"))  # not once more
+        run.leave()
         run.hub.close()
 
 

@@ -197,7 +197,8 @@ def test_what_the_hub_refuses_is_one_line() -> None:
         assert store.get("word") == b"seven"  # and the store goes on
 
 
-def test_a_hub_that_is_gone_is_given_up_after_the_timeout() -> None:
+def test_a_hub_that_is_gone_is_given_up_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.train.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
     with contextlib.ExitStack() as ends:
         served = ServedRun(1, 0, patience=0.6, heartbeat=0.1)
         with served:
@@ -218,7 +219,10 @@ def test_a_hub_that_is_gone_is_given_up_after_the_timeout() -> None:
         store.set("a", "2")
 
 
-def test_who_waits_for_a_hub_that_is_gone_is_freed_when_the_store_is_closed() -> None:
+def test_who_waits_for_a_hub_that_is_gone_is_freed_when_the_store_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atoll.train.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
     with ServedRun(1, 0) as served, store_at(served.address) as store, ThreadPoolExecutor(2) as threads:
         store.set("a", "1")
         waiting = [threads.submit(store.get, "never")]
