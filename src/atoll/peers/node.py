@@ -25,8 +25,9 @@ from atoll.peers.outputs import (
     ViewChanged,
 )
 from atoll.peers.pace import Limit
-from atoll.peers.rounds import Event, Rounds
+from atoll.peers.rounds import Rounds
 from atoll.peers.settings import Settings
+from atoll.peers.synchronise import Synchronisation
 from atoll.peers.watch import Watch
 from atoll.wire.messages import Message
 from atoll.wire.peers import (
@@ -41,7 +42,6 @@ from atoll.wire.peers import (
     NodeReport,
     PeerMessage,
     RefuseRound,
-    RoundId,
 )
 from atoll.wire.peerviews import (
     Accept,
@@ -98,13 +98,12 @@ class Node:
         self._known = known
         self.iteration = 0
         self.is_member = False
-        self.rounds = Rounds(life.node)
         self._rng, self._asking = rng, asking
         self._iterations, self._meetings = Ledger("iterations"), Ledger("meetings")
         self._watch = Watch(settings)
-        self._answer = Limit("a round's answers", *settings.round, start=settings.heartbeat)
-        self._backoff = Limit("back-off", *settings.backoff, start=settings.heartbeat)
-        self._rest = Limit("W's rise", *settings.rest, start=settings.heartbeat)
+        self._sync = Synchronisation(
+            life.node, settings, rng, lambda each: self._out.append(each), self._report, self._others
+        )
         self._fetching = Fetching(Limit("a contribution's way", *settings.fetch, start=settings.heartbeat))
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
@@ -126,6 +125,7 @@ class Node:
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
+        self._lacks_more = True  # others may hold what it lacks, since it last looked
         self._moved = True  # it holds more than when the change of the view was last polled
         self._heartbeat_at = now
         self._ask_at = now
@@ -161,6 +161,11 @@ class Node:
     def applied(self) -> int:
         """W_i: iterations whose Apply is done."""
         return self._iterations.done
+
+    @property
+    def rounds(self) -> Rounds:
+        """Its own round, and its flag V_i."""
+        return self._sync.rounds
 
     @property
     def is_whole(self) -> bool:
@@ -212,8 +217,8 @@ class Node:
                 f"iteration {iteration} is applied at {_name(self.life)}, whose W is {self.applied}"
             )
         self._iterations.done = iteration + 1
-        self._rest.note(now - self._risen)
-        self._risen, self._watch_at = now, -math.inf
+        self._sync.rest.note(now - self._risen)
+        self._risen, self._watch_at, self._lacks_more = now, -math.inf, True
         return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int) -> list[Output]:
@@ -227,8 +232,7 @@ class Node:
             raise ValueError(f"{_name(self.life)} comes to meeting {number}; its next is {self.met}")
         if not self._has_met:
             self._meetings.done = self._meetings.ordered = number
-            for life in self._meetings.prefix:
-                self._meetings.settle(life, number)
+            self._meetings.settle(self.life, number)  # others' are held by who holds them: votes hang on that
         self._has_met, self._own_meeting = True, (number, at)
         self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
@@ -318,19 +322,18 @@ class Node:
                 if self._ledger(key).has(key):
                     self._out.append(SendPart(sender, key))
         elif isinstance(message, AskRound):
-            self._handle_ask(now, sender, message.round)
+            self._sync.handle_ask(now, sender, message.round)
         elif isinstance(message, AnswerRound):
-            self._handle_answer(now, message)
+            self._sync.handle_answer(now, message)
         elif isinstance(message, RefuseRound):
-            if message.round == self.rounds.round:
-                self._give_up(now, "refused", f"node {sender} takes part in another's")
+            self._sync.handle_refusal(now, sender, message.round)
         elif isinstance(message, EndRound):
             for report in message.reports:
                 if report.view == self.view.number and report.life != self.life:
                     self._absorb(now, report)
-            self._handle_over(message.round, f"ended: the least iteration is {message.iteration}")
+            self._sync.handle_over(message.round, f"ended: the least iteration is {message.iteration}")
         elif isinstance(message, AbortRound):
-            self._handle_over(message.round, "given up by its starter")
+            self._sync.handle_over(message.round, "given up by its starter")
 
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
@@ -378,7 +381,7 @@ class Node:
             ledger.settle(key.life, since)
             self._tell = True
         ledger.hold(key)
-        self._moved = True
+        self._moved = self._lacks_more = True
         self._fetching.handle_arrived(now, key)
         if key.stream == "iterations":
             self._watch.handle_iteration(now, key.life, key.number + 1)
@@ -459,7 +462,7 @@ class Node:
             self._release()
             self._drop()
             self._grant()
-            self._poll_round(now)
+            self._sync.poll(now, self._wanted is not None)
             self._fetch(now)
             self._acknowledge(now)
             self._end(now)
@@ -543,102 +546,6 @@ class Node:
             reason = f"M_i is at {self.applied}, and iteration {iteration} needs {least}"
             self._out.append(Grant(iteration, self.applied, reason))
 
-    # -- the round ----------------------------------------------------------------------------------------
-
-    def _poll_round(self, now: float) -> None:
-        rounds = self.rounds
-        if now >= rounds.flag_until and rounds.clear(None):
-            self._note("round given up", str(rounds.over), "a1: its starter has not ended it in time")
-            rounds.go("freed")
-        if self._wanted is None:
-            if rounds.state == "asking":
-                self._abort()
-            rounds.go("eased")
-            return
-        if now >= rounds.until:
-            if rounds.state == "asking":
-                self._answer.note(self._answer.seconds, self.life.node)
-                missing = [life.node for life in self._others() if life.node not in rounds.answers]
-                self._give_up(now, "late", f"no answer from nodes {missing}")
-            else:
-                rounds.go("due")
-        if rounds.state == "idle":
-            rounds.go("wanted", now + self._rest.seconds)
-        if rounds.state == "looking":
-            self._seek_round(now)
-
-    def _seek_round(self, now: float) -> None:
-        """a2: the node needs a round."""
-        rounds = self.rounds
-        if rounds.flag is not None:
-            rounds.go("taken")
-            return
-        began = rounds.start(now, self.iteration, now + self._answer.seconds)
-        self._note(
-            "round started",
-            _round(began),
-            f"a2: W_i is {self.applied}, too old for iteration {self.iteration}",
-        )
-        self._to_all(AskRound(report=self._report(), round=began))
-        self._has_all_answers(now)
-
-    def _handle_ask(self, now: float, sender: int, asked: RoundId) -> None:
-        rounds = self.rounds
-        if asked.node != sender:
-            return
-        if rounds.state == "asking" and rounds.round is not None:
-            if rounds.round < asked:
-                self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
-                return
-            self._abort()
-            why = rounds.go("lower")
-            self._note("round given up", _round(asked), why)
-        if rounds.take_part(asked, now + 2 * self._answer.seconds):
-            self._out.append(Send(sender, AnswerRound(report=self._report(), round=asked)))
-        elif rounds.flag is not None:
-            self._out.append(Send(sender, RefuseRound(report=self._report(), round=asked)))
-
-    def _handle_answer(self, now: float, message: AnswerRound) -> None:
-        if self.rounds.state == "asking" and message.round == self.rounds.round:
-            self.rounds.answers[message.report.life.node] = message.report
-            self._has_all_answers(now)
-
-    def _has_all_answers(self, now: float) -> None:
-        """a6: with all answers in, the least iteration among them is the new global one."""
-        rounds = self.rounds
-        if rounds.round is None or any(life.node not in rounds.answers for life in self._others()):
-            return
-        reports = list(rounds.answers.values())
-        least = min([self.iteration, *(report.iteration for report in reports)])
-        self._answer.note(now - rounds.began, self.life.node)
-        self._backoff.note(now - rounds.began, self.life.node)
-        ended = rounds.stop()
-        rounds.go("answered", now + self._rest.seconds)
-        assert ended is not None
-        self._note("round ended", _round(ended), f"a6: the least iteration is {least}")
-        self._to_all(EndRound(report=self._report(), round=ended, iteration=least, reports=reports))
-
-    def _give_up(self, now: float, event: Event, why: str) -> None:
-        """a3, a5: its own round is dropped; another follows after T, with jitter."""
-        wait = self._backoff.seconds * (0.5 + float(self._rng.random()))
-        given_up = self.rounds.round
-        self._abort()
-        rule = self.rounds.go(event, now + wait)
-        if given_up is not None:
-            self._note(
-                "round refused" if event == "refused" else "round late", _round(given_up), f"{rule}: {why}"
-            )
-
-    def _abort(self) -> None:
-        stopped = self.rounds.stop()
-        if stopped is not None:
-            self._to_all(AbortRound(report=self._report(), round=stopped))
-
-    def _handle_over(self, ended: RoundId, why: str) -> None:
-        if self.rounds.clear(ended):
-            self._note("round over", _round(ended), why)
-            self.rounds.go("freed")
-
     # -- reports, and what they say -----------------------------------------------------------------------
 
     def _report(self, live: bool = False) -> Report:
@@ -689,14 +596,18 @@ class Node:
         if life not in self._iterations.acks:
             return
         for held in report.held:
-            self._iterations.acknowledge(life, held.life, held.iterations)
-            self._meetings.acknowledge(life, held.life, held.meetings)
+            more = self._iterations.acknowledge(life, held.life, held.iterations)
+            more |= self._meetings.acknowledge(life, held.life, held.meetings)
+            self._lacks_more |= more
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
         self._watch.handle_iteration(now, life, report.iteration)
 
     def _fetch(self, now: float) -> None:
         """Ask for what others hold and this node lacks."""
+        if not self._lacks_more and now < self._fetching.deadline:
+            return
+        self._lacks_more = False
         keys = []
         for ledger in (self._iterations, self._meetings):
             for life in ledger.prefix:
@@ -765,7 +676,10 @@ class Node:
         due = now >= change.deadline or (self._moved and (change.promised or not change.ready))
         if due:
             self._moved = False
-            change.settings.answer, change.settings.backoff = self._answer.seconds, self._backoff.seconds
+            change.settings.answer, change.settings.backoff = (
+                self._sync.answer.seconds,
+                self._sync.backoff.seconds,
+            )
             report = self._report(live=True)
             self._after_change(now, report, change.poll(now, report))
 
@@ -773,6 +687,7 @@ class Node:
         assert self._change is not None
         if self._change.promised and self._frozen is None:
             self._frozen = {held.life: held for held in report.held}
+        self._lacks_more |= bool(self._change.wanted)
         self._out += [Send(to, message) for to, message in step.sends]
         for reason in step.reasons:
             self._note("view", f"after {self.view.number}", reason)
@@ -809,14 +724,14 @@ class Node:
         dropped += self._meetings.install(view, self.life, base)
         if dropped:
             self._out.append(Drop(tuple(dropped)))
-        waits = views.Settings(self._answer.seconds, self._backoff.seconds, self.settings.stale_max + 1)
+        waits = views.Settings(
+            self._sync.answer.seconds, self._sync.backoff.seconds, self.settings.stale_max + 1
+        )
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
         self._dropped, self._watch_at = (-1, -1), -math.inf
-        self.rounds.go("reset")
-        self.rounds.stop()
-        self.rounds.clear(None)
+        self._sync.reset()
         self._watch.install(now, self._others())
         self._withheld = {life: keys for life, keys in self._withheld.items() if life in self._others()}
         self._known_tokens |= {member.token for member in view.members if member.token}
@@ -824,7 +739,7 @@ class Node:
             n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
         }
         self._refused_state.clear()
-        self._tell = self._moved = True
+        self._tell = self._moved = self._lacks_more = True
         self._out.append(ViewChanged(view, f"view {view.number} is decided"))
 
     def _handle_join(self, now: float, sender: int, message: AskJoin) -> None:
@@ -871,7 +786,7 @@ class Node:
         ledger = self._iterations
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
-        self._source, self._tell, self._moved = None, True, True
+        self._source, self._tell, self._moved, self._lacks_more = None, True, True, True
         assert self._change is not None
         self._change.has_state = True
         ledger.done = ledger.ordered = iteration
@@ -949,7 +864,3 @@ class Node:
 
 def _name(life: Life) -> str:
     return f"node {life.node} ({life.incarnation})"
-
-
-def _round(round: RoundId) -> str:
-    return f"round {round.number} of node {round.node} at iteration {round.iteration}"
