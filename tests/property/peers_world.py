@@ -26,11 +26,11 @@ from atoll.wire.peers import WITNESS, Key, PeerMessage
 from atoll.wire.peerviews import Life, Member, View
 
 MEETS_EACH = 4  # iterations: the script meets at the beginning of each such one
-STEP = 0.1  # seconds, of an iteration: the median
+STEP = 0.2  # seconds, of an iteration: the median
 FAR = 0.2  # seconds, which no message takes: then it is lost
 PATIENCE = 400.0  # seconds in which the world must have come together again
 DOUBTS = 6.0  # seconds in which the others may remove a node that goes on again
-GOES_ON = 6  # iterations that it makes after the last fault
+GOES_ON = 5  # iterations that it makes after the last fault
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

@@ -71,13 +71,15 @@ class Ledger:
             if life in self.prefix:
                 self.prefix[life] = int(min(self.prefix[life], cut))
 
-    def acknowledge(self, member: Life, life: Life, below: int) -> None:
-        """What another member holds of a contributor; it never becomes less."""
+    def acknowledge(self, member: Life, life: Life, below: int) -> bool:
+        """What another member holds of a contributor, which never becomes less; whether it became more."""
         acks = self.acks[member]
         if below > acks.get(life, 0):
             acks[life] = below
             if below > self._known.get(life, below):
                 self._known[life] = below
+            return True
+        return False
 
     # -- what is held -------------------------------------------------------------------------------------
 

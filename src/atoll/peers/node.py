@@ -125,6 +125,7 @@ class Node:
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
+        self._lacks_more = True  # others may hold what it lacks, since it last looked
         self._moved = True  # it holds more than when the change of the view was last polled
         self._heartbeat_at = now
         self._ask_at = now
@@ -217,7 +218,7 @@ class Node:
             )
         self._iterations.done = iteration + 1
         self._sync.rest.note(now - self._risen)
-        self._risen, self._watch_at = now, -math.inf
+        self._risen, self._watch_at, self._lacks_more = now, -math.inf, True
         return self._advance(now)
 
     def handle_met(self, now: float, number: int, at: int) -> list[Output]:
@@ -231,8 +232,7 @@ class Node:
             raise ValueError(f"{_name(self.life)} comes to meeting {number}; its next is {self.met}")
         if not self._has_met:
             self._meetings.done = self._meetings.ordered = number
-            for life in self._meetings.prefix:
-                self._meetings.settle(life, number)
+            self._meetings.settle(self.life, number)  # others' are held by who holds them: votes hang on that
         self._has_met, self._own_meeting = True, (number, at)
         self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
@@ -381,7 +381,7 @@ class Node:
             ledger.settle(key.life, since)
             self._tell = True
         ledger.hold(key)
-        self._moved = True
+        self._moved = self._lacks_more = True
         self._fetching.handle_arrived(now, key)
         if key.stream == "iterations":
             self._watch.handle_iteration(now, key.life, key.number + 1)
@@ -596,14 +596,18 @@ class Node:
         if life not in self._iterations.acks:
             return
         for held in report.held:
-            self._iterations.acknowledge(life, held.life, held.iterations)
-            self._meetings.acknowledge(life, held.life, held.meetings)
+            more = self._iterations.acknowledge(life, held.life, held.iterations)
+            more |= self._meetings.acknowledge(life, held.life, held.meetings)
+            self._lacks_more |= more
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
         self._watch.handle_iteration(now, life, report.iteration)
 
     def _fetch(self, now: float) -> None:
         """Ask for what others hold and this node lacks."""
+        if not self._lacks_more and now < self._fetching.deadline:
+            return
+        self._lacks_more = False
         keys = []
         for ledger in (self._iterations, self._meetings):
             for life in ledger.prefix:
@@ -683,6 +687,7 @@ class Node:
         assert self._change is not None
         if self._change.promised and self._frozen is None:
             self._frozen = {held.life: held for held in report.held}
+        self._lacks_more |= bool(self._change.wanted)
         self._out += [Send(to, message) for to, message in step.sends]
         for reason in step.reasons:
             self._note("view", f"after {self.view.number}", reason)
@@ -734,7 +739,7 @@ class Node:
             n: pair for n, pair in self._joiners.items() if pair[0].token not in self._known_tokens
         }
         self._refused_state.clear()
-        self._tell = self._moved = True
+        self._tell = self._moved = self._lacks_more = True
         self._out.append(ViewChanged(view, f"view {view.number} is decided"))
 
     def _handle_join(self, now: float, sender: int, message: AskJoin) -> None:
@@ -781,7 +786,7 @@ class Node:
         ledger = self._iterations
         if iteration < ledger.done:
             raise ValueError(f"a state at {iteration}, where {ledger.done} is settled")
-        self._source, self._tell, self._moved = None, True, True
+        self._source, self._tell, self._moved, self._lacks_more = None, True, True, True
         assert self._change is not None
         self._change.has_state = True
         ledger.done = ledger.ordered = iteration
