@@ -232,8 +232,6 @@ class Node:
             raise ValueError(f"{_name(self.life)} comes to meeting {number}; its next is {self.met}")
         if not self._has_met:
             self._meetings.done = self._meetings.ordered = number
-            for life in self._meetings.prefix:
-                self._meetings.settle(life, number)
         self._has_met, self._own_meeting = True, (number, at)
         self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))
