@@ -39,7 +39,8 @@ AGREE_SECONDS = 120.0  # for all peers to be there
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training is. It ends after `steps` steps of the model, or after `seconds`."""
+    """What a training is. It ends after `steps` steps of the model; where peers need not make equally many,
+    after `seconds` too."""
 
     computing: list[float]  # seconds of a worker's batch of `batch` windows, by rank
     batch: int
@@ -92,12 +93,12 @@ class Job:
         self.model.seconds = self.plan.computing[self.record.rank] * len(windows) / self.plan.batch
         self.model.backward(gpt.loss_of(trained, windows))
 
-    def stepped(self, steps: int) -> bool:
+    def stepped(self, steps: int, seconds: float = float("inf")) -> bool:
         """Note that the model has made so many steps; whether the training is over."""
         now = time.time()
         self.record.steps, self.record.end = steps, now
         self.record.batches += 1
-        over = steps >= self.plan.steps or now - self.record.begin > self.plan.seconds
+        over = steps >= self.plan.steps or now - self.record.begin > seconds
         self._snapshots.take(now, last=over)
         return over
 
@@ -227,7 +228,7 @@ def hivemind(folder: Path, plan: Plan, rank: int, delayed: bool = False) -> None
         job.compute(job.model, windows)
         optimizer.step()
         optimizer.zero_grad()
-        if job.stepped(optimizer.local_epoch):
+        if job.stepped(optimizer.local_epoch, plan.seconds):
             break
     meet(folder, rank, len(plan.computing), "ended")
     job.ended(folder)

@@ -172,7 +172,12 @@ def test_who_is_set_up_later_is_known_to_train_another(some: Some) -> None:
 def test_what_a_node_trains_is_known_to_who_greets_late(some: Some) -> None:
     """It is set up while nobody has answered its Greet yet."""
     one, other = some.add(0), some.add(1)
-    one.link_to(NodeAt(1, 0, other.address))
+    other.link_to(NodeAt(0, 0, one.address))
+    end = time.monotonic() + DEADLINE
+    while not one.nodes:  # it alone is polled: it greets back, and is not answered
+        assert time.monotonic() < end
+        one.wait(0.005, -1)
+        list(one.take())
     one.set_up("x", 1)
     some.until(lambda: other.trains(0) == ("x", 1), "what it trains")
 

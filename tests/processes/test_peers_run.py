@@ -86,6 +86,10 @@ def said(command: Command, worker: int, event: str) -> list[dict[str, Any]]:
     return [each for each in events if each["event"] == event]
 
 
+def is_warned(command: Command, worker: int, start: str) -> bool:
+    return any(each["message"].startswith(start) for each in said(command, worker, "warned"))
+
+
 def steps(command: Command, worker: int) -> int:
     return len(said(command, worker, "stepdone"))
 
@@ -131,11 +135,13 @@ def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(com
     stopped = [worker, *worker.children()]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_warned(command, 0, "node 2 was left out: "), "the others to leave node 2 out")
     so_far = steps(command, 0)
-    wait_for(lambda: steps(command, 0) > so_far + 16, "the others to go on")
-    before = steps(command, 2)
+    wait_for(lambda: steps(command, 0) > so_far + 8, "the others to go on")
     for process in stopped:
         process.send_signal(signal.SIGCONT)
+    wait_for(lambda: is_warned(command, 2, "node 2 was left out and came back: "), "node 2 to come back")
+    before = steps(command, 2)
     wait_for(lambda: steps(command, 2) > before + 8, "node 2 to train again")
     (command.directory / "stop").touch()
     out, err = launched.communicate(timeout=100)
@@ -144,7 +150,6 @@ def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(com
     everyone = json.loads(line.removeprefix("HELD "))
     assert len(everyone) == 3
     assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
-    assert "node 2 was left out and came back: it goes on with iteration " in err
 
 
 def settings(**sync: Any) -> Config:

@@ -63,15 +63,16 @@ class Counting(nn.Module):
         super().__init__()
         self.counts = nn.Parameter(torch.zeros({TURNS}, {SAMPLES}))
 
-    def forward(self, indices, epoch, own):
-        return self.counts[epoch % {TURNS}, indices] * own
+    def forward(self, indices, epochs):
+        return self.counts[epochs % {TURNS}, indices] * (epochs >= 0)
 
-def own_among(indices):
-    # Which of these are samples: members of a group with fewer than others fill their batches up.
-    if mode != "groups":
-        return torch.ones(len(indices))
-    held = [epoch >= 0 for epoch, start, stop in sampler._held for _ in range(start, stop)]
-    return torch.tensor(held[:len(indices)], dtype=torch.float32)
+def epochs_of(indices, epoch):
+    # What a dead worker had leased of an epoch comes with the next one, and may be in one step with the same
+    # sample of that one. Below 0: members of a group with fewer samples than others fill their batches up.
+    if mode in ("bsp", "ring"):
+        return torch.full((len(indices),), epoch)
+    held = [each for each, start, stop in sampler._held for _ in range(start, stop)]
+    return torch.tensor(held[:len(indices)])
 
 def last_epoch():
     told = folder / "last-epoch"
@@ -101,12 +102,12 @@ with atoll.join(config) as session:
         if epoch >= last_epoch():
             break
         for indices in loader:
-            iteration, own = session.iteration, own_among(indices)
+            iteration, epochs = session.iteration, epochs_of(indices, epoch)
             optimizer.zero_grad()
-            note("tried", iteration, epoch, indices[own > 0])
-            model(indices, epoch, own).sum().backward()
+            note("tried", iteration, epoch, indices[epochs >= 0])
+            model(indices, epochs).sum().backward()
             optimizer.step()
-            note("done", iteration, epoch, indices[own > 0])
+            note("done", iteration, epoch, indices[epochs >= 0])
             time.sleep(0.01)
     session.save(folder / "end")
 """

@@ -231,7 +231,7 @@ WAYS = [("leader", 0), ("members", 0), ("leader", 1), ("members", 1)]
 
 
 @pytest.mark.parametrize(("kind", "pipeline"), WAYS)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(SCHEDULES, st.integers(0, 99))
 def test_all_who_live_come_to_the_end_of_each_exchange(
     kind: Kind, pipeline: int, schedule: Schedule, seed: int

@@ -130,6 +130,18 @@ FAILED = {
     "what a newcomer had not made was taken for what it had applied": Schedule(
         5017, 3, 2, (Fault("dies", 0.9, 0, 1.0),), loss=0.05
     ),
+    # it claimed parts of a meeting that another newcomer never makes, and no view could begin with them
+    "a newcomer comes to its first meeting before another one does": Schedule(
+        seed=20076,
+        nodes=7,
+        stale_max=1,
+        faults=(
+            Fault("stops", 0.1, 6, 4.5975115857587, 2),
+            Fault("cut off", 0.6336151994912891, 4, 6.1235810971132825, 1),
+        ),
+        loss=0.3,
+        repeats=0.3,
+    ),
 }
 
 

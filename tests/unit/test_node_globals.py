@@ -104,7 +104,6 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
             outcomes = [parameters.apply(iteration, given) for iteration in range(2)]
             found.add((outcomes[-1].digest, outcomes[-1].norm))
             assert torch.get_num_threads() == torchs or own > 1
-            parameters.close()
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1

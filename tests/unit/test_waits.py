@@ -213,6 +213,10 @@ REVIEWED: dict[str, str] = {
     "train/node/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
+    "train/node/globals.py: _Crew.__init__: "
+    "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
+        "its threads step chunks, and wait for nobody"
+    ),
     "train/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,

@@ -168,10 +168,14 @@ class ReturningLinks:
         """Hand out what has come on the connections in `ready`: (index, header, payload)."""
         for index, link in enumerate(list(self._links)):
             client = link.client
-            if client in ready and link.comes_back and client.losses:
-                self._lose(index, link)  # who speaks on the connection that came by itself has heard no Hello
-                continue
-            while client in ready and link.client is client and (got := client.receive(0.0)) is not None:
+            while client in ready and link.client is client:
+                got = client.receive(0.0)
+                # After that, for it may have been lost, and come again, since the message before.
+                if link.comes_back and client.losses:
+                    self._lose(index, link)  # who speaks on a connection that came by itself heard no Hello
+                    break
+                if got is None:
+                    break
                 handle(index, got[0], got[1])
                 if not self._links:
                     return  # a handler has closed them

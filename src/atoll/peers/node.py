@@ -232,6 +232,7 @@ class Node:
             raise ValueError(f"{_name(self.life)} comes to meeting {number}; its next is {self.met}")
         if not self._has_met:
             self._meetings.done = self._meetings.ordered = number
+            self._meetings.settle(self.life, number)  # others' are held by who holds them: votes hang on that
         self._has_met, self._own_meeting = True, (number, at)
         self._watch_at, self._met_since = -math.inf, now
         self._give(Key("meetings", number, self.life))

@@ -258,10 +258,14 @@ class LogLink:
 
     def take(self) -> None:
         """Take what has come. Raises RunError when the log refuses, PeerLostError when it is gone."""
-        if self._may_come_back and self.client.losses:
-            self.is_lost = True  # who speaks on the connection that came by itself has heard no Hello
-            return
-        while (received := self.client.receive(0)) is not None:
+        while True:
+            received = self.client.receive(0)
+            # After that, for it may have been lost, and come again, while the message before was applied.
+            if self._may_come_back and self.client.losses:
+                self.is_lost = True  # who speaks on a connection that came by itself has heard no Hello
+                return
+            if received is None:
+                break
             message = decode_untrusted(received[0])
             if isinstance(message, Entry):
                 self._apply(message, received[0])

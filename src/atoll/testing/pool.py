@@ -33,6 +33,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "atoll.server.main", "atoll.train.session"])
 
 LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(seconds=120)
 _END_SECONDS = 10.0  # for a process that was killed, or has closed its connection, to end
 
 
@@ -162,13 +163,14 @@ class WorkerPool:
 def _serve(connection: Connection, port: int) -> None:
     """A worker's life: jobs until the pool closes its end of the pipe."""
     torch.set_num_threads(1)
-    store = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=120))
+    store = TCPStore(LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT)
     while True:
         try:
             job, rank, world, span, function, arguments = connection.recv()
         except EOFError:
             return
         place = Place(rank=rank, world=world, local_rank=rank, store=PrefixStore(f"job-{job}", store))
+        store.set_timeout(_STORE_TIMEOUT)  # a process group of the job before has left its own there
         faulthandler.dump_traceback_later(0.9 * span)  # a job that hangs says where
         result: Any
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -215,10 +215,6 @@ class GlobalParameters:
         scratch = sum(largest.values()) * self._crew.size
         return {"parameters": parameters, "optimizer": state, "scratch": scratch}
 
-    def close(self) -> None:
-        """End its threads."""
-        self._crew.close()
-
     def _advance(self, chunk: int, step: Step, scratch: Scratch) -> None:
         self.step_chunk(chunk, step, scratch)
         self._sum(chunk)
@@ -319,13 +315,11 @@ def _stay_alone() -> None:
 
 
 class _Crew:
-    """Works on several chunks at once: on `size` threads, or on the calling one."""
+    """Works on several chunks at once: on `size` threads, which end with it, or on the calling one."""
 
     def __init__(self, size: int) -> None:
         self.size = max(1, size)
-        self._scratch: queue.SimpleQueue[Scratch] = queue.SimpleQueue()
-        for _ in range(self.size):
-            self._scratch.put(Scratch())
+        self._scratch = deque(Scratch() for _ in range(self.size))  # those that no thread uses
         self._threads: ThreadPoolExecutor | None = None
         if self.size > 1:
             self._threads = ThreadPoolExecutor(self.size, "atoll-chunks", initializer=_stay_alone)
@@ -334,12 +328,12 @@ class _Crew:
         """Return when all is done; raises what the first that failed has raised."""
 
         def one(chunk: int) -> None:
-            scratch = self._scratch.get()  # as many as threads: there is one at once
+            scratch = self._scratch.pop()
             try:
                 with torch.no_grad():
                     work(chunk, scratch)
             finally:
-                self._scratch.put(scratch)
+                self._scratch.append(scratch)
 
         if self._threads is not None:
             list(self._threads.map(one, chunks))
@@ -347,9 +341,3 @@ class _Crew:
         with one_thread():
             for chunk in chunks:
                 one(chunk)
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
-            self.size = 1

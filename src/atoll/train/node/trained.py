@@ -173,7 +173,6 @@ class Trained:
             values.copy_(self.globals.values(chunk))
 
     def close(self) -> None:
-        self.globals.close()
         self.assembly.clear()
         self.memory.close()
 
