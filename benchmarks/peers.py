@@ -47,9 +47,8 @@ NODES, BATCH, SLOWER = 4, 16, 4.0
 MEDIAN = 0.2  # seconds of a step
 MEAN = MEDIAN * float(np.exp(SPREAD**2 / 2))
 EXCHANGE_LINKS, REDUCE_LINKS, DELAY = "27Mbit/s", "41Mbit/s", "5ms"
-STEPS, WARM = 140, 10
-DEALT_STEPS, DEALT_WARM = 200, 64  # where shares of a batch follow speeds: they settle first
-QUICK = 0.3  # of the steps
+STEPS, QUICK_STEPS = 130, 40  # of the steady state
+WARM, DEALT_WARM = 10, 96  # before it; where shares of a batch follow speeds, they do from step 80 on
 ROUNDS = 3
 DEADLINE = 300.0  # seconds for one run
 OF_ALONE, OF_DDP, OF_SPEEDS, OF_STEP = 0.88, 1.6, 0.85, 0.03  # targets; the last at most
@@ -90,13 +89,17 @@ class Part:
         return max(self.slow) > 1
 
     @property
+    def warm(self) -> int:
+        """Steps before the steady state."""
+        return DEALT_WARM if self.dealt else WARM
+
+    @property
     def shares(self) -> list[int]:
         """Samples of each node's batch, by its speed."""
         return [round(BATCH / slow) for slow in self.slow]
 
     def plan(self, contestant: Contestant, seed: int, quick: bool) -> Plan:
-        steps = DEALT_STEPS if self.dealt else STEPS
-        steps = round(QUICK * steps) if quick else steps
+        steps = self.warm + (QUICK_STEPS if quick else STEPS)
         return Plan(contestant.system, steps, MEDIAN, BATCH, list(self.slow), self.shares, seed, self.dealt)
 
     def configuration(self, contestant: Contestant) -> str:
@@ -161,7 +164,7 @@ def run(part: Part, contestant: Contestant, seed: int, quick: bool) -> Outcome:
         lab = json.loads((folder / "lab" / RECORD).read_text(encoding="utf-8"))
         journals = folder / "lab" / "journals"
         done = [list(steps_in(journals, node)) for node in range(NODES)] if hub else []
-    return outcome(contestant, plan, records, done, lab)
+    return outcome(part, contestant, plan, records, done, lab)
 
 
 def steps_in(journals: Path, node: int) -> Iterator[StepDone]:
@@ -170,6 +173,7 @@ def steps_in(journals: Path, node: int) -> Iterator[StepDone]:
 
 
 def outcome(
+    part: Part,
     contestant: Contestant,
     plan: Plan,
     records: Sequence[Record],
@@ -177,8 +181,7 @@ def outcome(
     lab: dict[str, Any],
 ) -> Outcome:
     """What a run's records say. `done`: under Atoll, each node's journal."""
-    warm = min(DEALT_WARM if plan.dealt else WARM, plan.steps // 3)
-    window = max(record.steps[warm] for record in records), min(record.steps[-1] for record in records)
+    window = max(record.steps[part.warm] for record in records), min(record.steps[-1] for record in records)
     inside = [
         [number for number, when in enumerate(r.steps) if window[0] < when <= window[1]] for r in records
     ]

@@ -143,6 +143,8 @@ class FakeNode:
             batch=batch,
             iteration=iteration,
         )
+        self.ready, self.freed, self.taken, self._wanted = None, iteration, 0, -1
+        self.published.clear()
         self.cpu.send(setup, [self.memory.fd])
 
     @property
@@ -171,6 +173,8 @@ class FakeNode:
             d.Told: self.told, d.Applied: self.applied, d.Members: self.views, d.Published: self.published,
             d.Returned: self.returned, d.State: self.states,
         }  # fmt: skip
+        if isinstance(message, d.Published):
+            self.release(self.published)  # it looks at the newest alone, so the others are free
         if type(message) in lists:
             lists[type(message)].append(message)
         if isinstance(message, d.Ready):
@@ -396,11 +400,14 @@ class FakeRun:
             each.take_newest()
 
 
-def plain(model: Model, iterations: int, members: Callable[[int], Sequence[int]]) -> dict[int, Tensor]:
-    """What plain PyTorch makes of the nodes' gradients: each chunk's parameters after `iterations`."""
+def plain(
+    model: Model, iterations: int, members: Callable[[int], Sequence[int]], first: int = 0
+) -> dict[int, Tensor]:
+    """What plain PyTorch makes of the nodes' gradients from iteration `first` on: each chunk's parameters
+    after those below `iterations`."""
     flats = {chunk: nn.Parameter(model.flat(chunk)) for chunk in model.chunks}
     optimizer = sgd(list(flats.values()))
-    for k in range(iterations):
+    for k in range(first, iterations):
         nodes = members(k)
         total = sum(node + 1.0 for node in nodes)
         for chunk, parameter in flats.items():

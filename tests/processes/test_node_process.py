@@ -184,6 +184,27 @@ def test_a_node_comes_late() -> None:
         run.assert_equal()
 
 
+def test_all_are_set_up_anew_at_another_iteration() -> None:
+    """A script loads an earlier checkpoint; who comes late counts as the others do."""
+    with FakeRun(2, stale_max=1) as run:
+        run.train(5)
+        for each in run.nodes:
+            each.set_up(number=2, iteration=3)
+        run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+        assert [each.iteration for each in run.nodes] == [3, 3]
+        run.train(8)
+        run.assert_equal()
+        expected = plain(run.nodes[0].model, 8, lambda _: range(2), first=3)
+        for chunk, flat in run.nodes[0].parameters.items():
+            torch.testing.assert_close(flat, expected[chunk])
+        assert [each.iteration for each in run.nodes[0].applied[5:]] == [3, 4, 5, 6, 7]
+        run.introduce_late(FakeNode(2, stale_max=1))
+        run.train_until_all_are_in()
+        assert 8 < run.nodes[2].iteration <= run.furthest
+        run.train(run.furthest + 3)
+        run.assert_equal()
+
+
 QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
 
 

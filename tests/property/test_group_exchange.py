@@ -211,7 +211,6 @@ def judge(world: World) -> None:
     finished: list[Any] = [member for member in world.members.values() if member.finished]
     began = [member for member in world.members.values() if hasattr(member, "lossy")]
     gone: list[Any] = [member for member in began if not member.finished]
-    assert finished or world.ends
     for chunk in CHUNKS if finished else ():
         rest, open_ = torch.zeros(MOST), torch.zeros(MOST, dtype=torch.bool)
         for iteration, who in enumerate(finished[0].state.results):

@@ -7,7 +7,7 @@ import math
 import time
 
 from atoll.core.errors import GivenUpError
-from atoll.core.events import StepDone, Warned
+from atoll.core.events import Failed, StepDone, Warned
 from atoll.launch.served import ServedLaunch
 from atoll.observe.journal import JournalReader
 
@@ -74,6 +74,11 @@ class PeerLaunch(ServedLaunch):
         if ended:
             self._given_up.add(rank)
         return ended
+
+    def excuses(self, failure: Failed) -> bool:
+        """Also of one that was left out, from when it says so: its process ends a moment later."""
+        left_out = failure.exit_status == GivenUpError.exit_status and not failure.traceback
+        return left_out or super().excuses(failure)
 
     def _end_standstill(self) -> None:
         if any(worker.poll() is not None for worker in self._workers):
