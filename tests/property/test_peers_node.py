@@ -171,24 +171,26 @@ def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "nodes", "waiting"),
+    ("fault", "nodes", "waiting", "why"),
     [
-        (Fault("dies", 2.0, 1, 60.0), 3, {1}),
-        (Fault("stops", 2.0, 1, 60.0), 3, {1}),
-        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}),
-        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}),
-        (Fault("dies", 2.0, 1, 60.0), 2, {1}),
+        (Fault("dies", 2.0, 1, 60.0), 3, {1}, "silent"),
+        (Fault("stops", 2.0, 1, 60.0), 3, {1}, "silent"),
+        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}, "no iteration"),
+        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}, "silent"),
+        (Fault("dies", 2.0, 1, 60.0), 2, {1}, "silent"),
     ],
     ids=["dies", "stops", "device hangs", "two of five cut off", "one of two dies, with the hub"],
 )
 def test_the_majority_goes_on_within_the_limits_and_the_minority_does_not(
-    fault: Fault, nodes: int, waiting: set[int]
+    fault: Fault, nodes: int, waiting: set[int], why: str
 ) -> None:
     world = World(Schedule(3, nodes, 2, (fault,), hub=nodes == 2, iterations=0))
     world.clock.advance(fault.after)
     world.happens(fault)
     limit = max(world.settings.silence[1], world.settings.progress[1])
     world.clock.advance(fault.after + limit + 5.0)
+    assert world.reasons
+    assert all(reason.startswith(why) for reason in world.reasons), world.reasons
     at = {name: each.node.applied for name, each in world.processes.items()}
     world.clock.advance(fault.after + limit + 15.0)
     for name, each in world.processes.items():
