@@ -13,8 +13,8 @@ _LOOK_SECONDS = 0.5  # between looks whether those who were started again train
 
 
 class RingLaunch(ServedLaunch):
-    """As `ServedLaunch`, where nothing but the workers themselves holds the model: one that was started again,
-    and has not come in when the others have finished, would wait for them, and is ended."""
+    """As `ServedLaunch`, where nothing but the workers themselves holds the model: one that was started
+    again, and has not come in when the others have finished, would wait for them, and is ended."""
 
     def _start(self) -> None:
         self._returning: dict[int, JournalReader] = {}  # those started again, until they train
