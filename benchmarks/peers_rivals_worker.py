@@ -102,6 +102,10 @@ class Job:
         self._snapshots.take(now, last=over)
         return over
 
+    def look(self) -> None:
+        """Copy the parameters as they are now."""
+        self._snapshots.take(time.time(), last=True)
+
     def ended(self, folder: Path) -> None:
         """Work out the held-out losses, on the first worker; on others of the last parameters alone."""
         self.record.held_out = self._snapshots.evaluate(self.tested, only_last=self.record.rank != 0)
@@ -127,6 +131,8 @@ def under_atoll(folder: Path, plan: Plan, _rank: int) -> None:
             optimizer.zero_grad()
             if job.stepped(steps):
                 break
+        session.barrier()  # from then on the parameters have all contributions in them, and are alike
+        job.look()
     job.ended(folder)
 
 

@@ -79,3 +79,29 @@ def test_a_worker_that_was_killed_is_started_again_and_enters(command: Command) 
     rings = [each["choice"] for each in hub_decisions(command) if each["what"] == "ring"]
     assert rings == ["ring 1 of 2 workers", "ring 2 of 1 workers", "ring 3 of 2 workers"]
     assert command.summary()["steps"] == 200
+
+
+# Whoever is started again joins when the other has left.
+TOO_LATE = (
+    STEADY.replace("STEPS", "60")
+    .replace("import time\n", "import pathlib, time\n")
+    .replace(
+        "with atoll.join()",
+        """if pathlib.Path("killed").exists():
+    while not pathlib.Path("finished").exists():
+        time.sleep(0.02)
+with atoll.join()""",
+    )
+    + '\npathlib.Path("finished").touch()\n'
+)
+
+
+def test_who_is_started_again_when_the_others_have_finished_is_not_waited_for(command: Command) -> None:
+    process = start(command, TOO_LATE, run="elastic = true\nrestarts = 1\n[hub]\npatience = '5s'")
+    wait_for(lambda: command.steps() > 3, "a few steps")
+    (command.directory / "killed").touch()
+    os.kill(worker_pid(command, 0), signal.SIGKILL)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert "worker 0 was started again, and the others have finished without it" in err
+    assert command.summary()["steps"] == 60

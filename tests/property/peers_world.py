@@ -118,6 +118,7 @@ class World:
         self.slowed: dict[int, float] = {schedule.nodes - 1: schedule.slow}
         self.witness = Witness()
         self.counts: defaultdict[str, int] = defaultdict(int)
+        self.reasons: list[str] = []  # why nodes were suspected
         self.steps = 0
         self.most_held = 0.0  # of each contributor
         self._tokens = 0
@@ -264,6 +265,8 @@ class World:
                 self._return_at(self.now + 0.1, process, output.view)
             elif isinstance(output, outputs.Note):
                 self.counts[output.what] += 1
+                if output.what == "suspected":
+                    self.reasons.append(output.reason)
 
     def _return_at(self, when: float, process: Process, known: View | None = None) -> None:
         """A node comes back, where it has not done so in the meantime."""

@@ -63,15 +63,22 @@ def drawn(seed: int, most: int = 3, iterations: int = 6) -> Schedule:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(schedule=SCHEDULES)
 def test_what_must_always_hold(schedule: Schedule) -> None:
     run(schedule)
 
 
-@pytest.mark.parametrize("start", range(0, 1400, 200))
+@pytest.mark.parametrize("start", range(0, 600, 200))
 def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
     for seed in range(start, start + 200):
+        run(drawn(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(600, 10600, 1000))
+def test_what_must_always_hold_over_ten_thousand_schedules(start: int) -> None:
+    for seed in range(start, start + 1000):
         run(drawn(seed))
 
 
@@ -119,6 +126,7 @@ FAILED = {
         slow=4.0,
         hub=True,
     ),
+    "a newcomer had come to a meeting early, and claimed the parts of those before": drawn(584),
     "what a newcomer had not made was taken for what it had applied": Schedule(
         5017, 3, 2, (Fault("dies", 0.9, 0, 1.0),), loss=0.05
     ),
@@ -145,8 +153,8 @@ def test_a_schedule_that_failed_once(schedule: Schedule) -> None:
 def test_what_the_properties_are_about_does_happen() -> None:
     """Rounds that end, that are refused and that meet, fetches, removals, returns, changes of views."""
     counts: dict[str, int] = {}
-    for seed in range(40):
-        for what, count in run(drawn(seed, most=5)).counts.items():
+    for seed in range(1000, 1025):
+        for what, count in run(drawn(seed, most=6)).counts.items():
             counts[what] = counts.get(what, 0) + count
     for what in ("round ended", "round refused", "round late", "round given up", "round over", "fetched"):
         assert counts.get(what, 0) >= 5, (what, counts)
@@ -163,24 +171,26 @@ def test_without_faults_nobody_asks_for_anything_and_no_round_is_needed() -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "nodes", "waiting"),
+    ("fault", "nodes", "waiting", "why"),
     [
-        (Fault("dies", 2.0, 1, 60.0), 3, {1}),
-        (Fault("stops", 2.0, 1, 60.0), 3, {1}),
-        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}),
-        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}),
-        (Fault("dies", 2.0, 1, 60.0), 2, {1}),
+        (Fault("dies", 2.0, 1, 60.0), 3, {1}, "silent"),
+        (Fault("stops", 2.0, 1, 60.0), 3, {1}, "silent"),
+        (Fault("device hangs", 2.0, 1, 60.0), 3, {1}, "no iteration"),
+        (Fault("cut off", 2.0, 1, 60.0, others=1), 5, {1, 2}, "silent"),
+        (Fault("dies", 2.0, 1, 60.0), 2, {1}, "silent"),
     ],
     ids=["dies", "stops", "device hangs", "two of five cut off", "one of two dies, with the hub"],
 )
 def test_the_majority_goes_on_within_the_limits_and_the_minority_does_not(
-    fault: Fault, nodes: int, waiting: set[int]
+    fault: Fault, nodes: int, waiting: set[int], why: str
 ) -> None:
     world = World(Schedule(3, nodes, 2, (fault,), hub=nodes == 2, iterations=0))
     world.clock.advance(fault.after)
     world.happens(fault)
     limit = max(world.settings.silence[1], world.settings.progress[1])
     world.clock.advance(fault.after + limit + 5.0)
+    assert world.reasons
+    assert all(reason.startswith(why) for reason in world.reasons), world.reasons
     at = {name: each.node.applied for name, each in world.processes.items()}
     world.clock.advance(fault.after + limit + 15.0)
     for name, each in world.processes.items():

@@ -3,19 +3,15 @@ on its own."""
 
 from __future__ import annotations
 
-import math
 import time
 
 from atoll.core.errors import GivenUpError
-from atoll.core.events import Failed, StepDone, Warned
-from atoll.launch.served import ServedLaunch
-from atoll.observe.journal import JournalReader
-
-_LOOK_SECONDS = 0.5  # between looks whether those who were started again train
+from atoll.core.events import Failed, Warned
+from atoll.launch.rings import RingLaunch
 
 
-class PeerLaunch(ServedLaunch):
-    """As `ServedLaunch`, where the nodes themselves say who is left out: nobody is killed by the hub's
+class PeerLaunch(RingLaunch):
+    """As `RingLaunch`, where the nodes themselves say who is left out: nobody is killed by the hub's
     judgement, and a hub that is gone for good is told of, and missed by nobody.
 
     A worker that was left out, and cannot come back by itself, ends with a status that says so: it is started
@@ -26,42 +22,8 @@ class PeerLaunch(ServedLaunch):
 
     given_up = "was left out by the others"
 
-    def _start(self) -> None:
-        self._returning: dict[int, JournalReader] = {}  # those started again, until they train
-        self._over: set[int] = set()  # and those who came too late
-        self._look_at = 0.0  # monotonic
-        super()._start()
-
-    def poll(self) -> int | None:
-        """As `ServedLaunch.poll`."""
-        now = time.monotonic()
-        if self._returning and now >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
-            self._see_who_is_back()
-        return super().poll()
-
-    def _see_who_is_back(self) -> None:
-        for rank, reader in list(self._returning.items()):
-            if any(isinstance(event, StepDone) for event in reader.read()):
-                del self._returning[rank]
-                self.losses.back(f"worker {rank}", self._now())
-        going = {rank for rank, worker in enumerate(self._workers) if worker.poll() is None}
-        if not any(worker.returncode == 0 for worker in self._workers) or going - self._returning.keys():
-            return
-        for rank in going - self._over:
-            self._over.add(rank)
-            self._excused[rank] = math.inf
-            message = f"worker {rank} was started again, and the others have finished without it"
-            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
-            self._workers[rank].kill()
-
-    def _starts_again(self, rank: int, how: str) -> bool:
-        if rank in self._over or not super()._starts_again(rank, how):
-            return False
-        reader = self._returning[rank] = JournalReader(self._directory.journal(rank))
-        for _ in reader.read():  # what its last life has left
-            pass
-        return True
+    def _is_back(self, rank: int) -> None:
+        self.losses.back(f"worker {rank}", self._now())
 
     def _take_decisions(self) -> None:
         """The hub only introduces: what it decides of the nodes' lives is no word of theirs."""

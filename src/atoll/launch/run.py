@@ -32,6 +32,7 @@ from atoll.launch.checks import check_run
 from atoll.launch.launcher import read_ends
 from atoll.launch.peers import PeerLaunch
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
+from atoll.launch.rings import RingLaunch
 from atoll.launch.served import SERVICE, ServedLaunch
 from atoll.launch.tail import Tail
 from atoll.launch.verdict import Verdict, judge, stopped
@@ -175,8 +176,7 @@ class _Watch:
         """What starts the workers, while entered; afterwards neither it nor anything it started is left."""
         run = self._config.run
         if run.strategy in (*SERVED, "peers") or run.elastic:
-            kind = PeerLaunch if run.strategy == "peers" else ServedLaunch
-            launcher: Launch = kind(
+            launcher: Launch = _kind(run.strategy)(
                 self._directory, self._config, [script, *arguments], self._environment(), self._hub_module
             )
         else:
@@ -268,6 +268,13 @@ class _Watch:
         choice = f"worker {worker}'s follows"
         recorder.note(Decided(time=time.time(), worker=-1, what="output", choice=choice, reason=reason))
         self._shown, self._tail = worker, Tail(self._directory.log(worker), from_end=True)
+
+
+def _kind(strategy: str) -> type[ServedLaunch]:
+    """What launches workers that may die alone."""
+    if strategy in SERVED:
+        return ServedLaunch
+    return PeerLaunch if strategy == "peers" else RingLaunch
 
 
 def _excuses(launcher: Launch, failure: Failed) -> bool:

@@ -292,7 +292,8 @@ class CpuSideProcess:
                     "optimizers, configurations or kinds of processor: give every node the same"
                 )
             if number < setup.number:
-                missing.append(f"node {node} at {each.address}")
+                trouble = self._network.trouble(node)
+                missing.append(f"node {node} at {each.address}{f' ({trouble})' if trouble else ''}")
         self._check_refused()
         if not missing:
             self._setup_since = None
