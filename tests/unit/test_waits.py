@@ -192,7 +192,7 @@ REVIEWED: dict[str, str] = {
     "testing/pool.py: _serve: connection.recv()": "a worker of the pool without a job, until the pool ends",
     "testing/sites.py: _elsewhere: ThreadPoolExecutor(1)": "a thread that sets up a network namespace",
     "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
-    "launch/peers.py: PeerLaunch.poll: super().poll()": "looks, and returns",
+    "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
     "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
     "train/node/worker.py: NodeWorker.take: self._side.receive()": "takes in what there is, without waiting",
     "train/channel.py: Channel.wait: work.wait()": (
