@@ -28,6 +28,8 @@ from atoll.wire.device import Clip, Note
 from atoll.wire.peers import Key, PeerMessage
 from atoll.wire.peerviews import Life
 
+MOST_SCRIPT = 2**25  # bytes of a script's state, for one that comes late
+
 
 class Greet(Message, frozen=True):
     """The first message of a connection, from node `node` to node `to`, both of `run`. `life` is a name of
@@ -131,7 +133,7 @@ class Script(Message, frozen=True):
 
     iteration: Count
     meeting: Count
-    script: Annotated[bytes, Meta(max_length=2**25)]
+    script: Annotated[bytes, Meta(max_length=MOST_SCRIPT)]
 
 
 NodeMessage: TypeAlias = Union[

@@ -116,11 +116,11 @@ class Introduction:
             met = self._meeting
             self._kept.write(Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding))
 
-    def close(self) -> None:
-        """Leave the hub, and the file to the next one of this name."""
+    def close(self, finished: bool = False) -> None:
+        """Leave the hub, and the file to the next one of this name, unless the run has come to its end."""
         self._meeting.close()
         if self._kept is not None:
-            self._kept.close()
+            self._kept.close(finished)
 
 
 def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide] | None:
@@ -298,7 +298,10 @@ class KnownMeeting:
 
 
 def known_before(config: Config) -> KnownMeeting | None:
-    """Where this node was introduced before, in this run: it is started again."""
+    """Where this node was introduced before, in this run: it is started again, and the others go on. Where a
+    launch of torchrun's starts its workers again, it is all of them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and HUB_VARIABLE not in os.environ:
+        return None
     folder, given = _folder(config), os.environ.get(RANK_VARIABLE, os.environ.get("RANK", ""))
     if folder is None or not given.isdecimal():
         return None
@@ -339,7 +342,9 @@ class _Kept:
             new.write_bytes(msgspec.json.format(msgspec.json.encode(known)) + b"\n")
             new.replace(self._path)
 
-    def close(self) -> None:
+    def close(self, finished: bool = False) -> None:
+        if finished:  # the next run in this directory begins anew
+            self._path.unlink(missing_ok=True)
         self._lock.close()
 
 

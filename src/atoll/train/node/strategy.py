@@ -11,7 +11,8 @@ import msgspec
 import torch
 from torch import nn
 
-from atoll.core.errors import CheckpointError, PrepareError, UserError
+from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
+from atoll.core.units import format_bytes
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.train.node.cpu import fingerprint
 from atoll.train.node.exchange import PeerExchange, said_in
@@ -25,6 +26,7 @@ from atoll.train.resume import TrainingState
 from atoll.train.strategies import Stepper, Training
 from atoll.wire.device import Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
+from atoll.wire.nodes import MOST_SCRIPT
 
 
 class Peers:
@@ -124,12 +126,23 @@ class Peers:
 
     def _capture(self) -> bytes:
         try:
-            return self._state.capture(fixed=True)
+            script = self._state.capture(fixed=True)
+            if len(script) > MOST_SCRIPT:
+                raise CheckpointError(
+                    f"it takes {format_bytes(len(script))}, and {format_bytes(MOST_SCRIPT)} is the most; "
+                    "register less, or go on from a checkpoint"
+                )
         except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
             self._worker.tell(f"a node that comes late gets no state of the script: {error}")
             return b""
+        return script
 
     def _returned(self, script: bytes) -> None:
+        if not script:
+            raise GivenUpError(  # and no end of the others' run
+                f"node {self._worker.node} cannot come in: the others could not give it the script's state "
+                "(samplers, buffers, what is registered), and their logs say why; go on from a checkpoint"
+            )
         self._state.restore(script, fixed=True)
 
 

@@ -179,6 +179,7 @@ class NodeWorker:
         left: list[bool] = []
         self.on(Left, lambda _message, _descriptors: left.append(True))
         self.send(Leave(iteration=iteration))
+        self.finished = True
         until = time.monotonic() + _LEAVING_SECONDS
         while not left and (rest := until - time.monotonic()) > 0:
             got = self._side.receive(min(_SLICE_SECONDS, rest))
@@ -193,4 +194,4 @@ class NodeWorker:
         try:
             self._side.close()
         finally:
-            self.introduction.close()
+            self.introduction.close(self.finished)
