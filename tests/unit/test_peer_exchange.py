@@ -12,7 +12,8 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Config, Run, Sync
-from atoll.core.errors import DeadlineError, NonFiniteGradientError, PrepareError, UserError
+from atoll.core.errors import DeadlineError, GivenUpError, NonFiniteGradientError, PrepareError, UserError
+from atoll.train.node import meetings, strategy
 from atoll.train.node.exchange import said_in
 from atoll.wire.device import (
     NO_MORE,
@@ -313,3 +314,30 @@ def test_alone_there_is_no_cpu_side(monkeypatch: pytest.MonkeyPatch) -> None:
         model = nn.Linear(2, 1)
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert session.world == 1
+
+
+def test_what_is_gathered_goes_in_pieces(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "_PIECE", 50)
+    before = len(node.side.of(Meet))
+    value = torch.arange(100.0)
+    (gathered,) = node.session.gather(value)
+    assert torch.equal(gathered, value)
+    pieces = [len(meet.payload) for meet in node.side.of(Meet)[before:]]
+    assert len(pieces) > 8
+    assert max(pieces) <= 50 + 8
+
+
+def test_a_script_that_is_too_large_for_one_that_comes_late(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on; it ends, with a status by which it may be started again."""
+    monkeypatch.setattr(strategy, "MOST_SCRIPT", 10)
+    node.side.say(CaptureAt(iteration=1))
+    node.step()
+    node.backward()
+    (captured,) = node.side.of(Captured)
+    assert captured.script == b""
+    late = Node(config(), late=True, first=1, script=captured.script)
+    with pytest.raises(GivenUpError, match="node 0 cannot come in: the others could not give it the script"):
+        late.session.resume()
+    late.session._leave()

@@ -18,6 +18,8 @@ from atoll.train.node.worker import NodeWorker
 from atoll.wire.device import Meet, Met
 
 _PIECE = 4 * 2**20  # bytes of values that one meeting carries: every member holds them until all have them
+_MET = 32 * 2**20  # and all members' of one meeting together, at most
+_LENGTH = 8  # bytes before the first piece: how many there are in all
 
 
 class NodeWorkers(MeetingWorkers):
@@ -47,11 +49,26 @@ class NodeWorkers(MeetingWorkers):
         self._ranks = list(members)
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        """Each member's bytes, in order of node."""
+        """Each member's bytes, in order of node; in several meetings, where somebody's are too many for one.
+
+        Nobody comes in between those, for they are all at the same iteration; who is lost is left out.
+        """
         self.check_open()
-        worker = self._worker
-        if worker.late:
+        if self._worker.late:
             return [payload]
+        most = min(_PIECE, _MET // self.place.world)
+        met = self._meet(len(payload).to_bytes(_LENGTH, "little") + payload[:most], what)
+        sizes = [int.from_bytes(each[:_LENGTH], "little") for each in met.payloads]
+        whole = {node: bytearray(each[_LENGTH:]) for node, each in zip(met.nodes, met.payloads, strict=True)}
+        for start in range(most, max(sizes), most):
+            met = self._meet(payload[start : start + most], what)
+            for node, each in zip(met.nodes, met.payloads, strict=True):
+                whole[node] += each
+        self._ranks = list(met.nodes)
+        return [bytes(whole[node]) for node in self._ranks]
+
+    def _meet(self, payload: bytes, what: str) -> Met:
+        worker = self._worker
         number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1
         worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload))
@@ -65,8 +82,7 @@ class NodeWorkers(MeetingWorkers):
                 f"node {worker.node}: the others went on without this node while it was in {what}; start it "
                 "again, and it enters where they are"
             )
-        self._ranks = list(met.nodes)
-        return list(met.payloads)
+        return met
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first node, where any node has others."""

@@ -52,6 +52,7 @@ from atoll.wire.peerviews import (
 _LONGEST_WAIT = 0.25  # seconds, for what no message announces
 _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
 _ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
+_PROGRESS = (0.1, 0.5)  # of sync.timeout: the least and the most for an iteration that all others wait for
 _DIGESTS = 64  # of the latest iterations, that others' are held against
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
 _OF_ROUNDS = (AskRound, AnswerRound, RefuseRound, EndRound)
@@ -251,7 +252,8 @@ class CpuSideProcess:
     def _settings(self) -> Settings:
         begin = self._begin
         assert begin is not None
-        fixed: dict[str, Any] = {}
+        # A node may evaluate alone, or compile, for as long as a script may: it answers meanwhile.
+        fixed: dict[str, Any] = {"progress": (begin.timeout * _PROGRESS[0], begin.timeout * _PROGRESS[1])}
         if begin.round_timeout > 0:
             fixed["round"] = (begin.round_timeout, begin.round_timeout)
         if begin.backoff > 0:
