@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ import pytest
 
 if TYPE_CHECKING:
     from atoll.testing.pool import WorkerPool
+
+# A shell that starts the tests in the background has Ctrl-C ignored, and so would every process of theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
