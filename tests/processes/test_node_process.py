@@ -205,6 +205,12 @@ def test_all_are_set_up_anew_at_another_iteration() -> None:
         run.assert_equal()
 
 
+def set_up_anew(run: FakeRun, number: int, iteration: int) -> None:
+    for each in run.nodes:
+        each.set_up(number=number, iteration=iteration)
+    run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+
+
 QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
 
 
@@ -339,6 +345,24 @@ def test_other_models_and_keys_are_refused_in_a_line() -> None:
         run.nodes[1].set_up(digest="another")
         assert "node 1 and node 0 train different models" in ends_with(run.nodes[1])
         assert "node 0 and node 1 train different models" in ends_with(run.nodes[0])
+
+
+def test_who_comes_late_with_another_model_is_refused_in_a_line() -> None:
+    """Whatever the number of set-ups that the members have made."""
+    with FakeRun(2) as run:
+        run.train(2)
+        set_up_anew(run, 2, 2)
+        late = FakeNode(2)
+        try:
+            late.introduce([*run.places, late.place], late=True)
+            late.set_up(digest="another")
+            assert "it trains another model" in ends_with(late)
+            assert late.ready is None
+        finally:
+            late.close()
+        run.train(4)
+        views = [view for each in run.nodes for view in each.views]
+        assert not any(member.node == 2 for view in views for member in view.members)
 
 
 def test_two_nodes_with_one_name_are_refused_in_a_line() -> None:

@@ -286,7 +286,7 @@ class CpuSideProcess:
             if node == begin.node:
                 continue
             digest, number = self._network.trains(node)
-            if number == setup.number and digest != setup.digest:
+            if digest and digest != setup.digest:
                 raise UserError(
                     f"node {begin.node} and node {node} train different models, or with different "
                     "optimizers, configurations or kinds of processor: give every node the same"
@@ -408,6 +408,7 @@ class CpuSideProcess:
         assert begin is not None
         if model is None:
             return  # the worker is to say what it trains
+        self._check_refused()
         now = time.monotonic()
         if self._node_ is None:
             contacts = [each.node for each in self._nodes]
@@ -422,15 +423,15 @@ class CpuSideProcess:
                 self._newest,
             )
             self._do(self._node_.poll(now))
-        self._check_refused()
         if entering.taker is not None and (why := entering.taker.stalled()):
             source, entering.taker = entering.taker.source, None
             self._do(self._node.handle_state_failed(now, source, why))
         if not entering.lacks():
             self._enter(entering)
         elif entering.waited > entering.timeout:
+            lacks = "; ".join([entering.lacks(), *self._network.refusals()])
             raise DeadlineError(
-                f"node {begin.node} waited {entering.waited:.1f} s for {entering.lacks()} "
+                f"node {begin.node} waited {entering.waited:.1f} s for {lacks} "
                 f"(deadline sync.timeout, {entering.timeout:g} s)"
             )
 
