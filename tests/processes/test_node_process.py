@@ -211,6 +211,24 @@ def set_up_anew(run: FakeRun, number: int, iteration: int) -> None:
     run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
 
 
+def test_who_came_late_is_set_up_anew_with_the_others() -> None:
+    """The worker of one that came late has counted fewer set-ups than the members'."""
+    with FakeRun(2, stale_max=1) as run:
+        run.train(3)
+        set_up_anew(run, 2, 3)
+        run.train(5)
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
+        run.train_until_all_are_in()
+        run.train(run.furthest + 2)
+        at = run.furthest
+        for each in run.nodes:
+            each.set_up(number=2 if each is late else 3, iteration=at)
+        run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+        run.train(at + 3)
+        run.assert_equal()
+
+
 QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
 
 

@@ -86,6 +86,7 @@ class CpuSideProcess:
         self._newcomers, self._giver = Newcomers(), Giver()
         self._counting = Counting(0)
         self._setup_since: float | None = None  # a set-up that is not agreed on yet
+        self._number = self._uncounted = 0  # of set-ups, as all count them; those that the worker was not in
         self._is_ready = False  # the worker has had Ready
         self._resuming: int | None = None  # the incarnation that the worker is to say Resumed to
         self._dirty = False  # there is something newer to publish than what was
@@ -266,10 +267,11 @@ class CpuSideProcess:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._digests.clear()
+        self._number = number = message.number + self._uncounted
 
         def is_set_up(made: Trained) -> None:
             self._trained = made
-            self._network.set_up(message.digest, message.number)
+            self._network.set_up(message.digest, number)
             self._setup_since = time.monotonic()
 
         # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
@@ -291,7 +293,7 @@ class CpuSideProcess:
                     f"node {begin.node} and node {node} train different models, or with different "
                     "optimizers, configurations or kinds of processor: give every node the same"
                 )
-            if number < setup.number:
+            if number < self._number:
                 trouble = self._network.trouble(node)
                 missing.append(f"node {node} at {each.address}{f' ({trouble})' if trouble else ''}")
         self._check_refused()
@@ -386,7 +388,10 @@ class CpuSideProcess:
     def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
         if not self._is_over:
             script = n.Script(
-                iteration=message.iteration - self._shift, meeting=message.meeting, script=message.script
+                iteration=message.iteration - self._shift,
+                meeting=message.meeting,
+                number=self._number,
+                script=message.script,
             )
             self._newcomers.captured(script, self._network)
 
@@ -441,6 +446,9 @@ class CpuSideProcess:
         assert script is not None
         self._entering, self._setup_since, self._dirty = None, None, True
         self._meetings.since = script.meeting
+        self._uncounted += script.number - self._number
+        self._number = script.number
+        self._network.set_up(model.setup.digest, script.number)
         first, incarnation = script.iteration + model.shift, node.life.incarnation
         self._is_ready = True
         if entering.returned:
