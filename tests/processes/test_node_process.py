@@ -19,6 +19,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
+from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 
 WORKER = """
@@ -159,6 +160,9 @@ def test_who_stood_still_comes_back() -> None:
         os.kill(still.cpu.pid, signal.SIGSTOP)
         run.train(10, left)
         assert [each.node for each in left[0].views[-1].members] == [0, 1]
+        file = make_file(0, "the optimizer's state")
+        still.cpu.send(d.WantState(), [file])  # it has an answer, whatever becomes of the node
+        os.close(file)
         os.kill(still.cpu.pid, signal.SIGCONT)
         end = time.monotonic() + DEADLINE
         until = 10
@@ -168,6 +172,7 @@ def test_who_stood_still_comes_back() -> None:
                 each.advance(until := max(until, each.iteration + 1))
             still.pump()
         assert still.returned[0].script.startswith(b"script of ")
+        assert [each.packed > 0 for each in still.states] == [True]
         run.train(max(each.iteration for each in run.nodes) + 6)
         for chunk, flat in still.parameters.items():
             assert torch.equal(flat, left[0].parameters[chunk])
@@ -227,6 +232,37 @@ def test_who_came_late_is_set_up_anew_with_the_others() -> None:
         run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
         run.train(at + 3)
         run.assert_equal()
+
+
+def test_who_was_left_out_before_its_set_up_comes_in() -> None:
+    with FakeRun(3, stale_max=1, set_up=False) as run:
+        still, left = run.nodes[2], run.nodes[:2]
+        meet_all(run)
+        os.kill(still.cpu.pid, signal.SIGSTOP)
+        for each in left:
+            each.set_up()
+        run.until(lambda: all(each.ready for each in left), "the others are ready", left)
+        run.train(4, left)
+        os.kill(still.cpu.pid, signal.SIGCONT)
+        end = time.monotonic() + DEADLINE
+        while not any(each.what == "membership" for each in still.told):  # it hears what they speak of
+            assert time.monotonic() < end, still.told
+            for each in run.nodes:
+                each.advance(each.iteration + 1)
+            time.sleep(0.001)
+        still.set_up()
+        run.train_until_all_are_in()
+        assert still.ready is not None
+        assert still.ready.incarnation > 0
+        assert still.ready.script.startswith(b"script of ")
+        run.train(run.furthest + 3)
+        run.assert_equal()
+
+
+def meet_all(run: FakeRun) -> None:
+    """All hear one another."""
+    numbers = [each.meet("the nodes", b"") for each in run.nodes]
+    run.until(lambda: all(each.met.keys() >= {*numbers} for each in run.nodes), "they meet")
 
 
 QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`

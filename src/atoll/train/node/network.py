@@ -39,8 +39,8 @@ _REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
 _LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
 _WORDS, _CHUNKS = 0, 1
 _OTHER_MODEL = (
-    "trains another model, or with another optimizer, configuration or kind of processor: give every node the "
-    "same"
+    "trains another model, or with another optimizer, configuration or kind of processor: "
+    "give every node the same"
 )
 
 

@@ -71,6 +71,8 @@ class CpuSideProcess:
             if each >= 0:
                 self._epoll.register(each, select.EPOLLIN)
         self._post_full = False
+        # To compute: what the worker asked for, and what is of the life that this node has.
+        self._asked: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self._begin: d.Begin | None = None
         self._network_: Network | None = None
@@ -275,7 +277,7 @@ class CpuSideProcess:
             self._setup_since = time.monotonic()
 
         # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
-        self._jobs.append((lambda: Trained(message, descriptors, iteration, self._wants), is_set_up))
+        self._asked.append((lambda: Trained(message, descriptors, iteration, self._wants), is_set_up))
 
     def _see_to_set_up(self, since: float) -> None:
         """Go on once all members train the same."""
@@ -383,7 +385,7 @@ class CpuSideProcess:
             iteration = model.globals.iteration + model.shift
             self._post.send(d.State(iteration=iteration, packed=packed))
 
-        self._jobs.append((pack, tell))
+        self._asked.append((pack, tell))
 
     def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
         if not self._is_over:
@@ -715,7 +717,8 @@ class CpuSideProcess:
         self._jobs.clear()
         self._meetings.clear()
         self._digests.clear()
-        self._model.assembly.clear()
+        if self._trained is not None:
+            self._trained.assembly.clear()
         self._counting.waits(False)
         self._entering = Entering(begin.timeout, returned=self._is_ready, reason=output.reason)
 
@@ -734,10 +737,13 @@ class CpuSideProcess:
     # -- computing, and telling the worker ----------------------------------------------------------------
 
     def _start_job(self) -> None:
-        """Have the next thing computed: first what the decisions say, then what the worker may take."""
+        """Have the next thing computed: first what the worker asked for and what the decisions say, then what
+        it may take."""
         if self._calculating.busy:
             return
-        if self._jobs:
+        if self._asked:
+            self._calculating.start(*self._asked.popleft())
+        elif self._jobs:
             self._calculating.start(*self._jobs.popleft())
         elif self._dirty and self._is_ready and self._entering is None and self._trained is not None:
             self._publish(self._trained)
