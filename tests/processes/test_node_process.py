@@ -19,6 +19,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
+from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 
 WORKER = """
@@ -159,6 +160,9 @@ def test_who_stood_still_comes_back() -> None:
         os.kill(still.cpu.pid, signal.SIGSTOP)
         run.train(10, left)
         assert [each.node for each in left[0].views[-1].members] == [0, 1]
+        file = make_file(0, "the optimizer's state")
+        still.cpu.send(d.WantState(), [file])  # it has an answer, whatever becomes of the node
+        os.close(file)
         os.kill(still.cpu.pid, signal.SIGCONT)
         end = time.monotonic() + DEADLINE
         until = 10
@@ -168,6 +172,7 @@ def test_who_stood_still_comes_back() -> None:
                 each.advance(until := max(until, each.iteration + 1))
             still.pump()
         assert still.returned[0].script.startswith(b"script of ")
+        assert [each.packed > 0 for each in still.states] == [True]
         run.train(max(each.iteration for each in run.nodes) + 6)
         for chunk, flat in still.parameters.items():
             assert torch.equal(flat, left[0].parameters[chunk])
@@ -203,6 +208,61 @@ def test_all_are_set_up_anew_at_another_iteration() -> None:
         assert 8 < run.nodes[2].iteration <= run.furthest
         run.train(run.furthest + 3)
         run.assert_equal()
+
+
+def set_up_anew(run: FakeRun, number: int, iteration: int) -> None:
+    for each in run.nodes:
+        each.set_up(number=number, iteration=iteration)
+    run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+
+
+def test_who_came_late_is_set_up_anew_with_the_others() -> None:
+    """The worker of one that came late has counted fewer set-ups than the members'."""
+    with FakeRun(2, stale_max=1) as run:
+        run.train(3)
+        set_up_anew(run, 2, 3)
+        run.train(5)
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
+        run.train_until_all_are_in()
+        run.train(run.furthest + 2)
+        at = run.furthest
+        for each in run.nodes:
+            each.set_up(number=2 if each is late else 3, iteration=at)
+        run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+        run.train(at + 3)
+        run.assert_equal()
+
+
+def test_who_was_left_out_before_its_set_up_comes_in() -> None:
+    with FakeRun(3, stale_max=1, set_up=False) as run:
+        still, left = run.nodes[2], run.nodes[:2]
+        meet_all(run)
+        os.kill(still.cpu.pid, signal.SIGSTOP)
+        for each in left:
+            each.set_up()
+        run.until(lambda: all(each.ready for each in left), "the others are ready", left)
+        run.train(4, left)
+        os.kill(still.cpu.pid, signal.SIGCONT)
+        end = time.monotonic() + DEADLINE
+        while not any(each.what == "membership" for each in still.told):  # it hears what they speak of
+            assert time.monotonic() < end, still.told
+            for each in run.nodes:
+                each.advance(each.iteration + 1)
+            time.sleep(0.001)
+        still.set_up()
+        run.train_until_all_are_in()
+        assert still.ready is not None
+        assert still.ready.incarnation > 0
+        assert still.ready.script.startswith(b"script of ")
+        run.train(run.furthest + 3)
+        run.assert_equal()
+
+
+def meet_all(run: FakeRun) -> None:
+    """All hear one another."""
+    numbers = [each.meet("the nodes", b"") for each in run.nodes]
+    run.until(lambda: all(each.met.keys() >= {*numbers} for each in run.nodes), "they meet")
 
 
 QUICK = ["node.gives", "node.sending"]  # the rest is for `make soak`
@@ -339,6 +399,24 @@ def test_other_models_and_keys_are_refused_in_a_line() -> None:
         run.nodes[1].set_up(digest="another")
         assert "node 1 and node 0 train different models" in ends_with(run.nodes[1])
         assert "node 0 and node 1 train different models" in ends_with(run.nodes[0])
+
+
+def test_who_comes_late_with_another_model_is_refused_in_a_line() -> None:
+    """Whatever the number of set-ups that the members have made."""
+    with FakeRun(2) as run:
+        run.train(2)
+        set_up_anew(run, 2, 2)
+        late = FakeNode(2)
+        try:
+            late.introduce([*run.places, late.place], late=True)
+            late.set_up(digest="another")
+            assert "it trains another model" in ends_with(late)
+            assert late.ready is None
+        finally:
+            late.close()
+        run.train(4)
+        views = [view for each in run.nodes for view in each.views]
+        assert not any(member.node == 2 for view in views for member in view.members)
 
 
 def test_two_nodes_with_one_name_are_refused_in_a_line() -> None:

@@ -50,7 +50,7 @@ class FakeSide:
         self.memory: HostMemory | None = None
         self.layout: ChunkMap | None = None
         self.free: list[int] = []  # buffers
-        self.first, self.script = 0, b""  # of Ready
+        self.first, self.script, self.incarnation = 0, b"", 1  # of Ready
         self.frozen: float | None = None  # what a late node's frozen parameters are
         self.holds_up = ""  # what keeps the global iteration where it is
         self.closed = False
@@ -111,7 +111,9 @@ class FakeSide:
             if self.frozen is not None:
                 flat.fill_(self.frozen)
         self.say(
-            Ready(iteration=self.first or message.iteration, incarnation=1, script=self.script),
+            Ready(
+                iteration=self.first or message.iteration, incarnation=self.incarnation, script=self.script
+            ),
             Published(buffer=0, taken=self.first or message.iteration, through=message.iteration),
         )
 

@@ -41,9 +41,16 @@ def config(stale_max: int = 1, timeout: str = "200ms", nonfinite: str = "stop") 
 class Node:
     """A session with one small model."""
 
-    def __init__(self, settings: Config, late: bool = False, first: int = 0, script: bytes = b"") -> None:
+    def __init__(
+        self,
+        settings: Config,
+        late: bool = False,
+        first: int = 0,
+        script: bytes = b"",
+        incarnation: int = 1,
+    ) -> None:
         self.session, self.side = fake_session(settings, late)
-        self.side.first, self.side.script = first, script
+        self.side.first, self.side.script, self.side.incarnation = first, script, incarnation
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
@@ -234,6 +241,31 @@ def test_the_state_for_a_newcomer_is_that_of_its_first_iterations_boundary(node:
     late.session._leave()
 
 
+def script_at(iteration: int) -> bytes:
+    """A member's script, as it is before that iteration."""
+    giver = Node(config())
+    giver.session._state.iteration = iteration
+    script = giver.session._state.capture(fixed=True)
+    giver.session._leave()
+    return script
+
+
+def test_who_was_left_out_before_it_was_set_up_enters_as_one_that_comes_late() -> None:
+    node = Node(config(), first=41, script=script_at(41), incarnation=2)
+    assert node.session.resume() == 41
+    node.side.publish(42, 42)
+    assert node.step().iteration == 41
+    node.session._leave()
+
+
+def test_who_was_left_out_as_a_checkpoint_was_loaded_goes_on_where_the_others_are(node: Node) -> None:
+    node.side.first, node.side.script, node.side.incarnation = 41, script_at(41), 2
+    node.session._strategy.loaded()
+    assert node.session.iteration == 41
+    node.side.publish(42, 42)
+    assert node.step().iteration == 41
+
+
 def test_frozen_parameters_come_from_the_members_too() -> None:
     session, side = fake_session(config(), late=True)
     side.first, side.frozen = 7, 3.0
@@ -253,10 +285,7 @@ def test_one_that_comes_late_must_resume() -> None:
 
 
 def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
-    giver = Node(config())
-    giver.session._state.iteration = 41
-    script = giver.session._state.capture(fixed=True)
-    giver.session._leave()
+    script = script_at(41)
     node = Node(config())
     node.backward()
     node.side.publish(0, 0, values=1.0)  # of before

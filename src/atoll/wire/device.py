@@ -95,7 +95,8 @@ class SetUp(Message, frozen=True):
     """What is trained. With it come the file descriptor of the shared memory, whose buffer 0 holds the
     initial parameters, and where they come from a checkpoint (`packed`) one of its optimizer's state
     (node/memory.py says how it is packed). It comes again, with the next `number` and all nodes between the
-    same two iterations, when a checkpoint is loaded into a run that goes on.
+    same two iterations, when a checkpoint is loaded into a run that goes on. The worker counts its own: the
+    CPU side of one that came late adds what the members made before.
 
     `layout` is a chunks.ChunkMap as MessagePack, `optimizer` the class's full name. `digest` names the model,
     the optimizer, the configuration and the processor's instruction set: nodes with another are refused.

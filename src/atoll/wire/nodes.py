@@ -129,10 +129,11 @@ class Takeover(Message, frozen=True):
 
 class Script(Message, frozen=True):
     """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it;
-    `meeting` is the next one's number there."""
+    `meeting` is the next one's number there, and `number` counts the set-ups that were made before."""
 
     iteration: Count
     meeting: Count
+    number: Count
     script: Annotated[bytes, Meta(max_length=MOST_SCRIPT)]
 
 

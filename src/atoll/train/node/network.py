@@ -38,6 +38,10 @@ _AT_ONCE = 64  # messages taken before everything else has its turn
 _REFUSED_STRANGERS = 1000  # beyond, those who did not greet get no answer
 _LOOK_SECONDS = 0.05  # between looks at connections on which nothing comes: each look costs
 _WORDS, _CHUNKS = 0, 1
+_OTHER_MODEL = (
+    "trains another model, or with another optimizer, configuration or kind of processor: "
+    "give every node the same"
+)
 
 
 class Arrived(NamedTuple):
@@ -200,8 +204,10 @@ class Network:
     # -- sending ------------------------------------------------------------------------------------------
 
     def say(self, node: int, message: PeerMessage) -> None:
-        """Send a message of the decisions', or drop it where there is no connection."""
-        self.send(node, Word(body=message))
+        """Send a message of the decisions', or drop it where there is no connection, or another model: a node
+        that comes late must not be let in there."""
+        if not self._other_model(self.trains(node)[0]):
+            self.send(node, Word(body=message))
 
     def send(self, node: int, message: NodeMessage) -> None:
         """Send on the connection for words, or drop it where there is none."""
@@ -300,8 +306,8 @@ class Network:
         if greet.incarnation == incarnation and greet.life != life and self.is_up(greet.node):
             place = self._links[greet.node].at.address
             return f"two nodes with the name {greet.node}: the other one is at {place}"
-        if reason := self._other_model(greet.digest, greet.number):
-            return reason
+        if self._other_model(greet.digest):
+            return f"it {_OTHER_MODEL}"
         if len(self._lives) >= NODES and greet.node not in self._lives:
             return f"{NODES} nodes, which is the most"
         new = (greet.incarnation, greet.life) != (incarnation, life)
@@ -328,13 +334,10 @@ class Network:
         self._note_trains(greet.node, greet.digest, greet.number)
         return ""
 
-    def _other_model(self, digest: str, number: int) -> str:
-        if digest and self._digest and number == self._number and digest != self._digest:
-            return (
-                "it trains another model, or with another optimizer, configuration or kind of processor: "
-                "give every node the same"
-            )
-        return ""
+    def _other_model(self, digest: str) -> bool:
+        """Whether that is known to be another than ours. How often either was set up makes no difference: a
+        checkpoint that is loaded changes no digest."""
+        return bool(digest and self._digest) and digest != self._digest
 
     def _note_trains(self, node: int, digest: str, number: int) -> None:
         link = self._links.get(node)
@@ -388,8 +391,14 @@ class Network:
             self._tell("link", "", reason)
 
     def refusals(self) -> list[str]:
-        """Why nodes do not take us, a line each."""
-        return [link.refusal for _, link in sorted(self._links.items()) if link.refusal]
+        """Why nodes do not take us, or are none to go to, a line each."""
+        reasons = [
+            f"node {node} at {link.at.address}: it {_OTHER_MODEL}"
+            if self._other_model(link.digest)
+            else link.refusal
+            for node, link in sorted(self._links.items())
+        ]
+        return [each for each in reasons if each]
 
     def _reopen(self, link: _Link, which: int) -> None:
         self.counts.reconnected += 1

@@ -72,6 +72,8 @@ class CpuSideProcess:
             if each >= 0:
                 self._epoll.register(each, select.EPOLLIN)
         self._post_full = False
+        # To compute: what the worker asked for, and what is of the life that this node has.
+        self._asked: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         self._begin: d.Begin | None = None
         self._network_: Network | None = None
@@ -87,6 +89,7 @@ class CpuSideProcess:
         self._newcomers, self._giver = Newcomers(), Giver()
         self._counting = Counting(0)
         self._setup_since: float | None = None  # a set-up that is not agreed on yet
+        self._number = self._uncounted = 0  # of set-ups, as all count them; those that the worker was not in
         self._is_ready = False  # the worker has had Ready
         self._resuming: int | None = None  # the incarnation that the worker is to say Resumed to
         self._dirty = False  # there is something newer to publish than what was
@@ -268,14 +271,15 @@ class CpuSideProcess:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._digests.clear()
+        self._number = number = message.number + self._uncounted
 
         def is_set_up(made: Trained) -> None:
             self._trained = made
-            self._network.set_up(message.digest, message.number)
+            self._network.set_up(message.digest, number)
             self._setup_since = time.monotonic()
 
         # Making the optimizer takes seconds, the first time: torch imports what it needs for it.
-        self._jobs.append((lambda: Trained(message, descriptors, iteration, self._wants), is_set_up))
+        self._asked.append((lambda: Trained(message, descriptors, iteration, self._wants), is_set_up))
 
     def _see_to_set_up(self, since: float) -> None:
         """Go on once all members train the same."""
@@ -288,12 +292,12 @@ class CpuSideProcess:
             if node == begin.node:
                 continue
             digest, number = self._network.trains(node)
-            if number == setup.number and digest != setup.digest:
+            if digest and digest != setup.digest:
                 raise UserError(
                     f"node {begin.node} and node {node} train different models, or with different "
                     "optimizers, configurations or kinds of processor: give every node the same"
                 )
-            if number < setup.number:
+            if number < self._number:
                 trouble = self._network.trouble(node)
                 missing.append(f"node {node} at {each.address}{f' ({trouble})' if trouble else ''}")
         self._check_refused()
@@ -383,12 +387,15 @@ class CpuSideProcess:
             iteration = model.globals.iteration + model.shift
             self._post.send(d.State(iteration=iteration, packed=packed))
 
-        self._jobs.append((pack, tell))
+        self._asked.append((pack, tell))
 
     def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
         if not self._is_over:
             script = n.Script(
-                iteration=message.iteration - self._shift, meeting=message.meeting, script=message.script
+                iteration=message.iteration - self._shift,
+                meeting=message.meeting,
+                number=self._number,
+                script=message.script,
             )
             self._newcomers.captured(script, self._network)
 
@@ -410,6 +417,7 @@ class CpuSideProcess:
         assert begin is not None
         if model is None:
             return  # the worker is to say what it trains
+        self._check_refused()
         now = time.monotonic()
         if self._node_ is None:
             contacts = [each.node for each in self._nodes]
@@ -424,15 +432,15 @@ class CpuSideProcess:
                 self._newest,
             )
             self._do(self._node_.poll(now))
-        self._check_refused()
         if entering.taker is not None and (why := entering.taker.stalled()):
             source, entering.taker = entering.taker.source, None
             self._do(self._node.handle_state_failed(now, source, why))
         if not entering.lacks():
             self._enter(entering)
         elif entering.waited > entering.timeout:
+            lacks = "; ".join([entering.lacks(), *self._network.refusals()])
             raise DeadlineError(
-                f"node {begin.node} waited {entering.waited:.1f} s for {entering.lacks()} "
+                f"node {begin.node} waited {entering.waited:.1f} s for {lacks} "
                 f"(deadline sync.timeout, {entering.timeout:g} s)"
             )
 
@@ -442,6 +450,9 @@ class CpuSideProcess:
         assert script is not None
         self._entering, self._setup_since, self._dirty = None, None, True
         self._meetings.since = script.meeting
+        self._uncounted += script.number - self._number
+        self._number = script.number
+        self._network.set_up(model.setup.digest, script.number)
         first, incarnation = script.iteration + model.shift, node.life.incarnation
         self._is_ready = True
         if entering.returned:
@@ -708,7 +719,8 @@ class CpuSideProcess:
         self._jobs.clear()
         self._meetings.clear()
         self._digests.clear()
-        self._model.assembly.clear()
+        if self._trained is not None:
+            self._trained.assembly.clear()
         self._counting.waits(False)
         self._entering = Entering(begin.timeout, returned=self._is_ready, reason=output.reason)
 
@@ -727,10 +739,13 @@ class CpuSideProcess:
     # -- computing, and telling the worker ----------------------------------------------------------------
 
     def _start_job(self) -> None:
-        """Have the next thing computed: first what the decisions say, then what the worker may take."""
+        """Have the next thing computed: first what the worker asked for and what the decisions say, then what
+        it may take."""
         if self._calculating.busy:
             return
-        if self._jobs:
+        if self._asked:
+            self._calculating.start(*self._asked.popleft())
+        elif self._jobs:
             self._calculating.start(*self._jobs.popleft())
         elif self._dirty and self._is_ready and self._entering is None and self._trained is not None:
             self._publish(self._trained)

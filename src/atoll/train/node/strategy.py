@@ -161,6 +161,7 @@ class PeerModel:
         stale_max = training.config.sync.stale_max
         self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
         self.exchange = PeerExchange(training.chunks, training.calls, worker, stale_max, capture, returned)
+        self._returned = returned
         kind = type(training.optimizer)
         self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
         hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
@@ -224,11 +225,17 @@ class PeerModel:
             lambda: self._ready is not None, "its CPU side to be set up, and to be let in by the others"
         )
         assert self._ready is not None
+        # One that was left out before it was ready comes in as one that comes late. The script's state is
+        # session.resume's to put back; where a checkpoint was being loaded, that is past.
+        came_in = worker.late or self._ready.incarnation != worker.incarnation
+        worker.late = came_in and (worker.late or self._number == 1)
         worker.entered(self._ready)
-        if worker.late:
+        if came_in:
             for bound in training.frozen:
                 bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
         self.exchange.begin_at(self._ready.iteration)
+        if came_in and not worker.late:
+            self._returned(self._ready.script)
         training.optimizer.state.clear()
 
     def make_step(self, accepted: bool) -> None:
