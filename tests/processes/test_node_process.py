@@ -117,6 +117,18 @@ def test_nodes_train_alike(count: int, stale_max: int, transport: str) -> None:
             assert each.applied[3].parts[1].samples == 2.0
 
 
+def test_other_hyperparameters_are_told_of_once() -> None:
+    with FakeRun(2) as run:
+        groups = run.nodes[1].model.hyperparameters()
+        other = [{**group, "lr": 0.7} for group in groups]
+        run.nodes[1].model.hyperparameters = lambda: other  # type: ignore[method-assign]
+        run.train(4)
+        run.assert_equal()
+        for node in run.nodes:
+            (told,) = [each for each in node.told if each.what == "hyperparameters"]
+            assert "node 1 gave other hyperparameters than node 0, whose counted" in told.reason
+
+
 def test_nodes_meet() -> None:
     with FakeRun(3, set_up=False) as run:  # before any model
         for each in run.nodes:

@@ -97,7 +97,7 @@ class CpuSideProcess:
         self._waiting_told, self._waiting_at = "", 0.0
         self._round_told_at = 0.0
         self._digests: dict[int, bytes] = {}
-        self._left = False
+        self._unlike: set[tuple[int, ...]] = set()  # who was told to have given other hyperparameters
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
             d.Begin: self._handle_begin,
             d.Introduce: self._handle_introduce,
@@ -405,7 +405,6 @@ class CpuSideProcess:
 
     def _handle_leave(self, _: d.Leave, __: list[int]) -> None:
         if self._node_ is None or self._entering is not None:
-            self._left = True
             self._post.send(d.Left())
             return
         self._do(self._node_.handle_finished(time.monotonic()))
@@ -627,7 +626,8 @@ class CpuSideProcess:
         digest = outcome.digest.hex()
         self._post.send(d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped))
         self._counting.applied([iteration - each.taken for each in abouts])
-        if outcome.unlike:
+        if outcome.unlike and outcome.unlike not in self._unlike:  # told once: it may be so each time
+            self._unlike.add(outcome.unlike)
             who = " and ".join(f"node {node}" for node in outcome.unlike)
             self._tell(
                 "hyperparameters",
@@ -726,7 +726,6 @@ class CpuSideProcess:
 
     def _do_finished(self, _: out.Finished) -> None:
         self._tell_figures(now=True)
-        self._left = True
         self._post.send(d.Left())
 
     def _do_note(self, output: out.Note) -> None:
