@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import time
@@ -55,6 +57,14 @@ with atoll.join(config) as session, open(f"steps-{session.rank}", "w", buffering
 """
 
 
+def unused_port() -> int:
+    """One below those that a kernel gives to connections, which could have it before the shard does."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class Training:
     """A hub, a shard and three workers, each a process. Worker 1 comes to hub and shard through two doors."""
 
@@ -62,8 +72,7 @@ class Training:
         self.folder = folder
         self.hub = HubProcess(folder / "hub", "--workers", "3", "--shards", "1", "--patience", "10")
         self.hub_door = Forwarder(self.hub.address)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            own = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        own = f"tcp://127.0.0.1:{unused_port()}"
         self.shard_door = Forwarder(own)
         self._shard = self._start("shard", SHARD, self.hub.address, own)
         self.workers = [self._worker(rank) for rank in range(3)]
@@ -87,7 +96,12 @@ class Training:
     def goes_on(self, *ranks: int) -> None:
         """Wait until these have made ten more steps."""
         many = {rank: len(self.times(rank)) + 10 for rank in ranks}
-        wait_for(lambda: all(len(self.times(rank)) >= many[rank] for rank in ranks), f"steps of {ranks}")
+        what = f"steps of {ranks}"
+        try:
+            wait_for(lambda: all(len(self.times(rank)) >= many[rank] for rank in ranks), what)
+        except AssertionError as error:
+            said = [process.said for process in (self._shard, *self.workers)]
+            raise AssertionError("\n".join([str(error), *said])) from None
 
     def deaths(self) -> list[str]:
         return [f"{each.choice}: {each.reason}" for each in self.hub.decisions("worker died")]
