@@ -178,9 +178,10 @@ def test_a_contribution_that_a_group_sends_again_is_owed_by_nobody_who_lives(
     for exchange in range(data.draw(st.integers(1, 4))):
         before = {member: held_of(held[member]) for member in living}
         gradient = torch.from_numpy(rng.integers(-3, 4, extent)).float()
-        attempts = [
-            [each for each in alive if each in living] or living for alive in data.draw(members_who_send())
-        ]
+        attempts, here = [], living
+        for alive in data.draw(members_who_send()):  # who is lost in an exchange stays away from it
+            here = [each for each in alive if each in here] or here
+            attempts.append(here)
         copies: list[Tensor] = []
         sent: dict[int, tuple[int, Tensor]] = {}
         for attempt, alive in enumerate(attempts):
