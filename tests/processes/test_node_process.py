@@ -21,6 +21,7 @@ from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
 from atoll.train.node.memory import make_file
 from atoll.wire import device as d
+from atoll.wire import nodes as n
 
 WORKER = """
 import os, time
@@ -143,6 +144,13 @@ def test_nodes_meet() -> None:
         run.nodes[2].meet("this", b"")
         with pytest.raises(RunError, match="node 0 meets on this, and node 1 on that"):
             run.until(lambda: False, "they do not meet")
+
+
+def test_too_large_a_part_in_a_meeting_is_not_kept() -> None:
+    with FakeRun(2) as run:
+        run.nodes[1].meet("a test", bytes(n.MOST_PART + 1))
+        what = f"{n.MOST_PART + 1} bytes for a meeting, where {n.MOST_PART} is the most"
+        run.until(lambda: any(each.reason == what for each in run.nodes[0].told), "it is told")
 
 
 def test_two_of_three_go_on_when_one_is_killed() -> None:

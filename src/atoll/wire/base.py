@@ -5,7 +5,7 @@ Sizes, counts and names are bounded here, before anything is allocated for them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,8 +25,24 @@ Value: TypeAlias = Annotated[bytes, Meta(max_length=2**20)]
 Hyperparameters: TypeAlias = list[dict[str, Any]]  # for each param group of the optimizer: numbers, booleans
 
 
+_Kind = TypeVar("_Kind")
+
+
 class WireError(AtollError):
     """Bytes from outside that are no message of ours; the line says why."""
+
+
+def decode_with(
+    decoder: msgspec.msgpack.Decoder[_Kind], raw: bytes | bytearray | memoryview, what: str
+) -> _Kind:
+    """The message in `raw`, called `what` where it is too large; raises WireError, with one line, for
+    anything that is none."""
+    if len(raw) > HEADER_BYTES:
+        raise WireError(f"a {what} of {len(raw)} bytes, where {HEADER_BYTES} is the most")
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="m", tag=True):

@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import (
-    HEADER_BYTES,
     Count,
     Hyperparameters,
     Message,
@@ -24,7 +23,7 @@ from atoll.wire.base import (
     Seconds,
     Text,
     Weight,
-    WireError,
+    decode_with,
 )
 
 NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
@@ -344,9 +343,4 @@ def encode(message: DeviceMessage) -> bytes:
 
 def decode(packet: bytes | bytearray | memoryview) -> DeviceMessage:
     """The message in `packet`; raises WireError, with one line, for anything that is none."""
-    if len(packet) > HEADER_BYTES:
-        raise WireError(f"a message of {len(packet)} bytes, where {HEADER_BYTES} is the most")
-    try:
-        return _decoder.decode(packet)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
+    return decode_with(_decoder, packet, "message")

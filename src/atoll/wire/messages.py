@@ -28,6 +28,7 @@ from atoll.wire.base import (
     Weight,
     Welcome,
     WireError,
+    decode_with,
 )
 from atoll.wire.hub import (
     Duty,
@@ -256,12 +257,7 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
     """The message in `header`; raises WireError, with one line, for anything that is none."""
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"a header of {len(header)} bytes, where {HEADER_BYTES} is the most")
-    try:
-        return _decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
+    return decode_with(_decoder, header, "header")
 
 
 def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Meta
 
 from atoll.wire.base import (
-    HEADER_BYTES,
     Count,
     Hyperparameters,
     Message,
@@ -22,12 +21,13 @@ from atoll.wire.base import (
     Refused,
     Text,
     Weight,
-    WireError,
+    decode_with,
 )
 from atoll.wire.device import Clip, Note
 from atoll.wire.peers import Key, PeerMessage
 from atoll.wire.peerviews import Life
 
+MOST_PART = 2**23  # bytes of a node's part in a meeting
 MOST_SCRIPT = 2**25  # bytes of a script's state, for one that comes late
 
 
@@ -152,9 +152,4 @@ def encode(message: NodeMessage) -> bytes:
 
 def decode_untrusted(header: bytes | memoryview) -> NodeMessage:
     """The message in `header`; raises WireError, with one line, for anything that is none."""
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"a header of {len(header)} bytes, where {HEADER_BYTES} is the most")
-    try:
-        return _decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no message of this protocol: {str(error)[:200]}") from None
+    return decode_with(_decoder, header, "header")

@@ -60,16 +60,6 @@ class Assembly:
     def __getitem__(self, key: Key) -> Contribution:
         return self._held[key]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payloads that are held, the own ones' too."""
-        return sum(
-            memoryview(payload).nbytes
-            for held in self._held.values()
-            for payload in held.payloads
-            if payload is not None
-        )
-
     def keep(self, about: About, payloads: Sequence[Buffer]) -> Key:
         """Keep a whole contribution, whose memory stays unchanged until it is dropped."""
         self._held[about.key] = Contribution(about, list(payloads), 0)

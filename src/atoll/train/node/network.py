@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
@@ -91,8 +91,6 @@ class Counts:
     bytes_in: int = 0
     bytes_out: int = 0
     refused: int = 0
-    reconnected: int = 0
-    by_node: dict[int, int] = field(default_factory=dict)  # bytes out
 
 
 class Network:
@@ -230,7 +228,6 @@ class Network:
             return
         size = len(header) + (memoryview(payload).nbytes if payload is not None else 0)
         self.counts.bytes_out += size
-        self.counts.by_node[node] = self.counts.by_node.get(node, 0) + size
 
     # -- receiving ----------------------------------------------------------------------------------------
 
@@ -401,7 +398,6 @@ class Network:
         return [each for each in reasons if each]
 
     def _reopen(self, link: _Link, which: int) -> None:
-        self.counts.reconnected += 1
         link.ways[which].client.abandon()
         link.ways[which] = self._way(link, which)
 

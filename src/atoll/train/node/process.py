@@ -561,8 +561,11 @@ class CpuSideProcess:
             self._witness = None
 
     def _hear_meeting_part(self, message: n.MeetingPart, payload: memoryview | None) -> None:
-        key = message.key
-        if key.stream == "meetings" and key not in self._meetings and self._wants(key):
+        key, size = message.key, 0 if payload is None else payload.nbytes
+        if size > n.MOST_PART:
+            about = f"node {key.life.node}"
+            self._tell("refused", about, f"{size} bytes for a meeting, where {n.MOST_PART} is the most")
+        elif key.stream == "meetings" and key not in self._meetings and self._wants(key):
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
 
