@@ -313,6 +313,32 @@ def test_fused_may_be_chosen_where_it_is_left_to_torch() -> None:
     torch.testing.assert_close(chosen.values(0), twins.shards[0].values(0))
 
 
+@pytest.mark.parametrize(
+    ("class_", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+        (torch.optim.Adagrad, {"lr": 0.01}),
+    ],
+)
+def test_fused_steps_take_parameters_of_which_some_have_their_first_gradient(
+    class_: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    """torch's fused SGD takes parameters of which all have a momentum, or none."""
+    twins = Twins(class_, torch.float64, [settings])
+    ids = [chunk.id for chunk in twins.layout.chunks]
+    fused = ShardOptimizer(twins.layout, ids, full_name(class_), twins.hyperparameters(), fused=True)
+    for id_ in ids:
+        fused.set_values(id_, twins.flat(id_, [p.detach() for p in twins.every]))
+    for number, missing in enumerate([(0, 1), (1, 2, 3), (), (4, 5), ()]):
+        twins.step(number, missing)
+        gradients = twins.gradients(number, missing)
+        for id_ in ids:
+            fused.step(id_, twins.flat(id_, gradients), twins.present(id_, missing))
+    for id_ in ids:
+        torch.testing.assert_close(fused.values(id_), twins.flat(id_, [p.detach() for p in twins.every]))
+
+
 def test_which_optimizers_a_shard_runs() -> None:
     assert optimizer_class("torch.optim.adamw.AdamW") is torch.optim.AdamW
     assert optimizer_class("torch.optim.SGD") is torch.optim.SGD

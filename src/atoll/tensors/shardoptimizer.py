@@ -172,6 +172,8 @@ class _HeldChunk:
         self.stepper = ChunkOptimizer(
             self.optimizer, [self.bound], kind.elementwise, hooks, lambda _: self._given()
         )
+        if isinstance(self.optimizer, torch.optim.SGD):
+            self.optimizer.register_step_pre_hook(_unfuse_mixed)  # after the stepper's: of what it steps
 
     def step(self, gradients: Tensor, present: tuple[bool, ...]) -> None:
         self._gradients = gradients, present
@@ -180,6 +182,7 @@ class _HeldChunk:
         finally:
             self._gradients = None
             self.stepper.restore()
+            self.optimizer.param_groups[0].update(self.settings)
 
     def _given(self) -> tuple[Tensor, tuple[bool, ...]]:
         assert self._gradients is not None
@@ -593,6 +596,15 @@ def _probe(
         raise UserError(f"outside the script it cannot be run: {error}") from None
     dtypes = {key: value.dtype for key, value in trial.state[parameter].items() if isinstance(value, Tensor)}
     return _Kind(elementwise, {**dict.fromkeys(elementwise, parameter.dtype), **dtypes})
+
+
+def _unfuse_mixed(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """torch's fused SGD takes parameters of which all have a momentum, or none: where some have their first
+    gradient, this step is made without it."""
+    (group,) = optimizer.param_groups
+    if group.get("fused") and group.get("momentum"):
+        have = {"momentum_buffer" in optimizer.state.get(each, {}) for each in group["params"]}
+        group["fused"] = len(have) < 2
 
 
 def warm_up() -> None:
