@@ -279,12 +279,15 @@ class FakeRun:
         stale_max: int = 0,
         set_up: bool = True,
         kills: Mapping[int, Kill] | None = None,
+        addresses: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.nodes: list[FakeNode] = []
         try:
             for node in range(count):
                 kill = (kills or {}).get(node)
+                if addresses:  # where the others are to find it
+                    options["address"] = addresses[node]
                 self.nodes.append(FakeNode(node, stale_max=stale_max, kill=kill, **options))
             for each in self.nodes:
                 each.introduce(self.places)
