@@ -227,7 +227,11 @@ class Forwarder:
             while True:
                 near, _ = listener.accept()
                 self._open.wait()
-                far = socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1])))
+                try:
+                    far = socket.create_connection(("127.0.0.1", int(self._target.rsplit(":", 1)[1])))
+                except ConnectionRefusedError:  # nobody listens there yet, or any more
+                    near.close()
+                    continue
                 self._links += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()

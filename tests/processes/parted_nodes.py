@@ -60,10 +60,13 @@ class Doors:
             while True:
                 near, (_, source) = self._doors[node].accept()
                 ends = frozenset({node, self._who_has(source)})
-                if self._breaks and self._is_cut(ends):
+                try:
+                    if self._breaks and self._is_cut(ends):
+                        raise ConnectionRefusedError
+                    far = socket.create_connection(("127.0.0.1", port))
+                except ConnectionRefusedError:
                     near.close()
                     continue
-                far = socket.create_connection(("127.0.0.1", port))
                 self._links += [(near, ends), (far, ends)]
                 for pair in ((near, far), (far, near)):
                     threading.Thread(target=self._pass, args=(*pair, ends), daemon=True).start()

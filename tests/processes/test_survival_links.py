@@ -7,18 +7,16 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from forked_script import ForkedScript
 from hub_parts import DEADLINE, Forwarder, HubProcess, wait_for
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE
-from atoll.launch.processes import PARENT_VARIABLE
 
 NOTICED = 3.0  # seconds; before connections were looked at, it was more than 3.2 from the death on
 
@@ -76,23 +74,20 @@ class Training:
         self.hub_door = Forwarder(self.hub.address)
         own = f"tcp://127.0.0.1:{unused_port()}"
         self.shard_door = Forwarder(own)
-        self._processes = [self._start("-c", SHARD, self.hub.address, own)]
+        self._shard = self._start("shard", SHARD, self.hub.address, own)
         self.workers = [self._worker(rank) for rank in range(3)]
 
-    def _start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=self.folder,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1", **environment},
-                stdout=log,
-                stderr=log,
-            )
+    def _start(self, name: str, source: str, *arguments: str, **environment: str) -> ForkedScript:
+        script = self.folder / f"{name}.py"
+        script.write_text(source)
+        log = self.folder / f"{name}.log"
+        own = {**os.environ, **environment}
+        return ForkedScript(script, *arguments, folder=self.folder, environment=own, log=log)
 
-    def _worker(self, rank: int) -> subprocess.Popen[bytes]:
+    def _worker(self, rank: int) -> ForkedScript:
         doors = {HUB_VARIABLE: self.hub_door.address, "SHARD_DOOR": self.shard_door.address}
         place = doors if rank == 1 else {HUB_VARIABLE: self.hub.address}
-        return self._start("-c", WORKER, **{RANK_VARIABLE: str(rank), **place})
+        return self._start(f"worker-{rank}", WORKER, **{RANK_VARIABLE: str(rank), **place})
 
     def times(self, rank: int) -> list[float]:
         path = self.folder / f"steps-{rank}"
@@ -101,18 +96,40 @@ class Training:
     def goes_on(self, *ranks: int) -> None:
         """Wait until these have made ten more steps."""
         many = {rank: len(self.times(rank)) + 10 for rank in ranks}
-        wait_for(lambda: all(len(self.times(rank)) >= many[rank] for rank in ranks), f"steps of {ranks}")
+        what = f"steps of {ranks}"
+        try:
+            wait_for(lambda: all(len(self.times(rank)) >= many[rank] for rank in ranks), what)
+        except AssertionError as error:
+            said = [process.said for process in (self._shard, *self.workers)]
+            raise AssertionError("\n".join([str(error), *said])) from None
 
     def deaths(self) -> list[str]:
         return [f"{each.choice}: {each.reason}" for each in self.hub.decisions("worker died")]
 
     def close(self) -> None:
-        for process in (*self.workers, *self._processes):
+        for process in (*self.workers, self._shard):
             process.kill()
             process.wait(DEADLINE)
         self.hub.close()
         self.hub_door.close()
         self.shard_door.close()
+
+
+def test_a_door_passes_on_who_comes_after_one_that_found_nobody() -> None:
+    """A worker that comes before the shard listens must not shut it for all."""
+    port = unused_port()
+    door = Forwarder(f"tcp://127.0.0.1:{port}")
+    at = "127.0.0.1", int(door.address.rpartition(":")[2])
+    with socket.create_connection(at, DEADLINE) as early:
+        assert early.recv(1) == b"", "nobody is there"
+    with socket.create_server(("127.0.0.1", port)) as shard:
+        shard.settimeout(DEADLINE)
+        with socket.create_connection(at, DEADLINE) as late:
+            late.sendall(b"x")
+            with shard.accept()[0] as there:
+                there.settimeout(DEADLINE)
+                assert there.recv(1) == b"x"
+    door.close()
 
 
 @pytest.fixture
@@ -177,4 +194,4 @@ def test_links_that_break_and_come_back(training: Training) -> None:
     assert died.startswith("worker 1,")
     assert "and its connections are broken" in died
     assert training.workers[1].wait(DEADLINE) != 0
-    assert "given up" in (training.folder / "log").read_text()
+    assert "given up" in training.workers[1].said
