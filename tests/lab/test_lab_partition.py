@@ -48,7 +48,7 @@ def test_a_partition_that_heals(labs: Labs, shards: int) -> None:
     assert labs.left() == []
 
 
-# Each node notes the time of each iteration (the machine's, so the same for all), and what it holds at the end.
+# Each node notes the time of each iteration (the same clock for all), and what it holds at the end.
 NODE = """
 import hashlib, json, time, torch, atoll
 from torch import nn
@@ -86,7 +86,9 @@ def test_most_nodes_go_on_without_those_behind_a_cut_link(labs: Labs) -> None:
     script = labs.python(NODE.replace("STEPS", str(NODES)))
     status, out, err = labs.end(labs.start(script, topology, ATOLL_CONFIG=str(config)), 280.0)
     assert status == 0, out + err
-    ended = [json.loads(line.partition("ended with ")[2]) for line in out.splitlines() if "ended with" in line]
+    ended = [
+        json.loads(line.partition("ended with ")[2]) for line in out.splitlines() if "ended with" in line
+    ]
     assert sorted(rank for rank, *_ in ended) == list(range(5))
     assert {iteration for _, iteration, *_ in ended} == {NODES}
     assert len({held for _, _, held, _ in ended}) == 1, "all have the same bits"
