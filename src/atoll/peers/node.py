@@ -688,11 +688,21 @@ class Node:
         if self._change.promised and self._frozen is None:
             self._frozen = {held.life: held for held in report.held}
         self._lacks_more |= bool(self._change.wanted)
+        self._settle_own()
         self._out += [Send(to, message) for to, message in step.sends]
         for reason in step.reasons:
             self._note("view", f"after {self.view.number}", reason)
         if step.decided is not None:
             self._learn(now, step.decided)
+
+    def _settle_own(self) -> None:
+        """The next view may begin with parts in meetings that this newcomer never made: members that are
+        through with those count them as held, before its script has come to its own first one."""
+        assert self._change is not None
+        for each in self._change.wanted if not self._has_met else ():
+            if each.held.life == self.life and each.held.meetings > self._meetings.prefix[self.life]:
+                self._meetings.settle(self.life, each.held.meetings)
+                self._moved = True
 
     def _learn(self, now: float, view: View) -> None:
         """A view was decided."""
