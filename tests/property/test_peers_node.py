@@ -142,7 +142,7 @@ FAILED = {
         loss=0.3,
         repeats=0.3,
     ),
-    # members that were through with a meeting counted its part as held, and the next view was to begin with it
+    # members that were through with a meeting counted its part as held, and the next view began with it
     "a newcomer is to hold its own part in a meeting that it was not in": drawn(10531),
 }
 
