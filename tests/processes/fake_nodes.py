@@ -37,7 +37,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["atoll.train.node.process", "torch._dynamo"])
 
 
-def _serve(link: socket.socket, parent: int, kill: Kill | None) -> None:
+def _serve(link: socket.socket, parent: int, kill: Kill | None, prelude: Callable[[], None] | None) -> None:
+    if prelude is not None:
+        prelude()
     if kill is not None:
 
         def strike(point: str, iteration: int) -> None:
@@ -59,8 +61,10 @@ class Kill:
 class _Forked:
     """A process of the fork server's, as start.Process."""
 
-    def __init__(self, link: socket.socket, kill: Kill | None = None) -> None:
-        given = link, os.getpid(), kill
+    def __init__(
+        self, link: socket.socket, kill: Kill | None = None, prelude: Callable[[], None] | None = None
+    ) -> None:
+        given = link, os.getpid(), kill, prelude
         self._process: BaseProcess = _context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -85,7 +89,8 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class FakeNode:
-    """A node whose worker is driven from the test. `now` goes on with `advance`."""
+    """A node whose worker is driven from the test. `now` goes on with `advance`. Its CPU side calls
+    `prelude`, a function of a module, before anything else."""
 
     def __init__(
         self,
@@ -94,11 +99,12 @@ class FakeNode:
         stale_max: int = 0,
         incarnation: int = 0,
         kill: Kill | None = None,
+        prelude: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         self.node, self.stale_max = node, stale_max
         self.model = Model(sgd, 1)
-        self.cpu = CpuSide(node, partial(_Forked, kill=kill))
+        self.cpu = CpuSide(node, partial(_Forked, kill=kill, prelude=prelude))
         self.told: list[d.Told] = []
         self.applied: list[d.Applied] = []
         self.met: dict[int, d.Met] = {}
@@ -279,6 +285,7 @@ class FakeRun:
         stale_max: int = 0,
         set_up: bool = True,
         kills: Mapping[int, Kill] | None = None,
+        preludes: Mapping[int, Callable[[], None]] | None = None,
         addresses: Sequence[str] = (),
         **options: Any,
     ) -> None:
@@ -288,7 +295,8 @@ class FakeRun:
                 kill = (kills or {}).get(node)
                 if addresses:  # where the others are to find it
                     options["address"] = addresses[node]
-                self.nodes.append(FakeNode(node, stale_max=stale_max, kill=kill, **options))
+                prelude = (preludes or {}).get(node)
+                self.nodes.append(FakeNode(node, stale_max=stale_max, kill=kill, prelude=prelude, **options))
             for each in self.nodes:
                 each.introduce(self.places)
             if set_up:

@@ -121,6 +121,22 @@ def test_a_connection_that_broke_comes_up_again(some: Some) -> None:
     assert one.nodes == [NodeAt(1, 1, some.networks[1].address)]
 
 
+def test_a_connection_that_is_made_again_takes_the_earlier_one_s_place(some: Some) -> None:
+    """What is known of who has greeted stays as much, however often connections break."""
+    one, other = some.add(0), some.add(1)
+    some.introduce()
+    some.until(some.all_up, "connections")
+    known = len(one._guests)
+    for _ in range(5):
+        other.drop_unsent(0)  # the connection for chunks is another one
+        assert not other.is_up(0)
+        some.until(some.all_up, "connections")
+    assert len(one._guests) == known == 2
+    other.send_chunk(0, w.Piece(key=Key("iterations", 0, Life(1, 0)), chunk=0), b"x")
+    other.say(0, AskJoin(node=1, token="t", address=""))
+    some.until(lambda: len(some.got[0]) == 2, "both ways are heard")
+
+
 def test_who_comes_back_elsewhere_is_found_there(some: Some) -> None:
     one, other = some.add(0), some.add(1)
     some.introduce()

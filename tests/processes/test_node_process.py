@@ -19,6 +19,8 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
+from atoll.train.node import process
+from atoll.train.node.globals import GlobalParameters
 from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 from atoll.wire import nodes as n
@@ -128,6 +130,70 @@ def test_other_hyperparameters_are_told_of_once() -> None:
         for node in run.nodes:
             (told,) = [each for each in node.told if each.what == "hyperparameters"]
             assert "node 1 gave other hyperparameters than node 0, whose counted" in told.reason
+
+
+def checks_nothing() -> None:
+    """In a CPU side: one that gives what no step takes."""
+    GlobalParameters.check = lambda *_: None  # type: ignore[method-assign]
+
+
+def without_rate(node: FakeNode) -> None:
+    """Its worker gives hyperparameters of another form from now on."""
+    wrong = [{**group, "lr": "much"} for group in node.model.hyperparameters()]
+    node.model.hyperparameters = lambda: wrong  # type: ignore[method-assign]
+
+
+def test_a_contribution_that_no_step_takes_counts_for_nothing_and_its_node_is_named() -> None:
+    with FakeRun(3, stale_max=1, preludes={1: checks_nothing}) as run:
+        run.train(3)
+        without_rate(run.nodes[1])
+        run.train(7)
+        run.assert_equal()
+        expected = plain(run.nodes[0].model, 7, lambda k: range(3) if k < 3 else (0, 2))
+        for chunk, flat in run.nodes[0].parameters.items():
+            torch.testing.assert_close(flat, expected[chunk])
+        for node in run.nodes:
+            (told,) = [each.reason for each in node.told if each.what == "refused"]
+            assert told.startswith(
+                "iteration 3: node 1's contribution: hyperparameter 'lr' was 0.1 and is now"
+            )
+        assert not any(view.view for node in run.nodes for view in node.views), "nobody was left out"
+
+
+def test_a_worker_that_gives_what_no_step_takes_is_told_in_a_line() -> None:
+    with FakeRun(2) as run:
+        run.train(2)
+        without_rate(run.nodes[1])
+        run.nodes[1].advance(3)
+        assert "node 1's contribution: hyperparameter 'lr' was 0.1 and is now 'much'" in ends_with(
+            run.nodes[1]
+        )
+
+
+def gives_damaged_states() -> None:
+    """In a CPU side: a bit of each state that it gives is another."""
+    pack = process.pack_globals
+
+    def damaged(parameters: GlobalParameters) -> memoryview:
+        raw = pack(parameters)
+        raw[-1] ^= 1
+        return raw
+
+    process.pack_globals = damaged
+
+
+def test_a_damaged_state_is_refused_and_another_node_is_asked() -> None:
+    with FakeRun(2, stale_max=1, preludes={0: gives_damaged_states}) as run:
+        run.train(4)
+        run.introduce_late(FakeNode(2, stale_max=1))
+        run.train_until_all_are_in()
+        run.train(run.furthest + 4)
+        run.assert_equal()
+        told = [(each.what, each.choice, each.reason) for each in run.nodes[2].told]
+        ((_, about, reason),) = [each for each in told if each[0] == "refused"]
+        assert about == "node 0's state"
+        assert "is not as it was packed" in reason
+        assert [choice for what, choice, _ in told if what == "state"] == ["from node 0", "from node 1"]
 
 
 def test_nodes_meet() -> None:

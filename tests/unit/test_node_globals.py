@@ -180,6 +180,26 @@ def test_an_iteration_is_applied_once_and_in_order() -> None:
             parameters.apply(iteration, [model.contribution(iteration, 0)])
 
 
+@pytest.mark.parametrize("node", [0, 2], ids=["the first", "another"])
+def test_what_no_step_takes_is_left_out_and_named(node: int) -> None:
+    """Of the first node too, whose hyperparameters count otherwise."""
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters, other = model.globals(), model.globals()
+    every = [model.contribution(0, each) for each in range(3)]
+    good = [each for each in every if each.node != node]
+    bad = [{**group, "lr": "much"} for group in every[node].hyperparameters]
+    every[node] = dataclasses.replace(every[node], hyperparameters=bad)
+    outcome, expected = parameters.apply(0, every), other.apply(0, good)
+    assert outcome.digest == expected.digest
+    assert outcome.stepped
+    assert outcome.first == good[0].node
+    assert list(outcome.wrong) == [node]
+    assert outcome.wrong[node].startswith(f"node {node}'s contribution: hyperparameter 'lr' was ")
+    alone = parameters.apply(1, [dataclasses.replace(every[node], node=node)])
+    assert not alone.stepped
+    assert parameters.iteration == 2
+
+
 def test_what_comes_from_outside_is_checked() -> None:
     model = PeerModel(torch.optim.AdamW, TWO)
     parameters = model.globals()

@@ -1,14 +1,18 @@
-"""What a node leaves in the run's directory for the next one of its name."""
+"""What a node leaves in the run's directory for the next one of its name, and for the others in the store."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistStoreError, HashStore
 
 from atoll.core.config import HUB_VARIABLE, RUN_VARIABLE, Config
+from atoll.core.errors import DeadlineError, RunError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.train.node.introduction import Known, _Kept, known_before
+from atoll.train.node.introduction import Known, StoreMeeting, _Kept, known_before
+from atoll.train.place import Place
 from atoll.wire.device import NodeAt
 
 NODES = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{5000 + node}") for node in range(2)]
@@ -47,3 +51,26 @@ def test_where_torchrun_starts_its_workers_again_all_begin_anew(
     assert known_before(Config()) is None
     monkeypatch.setenv(HUB_VARIABLE, "tcp://127.0.0.1:4000")  # each launch is one node, which may die alone
     assert known_before(Config()) is not None
+
+
+class LostStore(HashStore):
+    """One that knows at once that a node does not come any more."""
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(0)) -> None:
+        if keys == ["peers/1"]:
+            raise DistStoreError("worker 1 was lost\nand more")
+        super().wait(keys, timeout)
+
+
+def test_who_waited_for_a_node_that_is_lost_says_for_how_long_it_did() -> None:
+    meeting = StoreMeeting(Place(rank=0, world=2, store=LostStore()), 600.0)
+    line = (
+        r"node 0 waited 0\.0 s for node 1 of 2 to say where it listens \(deadline sync.timeout, 600 s\): "
+        r"worker 1 was lost$"
+    )
+    with pytest.raises(RunError, match=line) as caught:
+        meeting.exchange("tcp://127.0.0.1:1")
+    assert not isinstance(caught.value, DeadlineError)
+    late = StoreMeeting(Place(rank=0, world=2, store=HashStore()), 0.1)
+    with pytest.raises(DeadlineError, match=r"node 0 waited 0\.\d s for node 1 of 2 .*sync.timeout, 0.1 s"):
+        late.exchange("tcp://127.0.0.1:1")

@@ -34,7 +34,8 @@ MOST_SCRIPT = 2**25  # bytes of a script's state, for one that comes late
 class Greet(Message, frozen=True):
     """The first message of a connection, from node `node` to node `to`, both of `run`. `life` is a name of
     its process alone: two processes of one node and incarnation are two nodes with one name. `digest` names
-    what it trains, once it is set up for the `number`-th time (empty: not yet).
+    what it trains, once it is set up for the `number`-th time (empty: not yet). `way`: 0 for words, 1 for
+    chunks; a later connection of the same node and way takes an earlier one's place.
     """
 
     version: int
@@ -46,6 +47,7 @@ class Greet(Message, frozen=True):
     life: Name
     digest: Name = ""
     number: Count = 0
+    way: Count = 0
 
 
 class Greeted(Message, frozen=True):

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
 import torch
@@ -52,7 +52,8 @@ class Outcome:
     """What became of an iteration: whether a step was made (not where all contributions were left out),
     `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
 
-    `unlike`: the nodes whose hyperparameters, or wish to clip, were not the first one's, which counted.
+    `unlike`: the nodes whose hyperparameters, or wish to clip, were not those of node `first`, which counted.
+    `wrong`: of nodes whose contributions no step takes, why; they were left out.
     """
 
     iteration: int
@@ -60,6 +61,8 @@ class Outcome:
     norm: float | None
     unlike: tuple[int, ...]
     digest: bytes
+    first: int = -1
+    wrong: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,33 +150,50 @@ class GlobalParameters:
     def apply(self, iteration: int, contributions: Sequence[Contribution]) -> Outcome:
         """Make the step of an iteration, which is the next one, with all its contributions in order of node.
 
-        The first node's hyperparameters count, and its wish to clip. Where all are left out no step is
-        made, but the iteration counts. Raises RunError for another iteration than the next.
+        The first node's hyperparameters count, and its wish to clip. What no step takes is left out, and the
+        same everywhere: it hangs on the contribution and the steps before alone. Where all are left out no
+        step is made, but the iteration counts. Raises RunError for another iteration than the next.
         """
         if iteration != self.iteration or not contributions:
             raise RunError(
                 f"iteration {iteration} cannot be applied to the global parameters, which are at "
                 f"{self.iteration}"
             )
-        first = contributions[0]
-        step = self.prepare(iteration, contributions)
+        wrong = self._wrong(contributions)
+        taken = [each for each in contributions if each.node not in wrong]
+        step = self.prepare(iteration, taken)
         if step is not None:
             self.for_each_chunk(lambda chunk, scratch: self._advance(chunk, step, scratch))
-        self.optimizer.set_hyperparameters(first.hyperparameters)
+        if taken:
+            self.optimizer.set_hyperparameters(taken[0].hyperparameters)
         self.iteration += 1
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
         unlike = tuple(
             each.node
-            for each in contributions
-            if (each.hyperparameters, each.clip) != (first.hyperparameters, first.clip)
+            for each in taken
+            if (each.hyperparameters, each.clip) != (taken[0].hyperparameters, taken[0].clip)
         )
         norm = None if step is None or step.norm is None else float(step.norm)
-        return Outcome(iteration, step is not None, norm, unlike, self.digest)
+        first = taken[0].node if taken else -1
+        return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong)
+
+    def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
+        """Whose hyperparameters a step would not take, by node, and why. (The rest of what came from outside
+        was held against the layout before it was kept.)"""
+        wrong: dict[int, str] = {}
+        for each in contributions:
+            try:
+                self.optimizer.check_hyperparameters(each.hyperparameters)
+            except UserError as error:
+                wrong[each.node] = f"node {each.node}'s contribution: {error}"
+        return wrong
 
     @torch.no_grad()
     def prepare(self, iteration: int, contributions: Sequence[Contribution]) -> Step | None:
         """What it takes to step with those of an iteration's contributions that are there, in order of node;
         None where none of them counts. A norm is found once for the same ones."""
+        wrong = self._wrong(contributions)
+        contributions = [each for each in contributions if each.node not in wrong]
         counted = [each for each in contributions if each.weight > 0]
         if not counted:
             return None

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
-from atoll.core.errors import ConfigError, DeadlineError, UserError
+from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
 from atoll.net.keys import Keys, read_keys
 from atoll.net.route import own_address
 from atoll.observe.rundir import DIRECTORY_VARIABLE
@@ -71,7 +72,7 @@ class Meeting(Protocol):
 
     def exchange(self, address: str) -> list[NodeAt]:
         """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
-        not come."""
+        not come, or RunError where it cannot come any more."""
 
     def close(self) -> None:
         """Let go of what met."""
@@ -215,13 +216,16 @@ class _InStore:
         return [self._record(store, node) for node in range(self.world)]
 
     def _record(self, store: Store, node: int) -> NodeAt:
+        began = time.monotonic()
         try:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
             record = msgspec.json.decode(store.get(_key(node)), type=_Record)
         except (DistStoreError, RuntimeError) as error:
-            raise DeadlineError(
-                f"node {self.node} waited {self._timeout:g} s for node {node} of {self.world} to say where "
-                f"it listens (deadline sync.timeout): {str(error).splitlines()[0]}"
+            waited = time.monotonic() - began
+            kind = DeadlineError if waited >= self._timeout else RunError  # whom it waits for may be lost
+            raise kind(
+                f"node {self.node} waited {waited:.1f} s for node {node} of {self.world} to say where it "
+                f"listens (deadline sync.timeout, {self._timeout:g} s): {str(error).splitlines()[0]}"
             ) from None
         return NodeAt(node=node, incarnation=record.incarnation, address=record.address)
 

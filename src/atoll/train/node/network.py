@@ -195,6 +195,7 @@ class Network:
             life=self.life,
             digest=self._digest,
             number=self._number,
+            way=which,
         )
         client.send(encode(greet))
         return _Way(client)
@@ -309,12 +310,12 @@ class Network:
             return f"{NODES} nodes, which is the most"
         new = (greet.incarnation, greet.life) != (incarnation, life)
         self._lives[greet.node] = greet.incarnation, greet.life
-        if new:
-            self._guests = {
-                each: who
-                for each, who in self._guests.items()
-                if self._lives[who.node] == (who.incarnation, who.life)
-            }
+        self._guests = {
+            each: who
+            for each, who in self._guests.items()
+            if self._lives[who.node] == (who.incarnation, who.life)
+            and (who.node, who.way) != (greet.node, greet.way)
+        }
         self._guests[peer] = greet
         self._server.send(
             peer,

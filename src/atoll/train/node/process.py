@@ -98,6 +98,7 @@ class CpuSideProcess:
         self._round_told_at = 0.0
         self._digests: dict[int, bytes] = {}
         self._unlike: set[tuple[int, ...]] = set()  # who was told to have given other hyperparameters
+        self._wrong: set[int] = set()  # and who what no step takes
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
             d.Begin: self._handle_begin,
             d.Introduce: self._handle_introduce,
@@ -482,14 +483,27 @@ class CpuSideProcess:
             return
         entering.unpacking = True
 
-        def unpacked(_: None) -> None:
+        def unpack() -> str:
+            try:
+                model.take_over(raw)
+            except UserError as error:
+                return str(error)
+            return ""
+
+        def unpacked(wrong: str) -> None:
             entering.unpacking, entering.taker = False, None
+            if self._entering is not entering:
+                return
+            now = time.monotonic()
+            if wrong:
+                self._tell("refused", f"node {sender}'s state", wrong)
+                self._do(self._node.handle_state_failed(now, sender, wrong))
+                return
             entering.has_state, model.shift = True, taker.shift
             reach("node.took", model.globals.iteration)
-            if self._entering is entering:
-                self._do(self._node.handle_state(time.monotonic(), model.globals.iteration))
+            self._do(self._node.handle_state(now, model.globals.iteration))
 
-        self._jobs.append((lambda: model.take_over(raw), unpacked))
+        self._jobs.append((unpack, unpacked))
 
     def _give_state(self) -> None:
         """Have the state packed for those who may have it now."""
@@ -523,7 +537,6 @@ class CpuSideProcess:
                     self._node_.handle_heard(now, life)
                 assembly, key = self._trained.assembly, message.key
                 if assembly.add(message, payload):
-                    self._trained.globals.check(*self._trained.contributions([key]))
                     reach("node.held", key.number)
                     self._newcomers.contributed(key.life)
                     self._do(self._node_.handle_part(now, key))
@@ -629,6 +642,10 @@ class CpuSideProcess:
         digest = outcome.digest.hex()
         self._post.send(d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped))
         self._counting.applied([iteration - each.taken for each in abouts])
+        for node, wrong in outcome.wrong.items():
+            if node not in self._wrong:  # told once as well
+                self._wrong.add(node)
+                self._tell("refused", "", f"iteration {iteration + shift}: {wrong}: it counts for nothing")
         if outcome.unlike and outcome.unlike not in self._unlike:  # told once: it may be so each time
             self._unlike.add(outcome.unlike)
             who = " and ".join(f"node {node}" for node in outcome.unlike)
@@ -636,7 +653,7 @@ class CpuSideProcess:
                 "hyperparameters",
                 "",
                 f"iteration {iteration + shift}: {who} gave other hyperparameters than node "
-                f"{abouts[0].key.life.node}, whose counted: set them by the iteration alone",
+                f"{outcome.first}, whose counted: set them by the iteration alone",
             )
         self._digests[iteration] = outcome.digest
         self._digests.pop(iteration - _DIGESTS, None)

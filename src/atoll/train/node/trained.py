@@ -97,7 +97,9 @@ class Trained:
         if reason := self.assembly.why_not(about, None):
             raise UserError(f"the worker's contribution to iteration {given.iteration} has {reason}")
         self._in_slots[iteration] = about.key
-        return self.assembly.keep(about, [array.data for array in arrays])
+        key = self.assembly.keep(about, [array.data for array in arrays])
+        self.globals.check(self._contribution(key))
+        return key
 
     def freed(self, next_iteration: int) -> int | None:
         """Before which iteration all slots may be written again, where that is news. When the slot is still
@@ -171,6 +173,7 @@ class Trained:
         unpack_globals(raw, self.globals)
         for chunk, values in self.memory.frozen.items():
             values.copy_(self.globals.values(chunk))
+        self._freed = -1  # the worker is told anew, whatever it was told before
 
     def close(self) -> None:
         self.assembly.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 from atoll.core.config import Config
 from atoll.core.errors import DeadlineError
+from atoll.peers.settings import Settings
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.start import CpuSide
 from atoll.wire.device import (
@@ -26,7 +27,7 @@ from atoll.wire.device import (
 )
 
 _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
-_LEAVING_SECONDS = 10.0  # for the CPU side to say goodbye to the other nodes
+_LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
 _OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
 
