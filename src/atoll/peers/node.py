@@ -599,6 +599,8 @@ class Node:
             more = self._iterations.acknowledge(life, held.life, held.iterations)
             more |= self._meetings.acknowledge(life, held.life, held.meetings)
             self._lacks_more |= more
+            if held.life == self.life:
+                self._pass_meetings(held.meetings)
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
         self._watch.handle_iteration(now, life, report.iteration)
@@ -688,21 +690,24 @@ class Node:
         if self._change.promised and self._frozen is None:
             self._frozen = {held.life: held for held in report.held}
         self._lacks_more |= bool(self._change.wanted)
-        self._settle_own()
+        for each in self._change.wanted:
+            if each.held.life == self.life:
+                self._pass_meetings(each.held.meetings)
         self._out += [Send(to, message) for to, message in step.sends]
         for reason in step.reasons:
             self._note("view", f"after {self.view.number}", reason)
         if step.decided is not None:
             self._learn(now, step.decided)
 
-    def _settle_own(self) -> None:
-        """The next view may begin with parts in meetings that this newcomer never made: members that are
-        through with those count them as held, before its script has come to its own first one."""
-        assert self._change is not None
-        for each in self._change.wanted if not self._has_met else ():
-            if each.held.life == self.life and each.held.meetings > self._meetings.prefix[self.life]:
-                self._meetings.settle(self.life, each.held.meetings)
-                self._moved = True
+    def _pass_meetings(self, below: int) -> None:
+        """Somebody counts this newcomer's parts below as held, and its script has come to no meeting yet: so
+        those meetings are over for all who were in them (`_drop`), and nobody keeps anything of them. The
+        next view may begin with them all the same."""
+        if self._has_met or below <= self._meetings.prefix[self.life]:
+            return
+        for life in self._meetings.prefix:
+            self._meetings.settle(life, below)
+        self._moved = self._lacks_more = True
 
     def _learn(self, now: float, view: View) -> None:
         """A view was decided."""
