@@ -37,7 +37,7 @@ from atoll.wire.device import (
 )
 from atoll.wire.messages import Hyperparameters
 
-FRESH_SHARE = 0.25  # of an iteration's computing, that may go into the wait for its own contribution's effect
+FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for its own contribution's effect
 
 
 class Said(msgspec.Struct):
