@@ -18,7 +18,7 @@ class Doors:
 
     `part` makes two sides. No byte passes from one to the other until they are joined again: then what was
     on its way comes, as TCP would send it again. With `breaks`, connections are hung up instead, and no new
-    one is made. Who comes to a door is found by whose process has the other end of the connection.
+    one is made, on either side. Who comes to a door is found by whose process has the other end.
     """
 
     def __init__(self, count: int) -> None:
@@ -59,10 +59,11 @@ class Doors:
         with contextlib.suppress(OSError):
             while True:
                 near, (_, source) = self._doors[node].accept()
+                if self._breaks and self._side:  # each side has its connections
+                    near.close()
+                    continue
                 ends = frozenset({node, self._who_has(source)})
                 try:
-                    if self._breaks and self._is_cut(ends):
-                        raise ConnectionRefusedError
                     far = socket.create_connection(("127.0.0.1", port))
                 except ConnectionRefusedError:
                     near.close()
