@@ -344,7 +344,9 @@ class CpuSideProcess:
         self._counting.waits(False)
         self._wanted = None
         reach("node.contributed", message.iteration - self._shift)
-        self._do(node.handle_contributed(time.monotonic(), message.iteration - self._shift))
+        outputs = node.handle_contributed(time.monotonic(), message.iteration - self._shift)
+        self._start_job()  # the worker waits for what is published, and for nothing that is sent
+        self._do(outputs)
 
     @property
     def _publishes_own(self) -> bool:
