@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chunks import ChunkMap, ParameterSpec, lay_out_memory, sizes_worth_trying
+from atoll.chunks import ChunkMap, ParameterSpec, lay_out_memory, memory, sizes_worth_trying
 from atoll.core.errors import ConfigError, PrepareError
 from atoll.testing.shapes import PUBLISHED
 
@@ -33,6 +33,11 @@ def layers(count: int, *sizes: int) -> list[ParameterSpec]:
     return [
         spec(f"{layer}.{index}", size * 256) for layer in range(count) for index, size in enumerate(sizes)
     ]
+
+
+def pages() -> str:
+    found = [*DOCS.glob("memory*.md"), *DOCS.glob("memory-parts/*.md")]
+    return "\n".join(page.read_text(encoding="utf-8") for page in found)
 
 
 def names(layout: ChunkMap) -> list[list[str]]:
@@ -78,8 +83,7 @@ def test_small_blocks_waste_at_most_a_thousandth_of_the_device_too(model: str) -
 
 
 def test_the_documentation_s_table_is_what_the_code_gives() -> None:
-    pages = [*DOCS.glob("memory*.md"), *DOCS.glob("memory-parts/*.md")]
-    rows = {row[0]: row[1:] for page in pages for row in ROW.findall(page.read_text(encoding="utf-8"))}
+    rows = {row[0]: row[1:] for row in ROW.findall(pages())}
     assert list(rows) == list(PUBLISHED)
     for model, row in rows.items():
         layout = lay_out_memory(PUBLISHED[model]())
@@ -91,6 +95,13 @@ def test_the_documentation_s_table_is_what_the_code_gives() -> None:
             f"{layout.waste * 100:.3f}",
             f"{layout.block_waste * 100:.2f}",
         ), model
+
+
+def test_the_documentation_s_constants_are_the_code_s() -> None:
+    given = dict(re.findall(r"^\| `chunks/memory.py`: `(\w+)` \| ([\d^]+) \|", pages(), re.MULTILINE))
+    assert len(given) == 5
+    for name, value in given.items():
+        assert getattr(memory, name) == eval(value.replace("^", "**")), name
 
 
 def test_an_oversize_parameter_takes_a_run_of_blocks_and_stores_what_it_uses() -> None:
