@@ -1,1 +1,1 @@
-"""Memory in tiers: arenas on the device, in host memory and on disk, and the engine that moves chunks between them."""
+"""Memory in tiers: arenas on the device, in host memory and on disk, and the engine between them."""
