@@ -9,7 +9,6 @@ until the view is gone. So no memory is pulled away from under anybody. Source: 
 
 from __future__ import annotations
 
-import bisect
 import gc
 import threading
 from collections import Counter
@@ -36,19 +35,36 @@ from atoll.moves import Cache, Full
 from atoll.tensors.binding import carve
 
 
-class _Resident:
-    """One stay of a chunk on the device. `flat` is 1-D, in the chunk's dtype, with a storage of its own."""
+class _Stay:
+    """A chunk at a place on the device: `memory` is its values, 1-D; `views[i]` lies there for slot i and has a
+    storage of its own. Made once for each place that a chunk comes to, and used again."""
 
-    def __init__(self, block: Block, flat: Tensor) -> None:
-        self.block, self.flat = block, flat
-        self.storage = flat.untyped_storage()
-        self.address = self.storage.data_ptr()
-        self.versions: list[int] = []
+    def __init__(self, each: TrainedChunk, block: Block) -> None:
+        extent = each.chunk.extent
+        self.block = block
+        self.memory = block.memory[: extent * each.dtype.itemsize].view(each.dtype)
+        parts = [each.part(self.memory, slot) for slot in range(len(each.parameters))]
+        self.views = [carve(part, 0, part) for part in parts]
+        self.storages = [view.untyped_storage() for view in self.views]
+        self.addresses = [storage.data_ptr() for storage in self.storages]
+        self._ids = [storage._cdata for storage in self.storages]
+        self.versions: list[int] = []  # the parameters', when the values here were those in host memory
         self.given_out = False  # may have been written into, and autograd's count would not tell
-        self.unheld = 0  # the storage's use count when nobody but the engine and the parameters have it
+        self._unheld = 0  # uses of all storages by the engine and the parameters alone
 
-    def uses(self) -> int:
-        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined,no-any-return]
+    def begin(self, block: Block) -> None:
+        """A new stay, the parameters lie here."""
+        self.block, self.given_out = block, False
+        self._unheld = self._uses()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether anybody but the engine and the parameters has a view."""
+        return self._uses() > self._unheld
+
+    def _uses(self) -> int:
+        # The count tells what no public function does: whether memory may be taken away.
+        return sum(map(torch._C._storage_Use_Count, self._ids))  # type: ignore[attr-defined]
 
 
 class Engine:
@@ -74,9 +90,10 @@ class Engine:
         self.is_saving = False  # a state_dict is being made
         self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
         self._lock = threading.RLock()
-        self._resident: dict[int, _Resident] = {}
-        self._pins = Counter[int]()
-        self._starts = [[slot.offset for slot in each.chunk.slots] for each in self.chunks]
+        self._resident: dict[int, _Stay] = {}
+        self._stays: dict[tuple[int, int], _Stay] = {}  # by chunk and first block
+        self._pins = [0] * len(self.chunks)
+        self._closed = False
         self._absent = [_stand_ins(each) for each in self.chunks]
         self._trained = {id(p) for each in self.chunks for p in each.parameters if p.requires_grad}
 
@@ -89,22 +106,25 @@ class Engine:
             for slot, parameter in enumerate(each.parameters):
                 take_over(parameter, Place(self, each.chunk.id, slot))
             self._set_absent(each)
-            for slot, (storage, stand_in) in enumerate(zip(*self._absent[each.chunk.id], strict=True)):
-                del stand_in
-                ADDRESSES.absent[storage.data_ptr()] = Place(self, each.chunk.id, slot)
+            for slot, stand_in in enumerate(self._absent[each.chunk.id]):
+                address = stand_in.untyped_storage().data_ptr()
+                ADDRESSES.add(address, Place(self, each.chunk.id, slot), absent=True)
 
     def close(self) -> None:
         """Give every parameter memory of its own, with its present value."""
         self.write_back()
-        for each in self.chunks:
-            for slot, parameter in enumerate(each.parameters):
-                value = self._value(each, slot)
-                give_back(parameter, value)
-        for chunk in list(self._resident):
-            self._let_go(chunk)
-        for storages, _ in self._absent:
-            for storage in storages:
-                ADDRESSES.absent.pop(storage.data_ptr(), None)
+        with self._lock:
+            self._closed = True
+            for each in self.chunks:
+                for slot, parameter in enumerate(each.parameters):
+                    give_back(parameter, self._value(each, slot))
+                for stand_in in self._absent[each.chunk.id]:
+                    ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
+            for stay in self._resident.values():
+                for address in stay.addresses:
+                    ADDRESSES.remove(address)
+            self._resident.clear()
+            self._stays.clear()
 
     # Uses
 
@@ -114,8 +134,7 @@ class Engine:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
-                    resident = self._bring(chunk)
-                    resident.given_out |= gives_out
+                    self._bring(chunk).given_out |= gives_out
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
             except BaseException:
@@ -129,17 +148,22 @@ class Engine:
                 self._pins[chunk] -= 1
 
     def derive(self, packed: Packed) -> Tensor:
-        """The tensor that was packed: a view of the chunk's memory, which holds it for as long as it lives."""
+        """The tensor that was packed: a view of the parameter's memory, which holds the chunk while it lives."""
         place = packed.place
         with self._lock:
-            resident = self._bring(place.chunk)
+            stay = self._bring(place.chunk)
+            view = stay.views[place.slot]
             if packed.whole:
-                return self.chunks[place.chunk].part(resident.flat, place.slot)
-            plain = torch.empty(0, dtype=packed.dtype, device=resident.flat.device)
-            return plain.set_(resident.storage, packed.offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
+                return view.detach()
+            if packed.dtype == view.dtype:
+                return view.as_strided(packed.size, packed.stride, packed.offset)
+            other = torch.empty(0, dtype=packed.dtype, device=view.device)
+            return other.set_(stay.storages[place.slot], packed.offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
 
-    def _bring(self, chunk: int) -> _Resident:
-        """The chunk's residency; makes room as `moves` decides."""
+    def _bring(self, chunk: int) -> _Stay:
+        """The chunk's stay on the device; makes room as `moves` decides."""
+        if self._closed:
+            raise UserError("a backward of a graph that was made before close(); make its forward again")
         try:
             decision = self.cache.handle_use(chunk, held=self._is_held)
         except Full:
@@ -167,26 +191,31 @@ class Engine:
 
     def _is_held(self, chunk: int) -> bool:
         """Whether a chunk must stay: it is in use, or somebody has a view of its memory."""
-        resident = self._resident[chunk]
-        return self._pins[chunk] > 0 or resident.uses() > resident.unheld
+        return self._pins[chunk] > 0 or self._resident[chunk].is_viewed
 
-    def _load(self, chunk: int, place: int) -> _Resident:
+    def _load(self, chunk: int, place: int) -> _Stay:
         each = self.chunks[chunk]
         self.wait_stepped(chunk)
         block = self.arena.take(self.cache.sizes[chunk], at=place)
-        numel = max(each.chunk.extent, 1)  # no elements would be no memory, and no address
-        memory = block.memory[: numel * each.dtype.itemsize].view(each.dtype)
-        resident = _Resident(block, carve(memory, 0, memory))
-        with self._values(each) as master:
-            resident.flat[: each.chunk.extent].copy_(master)
-        for slot, parameter in enumerate(each.parameters):
-            put(parameter, each.part(resident.flat, slot))
-        resident.versions = [version(parameter) for parameter in each.parameters]
-        resident.unheld = resident.uses()
-        self._resident[chunk] = resident
-        ADDRESSES.chunks[resident.address] = self, chunk
+        # A script may be in inference mode; the parameters are to be trained afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            stay = self._stays.get((chunk, block.first))
+            if stay is None:
+                stay = self._stays[chunk, block.first] = _Stay(each, block)
+            with self._values(each) as master:
+                stay.memory.copy_(master)
+            for parameter, view in zip(each.parameters, stay.views, strict=True):
+                put(parameter, view)
+        stay.versions = self._versions(each)
+        stay.begin(block)
+        self._resident[chunk] = stay
+        for slot, address in enumerate(stay.addresses):
+            ADDRESSES.add(address, Place(self, chunk, slot))
         self._count("to_device", each)
-        return resident
+        return stay
+
+    def _versions(self, each: TrainedChunk) -> list[int]:
+        return [version(parameter) for parameter in each.parameters]
 
     def _evict(self, chunk: int) -> None:
         self._write_back(chunk)
@@ -195,15 +224,15 @@ class Engine:
 
     def _let_go(self, chunk: int) -> None:
         """Take a chunk's memory away, whatever is in it."""
-        resident = self._resident.pop(chunk)
-        del ADDRESSES.chunks[resident.address]
+        stay = self._resident.pop(chunk)
+        for address in stay.addresses:
+            ADDRESSES.remove(address)
         self._set_absent(self.chunks[chunk])
-        self.arena.give(resident.block)
+        self.arena.give(stay.block)
 
     def _set_absent(self, each: TrainedChunk) -> None:
-        for parameter, stand_in in zip(each.parameters, self._absent[each.chunk.id][1], strict=True):
-            if hasattr(parameter, "_atoll"):
-                put(parameter, stand_in)
+        for parameter, stand_in in zip(each.parameters, self._absent[each.chunk.id], strict=True):
+            put(parameter, stand_in)
 
     def _count(self, direction: str, each: TrainedChunk) -> None:
         self.moves[direction] += 1
@@ -221,14 +250,14 @@ class Engine:
                 self._write_back(chunk)
 
     def _write_back(self, chunk: int) -> None:
-        resident, each = self._resident[chunk], self.chunks[chunk]
-        versions = [version(parameter) for parameter in each.parameters]
-        if versions == resident.versions and not resident.given_out:
+        stay, each = self._resident[chunk], self.chunks[chunk]
+        versions = self._versions(each)
+        if versions == stay.versions and not stay.given_out:
             return
         self.wait_stepped(chunk)
         with self._values(each, writes=True) as master:
-            master.copy_(resident.flat[: each.chunk.extent])
-        resident.versions = versions
+            master.copy_(stay.memory)
+        stay.versions = versions
         self.written_back += 1
         self.edited(chunk)
 
@@ -247,13 +276,13 @@ class Engine:
         """Bring the new values of those of these chunks that have stayed on the device."""
         with self._lock:
             for chunk in chunks:
-                resident, each = self._resident.get(chunk), self.chunks[chunk]
-                if resident is None:
+                stay, each = self._resident.get(chunk), self.chunks[chunk]
+                if stay is None:
                     continue
                 self.wait_stepped(chunk)
                 with self._values(each) as master:
-                    resident.flat[: each.chunk.extent].copy_(master)
-                resident.versions = [version(parameter) for parameter in each.parameters]
+                    stay.memory.copy_(master)
+                stay.versions = self._versions(each)
                 self._count("to_device", each)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -287,12 +316,12 @@ class Engine:
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock:
-            resident = self._resident.get(place.chunk)
+            stay = self._resident.get(place.chunk)
             self.wait_stepped(place.chunk)
-            if resident is not None:
+            if stay is not None:
                 with torch.no_grad():
-                    each.part(resident.flat, place.slot).copy_(value)
-                resident.given_out = True
+                    stay.views[place.slot].copy_(value)
+                stay.given_out = True
                 return
             with self._values(each, writes=True) as master:
                 each.part(master, place.slot).copy_(value)
@@ -308,13 +337,9 @@ class Engine:
         """The parameter's shape and strides."""
         return self.chunks[place.chunk].shapes[place.slot]
 
-    def slot_at(self, chunk: int, offset: int) -> int:
-        """The slot that has the element `offset` of the chunk's memory."""
-        return max(bisect.bisect_right(self._starts[chunk], offset) - 1, 0)
-
-    def version(self, chunk: int, slot: int) -> int:
+    def version(self, place: Place) -> int:
         """How often the parameter was written into."""
-        return version(self.chunks[chunk].parameters[slot])
+        return version(self.chunks[place.chunk].parameters[place.slot])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """What `parameter.grad` is."""
@@ -345,11 +370,9 @@ def _place(parameter: nn.Parameter) -> Place:
     return place
 
 
-def _stand_ins(each: TrainedChunk) -> tuple[list[torch.UntypedStorage], list[Tensor]]:
+def _stand_ins(each: TrainedChunk) -> list[Tensor]:
     """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in every
-    floating dtype, and its storage: what lies there while the chunk is away."""
+    floating dtype: what lies there while the chunk is away."""
     numel, size = len(each.parameters), each.dtype.itemsize
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
-    single = [carve(ones, index, ones[0]) for index in range(numel)]
-    wide = [one.expand(shape) for one, (shape, _) in zip(single, each.shapes, strict=True)]
-    return [one.untyped_storage() for one in single], wide
+    return [carve(ones, index, ones[0]).expand(shape) for index, (shape, _) in enumerate(each.shapes)]

@@ -18,7 +18,7 @@ from atoll.memory.arena import Arena
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import Payloads, TensorPayloads
-from atoll.memory.saved import SavingModules
+from atoll.memory.saved import watch_modules
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.moves import Cache
 from atoll.moves.search import MemoryPlan
@@ -106,8 +106,7 @@ class _Moving(Fitted):
         self.gradients = Gradients(trained, lambda chunk: self._payloads)
         self.engine.take_over()
         self.engine.gradients = self.gradients
-        self._saving = SavingModules(model.modules())
-        self._handle = model.register_forward_pre_hook(self._owners.check)
+        self._handles = watch_modules(model.modules())
         self.steps = 0
         self._stepped: Sequence[int] = ()
         self._stepper: Stepper | None = None
@@ -140,8 +139,8 @@ class _Moving(Fitted):
         )
 
     def close(self) -> None:
-        self._handle.remove()
-        self._saving.close()
+        for handle in self._handles:
+            handle.remove()
         if self._stepper is not None:
             self._stepper.close()
         self.engine.close()
@@ -159,7 +158,7 @@ class _Owners:
             if parameter is not None
         ]
 
-    def check(self, *_call: Any) -> None:
+    def check(self) -> None:
         """Raise UserError, naming it, if a parameter is no longer the one that `fit` saw."""
         for owner, key, name, parameter in self._places:
             if owner.get(key) is not parameter:
