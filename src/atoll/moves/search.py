@@ -7,7 +7,7 @@ optimizer's steps (`moves/timeline.py`); the one with the shortest step wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -20,7 +20,8 @@ from atoll.moves.timeline import DIRECTIONS, Bandwidths, Call, ChunkCosts, Outco
 PAGE = 4096  # bytes: payloads in host memory begin on one
 SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
 LARGEST = 2**30  # bytes of a chunk
-SHARES = 4  # of the chunks, how many quarters may step on the device
+SIZES = 10  # chunk sizes that are tried, at most
+SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -36,15 +37,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a model, as it computes without moves.
 
     `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
-    `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `activations` are the bytes at the peak
-    that lie on the device beside the arenas. `measured` False: seconds are not known, and are 0.
+    `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
+    seconds are not known, and are 0.
     """
 
     specs: tuple[ParameterSpec, ...]
     uses: tuple[Use, ...]
     state_bytes: tuple[int, ...] = ()
     master_bytes: int = 0
-    activations: int = 0
     measured: bool = True
 
 
@@ -87,21 +87,32 @@ def search_plan(
     `split`: some chunks may step on the device while others step on the host. Deterministic. Raises UserError
     that names the tier and the least budget that would do.
     """
-    candidates: list[MemoryPlan] = []
     shapes = [_Shape(profile, size) for size in _sizes(profile, budgets)]
-    refused: list[_Least] = []
+    plans: list[tuple[MemoryPlan, _Shape]] = []
+    refused: list[_LeastError] = []
     for shape in shapes:
         try:
-            candidates += _plans(shape, bandwidths, budgets, split)
-        except _Least as least:
+            plans.append((_plan(shape, bandwidths, budgets), shape))
+        except _LeastError as least:
             refused.append(least)
-    if not candidates:
+    if not plans:
         raise UserError(_least_of(refused))
-    best = min(candidates, key=lambda plan: (plan.predicted.seconds, plan.chunk_bytes))
-    return msgspec.structs.replace(best, reason=_reason(best, candidates, profile, bandwidths, budgets.pins))
+    plans.sort(key=lambda pair: _rank(pair[0]))
+    best, by_size = plans[0][0], {plan.chunk_bytes: plan.predicted.seconds for plan, _ in plans}
+    if split and not best.fits and budgets.pins.steps_on is None:
+        for _, shape in plans[:SPLIT]:
+            for quarters in range(1, 5):
+                other = _moving(shape, bandwidths, budgets, quarters)
+                best = min(best, other, key=_rank) if other is not None else best
+    return msgspec.structs.replace(best, reason=_reason(best, by_size, profile, bandwidths, budgets.pins))
 
 
-class _Least(Exception):
+def _rank(plan: MemoryPlan) -> tuple[float, int, int]:
+    """The shortest step; of equals the one that takes least memory."""
+    return plan.predicted.seconds, plan.blocks * plan.chunk_bytes, plan.chunk_bytes
+
+
+class _LeastError(Exception):
     """A candidate that a tier is too small for: which, and what would do."""
 
     def __init__(self, tier: str, nbytes: int, why: str) -> None:
@@ -195,29 +206,29 @@ def _calls(profile: Profile, layout: ChunkMap) -> list[Call]:
 def _sizes(profile: Profile, budgets: Budgets) -> Sequence[int]:
     if budgets.pins.chunk_bytes is not None:
         return (budgets.pins.chunk_bytes,)
+    # Whatever the budget is: the least one that an error names finds the size that it was named for.
     total = sum(spec.nbytes for spec in profile.specs)
     smallest = _paged(max(1, total // SMALLEST_PART))
-    largest = max(smallest, min(LARGEST, budgets.device, _paged(total)))
-    return sizes_worth_trying(profile.specs, smallest=smallest, largest=_paged(largest))
+    largest = max(smallest, min(LARGEST, _paged(total)))
+    sizes = sizes_worth_trying(profile.specs, smallest=smallest, largest=largest)
+    every = -(-len(sizes) // SIZES)
+    return sizes[::-every][::-1]
 
 
-def _plans(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, split: bool) -> Iterator[MemoryPlan]:
-    """The candidates with one chunk size. Raises _Least where no budget of this size does."""
-    pins, blocks = budgets.pins, budgets.device // shape.chunk_bytes
+def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan:
+    """The plan with one chunk size, where no chunk steps on the device unless all do. Raises _LeastError
+    where a budget is too small for it."""
+    pins = budgets.pins
     every = sum(shape.on_device(chunk) for chunk in range(len(shape.costs)))
-    if every <= blocks and pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None:
-        yield _whole(shape, bandwidths, every)
-        return
+    searched = pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None
+    if every * shape.chunk_bytes <= budgets.device and searched:
+        return _whole(shape, bandwidths, every)
     if pins.steps_on == "device":
-        raise _Least(
-            "device",
-            every * shape.chunk_bytes,
-            "to step there it holds parameters, gradients and optimizer state",
-        )
-    for quarters in range(SHARES + 1 if split and pins.steps_on is None else 1):
-        plan = _moving(shape, bandwidths, budgets, quarters)
-        if plan is not None:
-            yield plan
+        why = "to step there it holds parameters, gradients and optimizer state"
+        raise _LeastError("device", every * shape.chunk_bytes, why)
+    plan = _moving(shape, bandwidths, budgets, 0)
+    assert plan is not None
+    return plan
 
 
 def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
@@ -254,12 +265,12 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
     blocks, pins = budgets.device // shape.chunk_bytes, budgets.pins
     least = shape.most_at_once
     if blocks < least:
-        raise _Least(
+        raise _LeastError(
             "device",
             least * shape.chunk_bytes,
             f"a call needs all its parameters at once, and the largest is {shape.largest()}",
         )
-    stepping = _chosen(shape, (blocks - least) * quarters // SHARES, shape.on_device, trained=True)
+    stepping = _chosen(shape, (blocks - least) * quarters // 4, shape.on_device, trained=True)
     if quarters and not stepping:
         return None
     blocks -= sum(shape.on_device(c) for c in stepping)
@@ -269,7 +280,7 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
         staying = _chosen(shape, math.floor(pins.resident * total), lambda c: shape.costs[c].blocks)
         held = sum(shape.costs[c].blocks for c in staying)
         if blocks - held < least:
-            raise _Least(
+            raise _LeastError(
                 "device",
                 (held + least) * shape.chunk_bytes,
                 f"{pins.resident:g} of the parameters stay on it",
@@ -279,7 +290,7 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
     cache = min(blocks, max(others, least))
     if pins.cache_blocks is not None:
         if pins.cache_blocks > blocks or pins.cache_blocks < least:
-            raise _Least(
+            raise _LeastError(
                 "device",
                 max(pins.cache_blocks, least) * shape.chunk_bytes,
                 f"a cache of {pins.cache_blocks} blocks, where a call needs {least}",
@@ -329,7 +340,7 @@ def _homes(
     costs = shape.rounded()
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
     if not budgets.disk:
-        raise _Least(
+        raise _LeastError(
             "host",
             sum(sum(cost.payloads.values()) for cost in shape.costs),
             "parameters, gradients and optimizer state lie there, and there is no disk",
@@ -337,9 +348,11 @@ def _homes(
     at_once = max(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
     host = budgets.host // shape.chunk_bytes * shape.chunk_bytes
     if host < at_once:
-        raise _Least("host", at_once, "a chunk steps with its parameters, gradient and state there at once")
+        raise _LeastError(
+            "host", at_once, "a chunk steps with its parameters, gradient and state there at once"
+        )
     if need > budgets.disk:
-        raise _Least(
+        raise _LeastError(
             "disk", need, "parameters, gradients and optimizer state of all chunks have a place there"
         )
     return costs, host, need
@@ -371,25 +384,21 @@ def _chosen(
     return frozenset(chosen)
 
 
-def _least_of(refused: Sequence[_Least]) -> str:
+def _least_of(refused: Sequence[_LeastError]) -> str:
     """What to say where no chunk size does: of the tier that is too small, by the size that asks least."""
     # A size that only the host or the disk is too small for has passed the device's budget.
     tier = next(tier for tier in ("disk", "host", "device") if any(r.tier == tier for r in refused))
     least = min((r for r in refused if r.tier == tier), key=lambda r: r.nbytes)
-    more = f"; {format_bytes(least.nbytes)} would do" + (", or a disk" if tier == "host" else "")
-    return f"the budget of the {tier} is too small: {least.why}{more}"
+    more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
+    return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
 
 
 def _reason(
-    plan: MemoryPlan, candidates: Sequence[MemoryPlan], profile: Profile, rates: Bandwidths, pins: Pins
+    plan: MemoryPlan, by_size: Mapping[int, float], profile: Profile, rates: Bandwidths, pins: Pins
 ) -> str:
     """Why this one, in a line."""
     if plan.fits:
         return "parameters, gradients and optimizer state fit on the device: nothing moves"
-    by_size: dict[int, float] = {}
-    for other in candidates:
-        seconds = by_size.get(other.chunk_bytes, math.inf)
-        by_size[other.chunk_bytes] = min(seconds, other.predicted.seconds)
     sizes = f"the shortest step of {len(by_size)} chunk sizes"
     if pins.chunk_bytes is not None:
         sizes = "the chunk size was given"

@@ -83,7 +83,7 @@ class _Load(msgspec.Struct, frozen=True):
 
 
 def next_uses(order: Sequence[Sequence[KeyT]]) -> list[tuple[int, ...]]:
-    """For each position of a cyclic order and each key there: the distance to the key's next use, 1 or more."""
+    """For each position of a cyclic order and each key there: the distance to its next use, 1 or more."""
     count = len(order)
     first: dict[KeyT, int] = {}
     for position in reversed(range(count)):
@@ -166,8 +166,9 @@ class Timeline:
         pinned: frozenset[int] = frozenset(),
         on_device: frozenset[int] = frozenset(),
     ) -> None:
-        """`blocks` are those of the cache; `host` is the bytes of the host's arena; `pinned` chunks are on the
-        device for good and take none of the cache, and so do those that step there."""
+        """`blocks` are those of the cache; `host` is the bytes of the host's arena, where it is a cache over
+        the disk. `pinned` chunks are on the device for good and take none of the cache, and so do those that
+        step there."""
         self._chunks, self._calls, self._rates = chunks, calls, rates
         self._always, self._on_device = pinned | on_device, on_device
         self._host = host
@@ -286,7 +287,7 @@ class Timeline:
                         dirty.discard(access.key)
                         on_disk.discard(access.key)
                         cache.drop(access.key)
-                self.disk_peak = max(self.disk_peak, sum(self._payload(key) for key in on_disk))
+            self.disk_peak = max(self.disk_peak, sum(self._payload(key) for key in on_disk))
             found.append(loads)
         self.host_peak = cache.peak
         return found
@@ -363,13 +364,13 @@ class _Clock:
             free["compute"] = begin + call.seconds
             for chunk in call.chunks:
                 self._used[chunk] = free["compute"]
-            self._gradients(call, accesses[position], there, len(loads[position]))
+            self._gradients(accesses[position], there, len(loads[position]))
         free["compute"] += (
             self._timeline.device_elements / rates.device_steps if self._timeline.device_elements else 0.0
         )
         self._steps(accesses, disk, len(calls))
 
-    def _gradients(self, call: Call, accesses: list[_Access], there: list[float], first: int) -> None:
+    def _gradients(self, accesses: list[_Access], there: list[float], first: int) -> None:
         for access, room in zip(accesses[first:], there[first:], strict=True):
             if self._rates.shared:  # the thread that computes copies
                 self._free["to_host"] = max(self._free["to_host"], self._free["compute"])
