@@ -1,1 +1,1 @@
-"""Memory in tiers: arenas on the device, in host memory and on disk, and the engine between them."""
+"""Training what does not fit: parameters, gradients and optimizer state in chunks over tiers of memory."""
