@@ -1,4 +1,4 @@
-"""What a model may take of each tier of memory: `atoll.Memory`, and the table `[memory]` of the configuration.
+"""What a model may take of each tier of memory: `atoll.Memory`, which is the table `[memory]` too.
 
 Budgets are of the arenas: a model's parameters, gradients and optimizer state. Activations lie outside.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -32,7 +32,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of each tier. `host` None: no bound of Atoll's; `disk` 0: there is none, and `folder` is empty."""
+    """Bytes of each tier. `host` None: as much as is needed; `disk` 0: there is none, nor a `folder`."""
 
     device: int
     host: int | None = None
@@ -53,10 +53,10 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How chunked memory has done since it began: what `Fitted.stats()` gives, and summary.json has.
 
     Budgets and peaks are the arenas', in bytes. The keys of `moves` and `nbytes` are directions: "to_device",
-    "to_host", "to_disk", "from_disk"; `step_moves` and `step_nbytes` are the latest step's. `written_back` are
-    those of the moves off the device that carried changed values. `optimum` is the least number of moves to
-    the device in a step of the recorded order (None: not recorded yet). `misses` are uses that waited for a
-    move, for `waited` seconds in all; `unforeseen` those that the recorded order had not.
+    "to_host", "to_disk", "from_disk"; `step_moves` and `step_nbytes` are the latest step's. `written_back`
+    are those of the moves off the device that carried changed values. `optimum` is the least number of moves
+    to the device in a step of the recorded order (None: not recorded yet). `misses` are uses that waited for
+    a move, for `waited` seconds in all; `unforeseen` those that the recorded order had not.
     """
 
     device_budget: int
@@ -102,6 +102,8 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError(
                 f"{prefix}device: the device's budget is missing{and_given}; write it like 2GiB"
             )
+        _check_choice(prefix + "sharding", self.sharding, get_args(Sharding))
+        _check_choice(prefix + "step", self.step, get_args(StepsOn))
         folder, disk = self._disk(prefix)
         return Budgets(
             device=_size(prefix + "device", self.device),
@@ -112,8 +114,8 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 chunk_bytes=None if self.chunk == "auto" else _size(prefix + "chunk", self.chunk),
                 cache_blocks=self._blocks(prefix),
                 resident=self._resident(prefix),
-                sharding=_choice(prefix + "sharding", self.sharding, "symmetric", "asymmetric"),
-                steps_on=_choice(prefix + "step", self.step, "device", "host"),
+                sharding=None if self.sharding == "auto" else self.sharding,
+                steps_on=None if self.step == "auto" else self.step,
             ),
         )
 
@@ -185,9 +187,6 @@ def _size(name: str, text: str) -> int:
     return count
 
 
-def _choice(name: str, given: str, *choices: str) -> str | None:
-    if given == "auto":
-        return None
+def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
     if given not in choices:
-        raise ConfigError(f"{name}: no such choice {given!r} (one of: auto, {', '.join(choices)})")
-    return given
+        raise ConfigError(f"{name}: no such choice {given!r} (one of: {', '.join(choices)})")
