@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +22,10 @@ from atoll.core.errors import UserError
 from atoll.core.units import format_bytes
 from atoll.memory.arena import Arena, Block
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.parameters import (
-    give_back,
-    own_gradient,
-    put,
-    set_own_gradient,
-    take_over,
-    version,
-)
-from atoll.memory.payloads import VALUES, Payloads, pinned
+from atoll.memory.parameters import give_back, put, take_over, version
+from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
-from atoll.moves import Cache, Full
+from atoll.moves.cache import Cache, Full
 from atoll.tensors.binding import carve
 
 
@@ -86,7 +80,7 @@ class Engine:
     ) -> None:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
         self.wait_stepped, self.edited = wait_stepped, edited
-        self.gradients: Gradients | None = None
+        self.gradients: Gradients  # whoever makes the engine makes them too
         self.is_saving = False  # a state_dict is being made
         self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
         self._lock = threading.RLock()
@@ -100,9 +94,10 @@ class Engine:
     def take_over(self) -> None:
         """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
         for each in self.chunks:
-            with self._values(each, writes=True) as master:
+            self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
+            with self._values(each, overwrites=True) as values:
                 for slot, parameter in enumerate(each.parameters):
-                    each.part(master, slot).copy_(parameter.detach())
+                    each.part(values, slot).copy_(parameter.detach())
             for slot, parameter in enumerate(each.parameters):
                 take_over(parameter, Place(self, each.chunk.id, slot))
             self._set_absent(each)
@@ -195,15 +190,14 @@ class Engine:
 
     def _load(self, chunk: int, place: int) -> _Stay:
         each = self.chunks[chunk]
-        self.wait_stepped(chunk)
         block = self.arena.take(self.cache.sizes[chunk], at=place)
         # A script may be in inference mode; the parameters are to be trained afterwards.
         with torch.inference_mode(False), torch.no_grad():
             stay = self._stays.get((chunk, block.first))
             if stay is None:
                 stay = self._stays[chunk, block.first] = _Stay(each, block)
-            with self._values(each) as master:
-                stay.memory.copy_(master)
+            with self._values(each) as values:
+                stay.memory.copy_(values)
             for parameter, view in zip(each.parameters, stay.views, strict=True):
                 put(parameter, view)
         stay.versions = self._versions(each)
@@ -238,8 +232,14 @@ class Engine:
         self.moves[direction] += 1
         self.nbytes[direction] += each.chunk.extent * each.dtype.itemsize
 
-    def _values(self, each: TrainedChunk, *, writes: bool = False):  # type: ignore[no-untyped-def]
-        return pinned(self.payloads, each.chunk.id, VALUES, each.dtype, each.chunk.extent, writes=writes)
+    @contextmanager
+    def _values(
+        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False
+    ) -> Iterator[Tensor]:
+        """The chunk's values in host memory, (extent,), as its latest step has left them."""
+        self.wait_stepped(each.chunk.id)
+        with self.payloads.pin((each.chunk.id, VALUES), writes=writes, overwrites=overwrites) as values:
+            yield values[: each.chunk.extent]
 
     # Values that change
 
@@ -254,9 +254,8 @@ class Engine:
         versions = self._versions(each)
         if versions == stay.versions and not stay.given_out:
             return
-        self.wait_stepped(chunk)
-        with self._values(each, writes=True) as master:
-            master.copy_(stay.memory)
+        with self._values(each, writes=True) as values:
+            values.copy_(stay.memory)
         stay.versions = versions
         self.written_back += 1
         self.edited(chunk)
@@ -279,9 +278,8 @@ class Engine:
                 stay, each = self._resident.get(chunk), self.chunks[chunk]
                 if stay is None:
                     continue
-                self.wait_stepped(chunk)
-                with self._values(each) as master:
-                    stay.memory.copy_(master)
+                with self._values(each) as values:
+                    stay.memory.copy_(values)
                 stay.versions = self._versions(each)
                 self._count("to_device", each)
 
@@ -294,17 +292,16 @@ class Engine:
             return self._value(self.chunks[place.chunk], place.slot)
 
     def _value(self, each: TrainedChunk, slot: int) -> Tensor:
-        self.wait_stepped(each.chunk.id)
-        shape, strides = each.shapes[slot]
-        copy = torch.empty_strided(shape, strides, dtype=each.dtype, device=each.device)
-        with self._values(each) as master:
-            return copy.copy_(each.part(master, slot))
+        like = each.likes[slot]
+        copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
+        with self._values(each) as values:
+            return copy.copy_(each.part(values, slot))
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
         place = _place(parameter)
         each = self.chunks[place.chunk]
-        shape = each.shapes[place.slot][0]
+        shape = tuple(each.likes[place.slot].shape)
         for what, wanted, given in (
             ("shape", shape, tuple(value.shape)),
             ("dtype", each.dtype, value.dtype),
@@ -317,14 +314,13 @@ class Engine:
                 )
         with self._lock:
             stay = self._resident.get(place.chunk)
-            self.wait_stepped(place.chunk)
             if stay is not None:
                 with torch.no_grad():
                     stay.views[place.slot].copy_(value)
                 stay.given_out = True
                 return
-            with self._values(each, writes=True) as master:
-                each.part(master, place.slot).copy_(value)
+            with self._values(each, writes=True) as values:
+                each.part(values, place.slot).copy_(value)
             self.edited(place.chunk)
 
     # What parameters ask
@@ -333,28 +329,13 @@ class Engine:
         """The parameter's name."""
         return self.chunks[place.chunk].names[place.slot]
 
-    def layout(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The parameter's shape and strides."""
-        return self.chunks[place.chunk].shapes[place.slot]
+    def like(self, place: Place) -> Tensor:
+        """A tensor of the parameter's shape, strides and dtype on the meta device."""
+        return self.chunks[place.chunk].likes[place.slot]
 
     def version(self, place: Place) -> int:
         """How often the parameter was written into."""
         return version(self.chunks[place.chunk].parameters[place.slot])
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What `parameter.grad` is."""
-        own = own_gradient(parameter)
-        if own is not None or self.gradients is None or id(parameter) not in self._trained:
-            return own
-        return self.gradients.read(parameter)
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """`parameter.grad = gradient`."""
-        if self.gradients is None or id(parameter) not in self._trained:
-            set_own_gradient(parameter, gradient)
-            return
-        set_own_gradient(parameter, None)
-        self.gradients.write(parameter, gradient)
 
     def check_trainable(self, parameter: nn.Parameter, wanted: bool) -> None:
         """Raise UserError where a parameter that was frozen at `fit` is to be trained."""
@@ -375,4 +356,4 @@ def _stand_ins(each: TrainedChunk) -> list[Tensor]:
     floating dtype: what lies there while the chunk is away."""
     numel, size = len(each.parameters), each.dtype.itemsize
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
-    return [carve(ones, index, ones[0]).expand(shape) for index, (shape, _) in enumerate(each.shapes)]
+    return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]

@@ -20,7 +20,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import Payloads, TensorPayloads
 from atoll.memory.saved import watch_modules
 from atoll.memory.stepping import StepCalls, Stepper
-from atoll.moves import Cache
+from atoll.moves.cache import Cache
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
 
@@ -104,8 +104,8 @@ class _Moving(Fitted):
         self.engine = Engine(chunks, self._arena, cache, self._payloads)
         trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
         self.gradients = Gradients(trained, lambda chunk: self._payloads)
-        self.engine.take_over()
         self.engine.gradients = self.gradients
+        self.engine.take_over()
         self._handles = watch_modules(model.modules())
         self.steps = 0
         self._stepped: Sequence[int] = ()

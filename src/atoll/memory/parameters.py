@@ -82,7 +82,7 @@ class ChunkParameter(nn.Parameter):
                 return func(*args, **kwargs)
         parameters = list(_chunk_parameters((args, kwargs)))
         if func in _LAYOUT:
-            return func(_layout(parameters[0]), *args[1:], **kwargs)
+            return func(_engine(parameters[0]).like(parameters[0]._atoll), *args[1:], **kwargs)
         if func in _REPLACE:
             engine, place = _engine(parameters[0]), parameters[0]._atoll
             raise UserError(
@@ -103,15 +103,15 @@ class ChunkParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient, wherever it lies; edits of it count."""
-        return _engine(self).gradient(self)
+        return _engine(self).gradients.grad_of(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _engine(self).set_gradient(self, gradient)
+        _engine(self).gradients.set_grad(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _engine(self).set_gradient(self, None)
+        _engine(self).gradients.set_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the present values; it lies in ordinary memory and belongs to no chunk."""
@@ -165,19 +165,6 @@ def version(parameter: nn.Parameter) -> int:
         return parameter._version
 
 
-def own_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient that autograd has left with a ChunkParameter, and nobody has moved."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: Tensor | None = Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
-        return gradient
-
-
-def set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Where autograd itself will look for it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        Tensor.grad.__set__(parameter, gradient)  # type: ignore[attr-defined]
-
-
 def _engine(parameter: ChunkParameter) -> Engine:
     engine: Engine = parameter._atoll.owner  # type: ignore[assignment]
     return engine
@@ -225,12 +212,6 @@ def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.__class__ = ChunkParameter
-
-
-def _layout(parameter: ChunkParameter) -> Tensor:
-    shape, strides = _engine(parameter).layout(parameter._atoll)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device="meta")
 
 
 def _assign(func: Any, args: Arguments, kwargs: Keywords) -> None:
