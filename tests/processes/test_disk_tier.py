@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from small_disk import NoDiskError, SmallDisk
 from torch import Tensor
 

@@ -285,7 +285,7 @@ class Store:
         assert self.disk is not None
         left = [each for eviction in decision.evict for each in self._evict(self._payloads[eviction.chunk])]
         payload.block = self.host.take(self._counts[payload.key], at=decision.place)
-        if decision.bring:
+        if decision.bring and payload.is_set:
             payload.transfers = [
                 self.disk.read(slot, part, after=payload.transfers, behind=left)
                 for slot, part in zip(payload.slots, self._parts(payload), strict=True)
