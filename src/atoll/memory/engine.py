@@ -72,6 +72,7 @@ class Engine:
         self.wait_stepped, self.edited = wait_stepped, edited
         self.gradients: Gradients | None = None
         self.is_saving = False  # a state_dict is being made
+        self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
         self._lock = threading.RLock()
         self._resident: dict[int, _Resident] = {}
@@ -131,6 +132,8 @@ class Engine:
     def derive(self, packed: Packed) -> Tensor:
         """The tensor that was packed: a view of the chunk's memory, which holds it for as long as it lives."""
         place = packed.place
+        if self.unpacked is not None:
+            self.unpacked(place)
         with self._lock:
             resident = self._bring(place.chunk)
             if packed.whole:
