@@ -9,11 +9,11 @@ until the view is gone. So no memory is pulled away from under anybody. Source: 
 
 from __future__ import annotations
 
-import bisect
 import gc
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +22,43 @@ from atoll.core.errors import UserError
 from atoll.core.units import format_bytes
 from atoll.memory.arena import Arena, Block
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.parameters import (
-    give_back,
-    own_gradient,
-    put,
-    set_own_gradient,
-    take_over,
-    version,
-)
-from atoll.memory.payloads import VALUES, Payloads, pinned
+from atoll.memory.parameters import give_back, put, take_over, version
+from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
-from atoll.moves import Cache, Full
+from atoll.moves.cache import Cache, Full
 from atoll.tensors.binding import carve
 
 
-class _Resident:
-    """One stay of a chunk on the device. `flat` is 1-D, in the chunk's dtype, with a storage of its own."""
+class _Stay:
+    """A chunk at a place on the device: `memory` is its values, 1-D; `views[i]` lies there for slot i and has a
+    storage of its own. Made once for each place that a chunk comes to, and used again."""
 
-    def __init__(self, block: Block, flat: Tensor) -> None:
-        self.block, self.flat = block, flat
-        self.storage = flat.untyped_storage()
-        self.address = self.storage.data_ptr()
-        self.versions: list[int] = []
+    def __init__(self, each: TrainedChunk, block: Block) -> None:
+        extent = each.chunk.extent
+        self.block = block
+        self.memory = block.memory[: extent * each.dtype.itemsize].view(each.dtype)
+        parts = [each.part(self.memory, slot) for slot in range(len(each.parameters))]
+        self.views = [carve(part, 0, part) for part in parts]
+        self.storages = [view.untyped_storage() for view in self.views]
+        self.addresses = [storage.data_ptr() for storage in self.storages]
+        self._ids = [storage._cdata for storage in self.storages]
+        self.versions: list[int] = []  # the parameters', when the values here were those in host memory
         self.given_out = False  # may have been written into, and autograd's count would not tell
-        self.unheld = 0  # the storage's use count when nobody but the engine and the parameters have it
+        self._unheld = 0  # uses of all storages by the engine and the parameters alone
 
-    def uses(self) -> int:
-        return torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined,no-any-return]
+    def begin(self, block: Block) -> None:
+        """A new stay, the parameters lie here."""
+        self.block, self.given_out = block, False
+        self._unheld = self._uses()
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether anybody but the engine and the parameters has a view."""
+        return self._uses() > self._unheld
+
+    def _uses(self) -> int:
+        # The count tells what no public function does: whether memory may be taken away.
+        return sum(map(torch._C._storage_Use_Count, self._ids))  # type: ignore[attr-defined]
 
 
 class Engine:
@@ -70,42 +80,47 @@ class Engine:
     ) -> None:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
         self.wait_stepped, self.edited = wait_stepped, edited
-        self.gradients: Gradients | None = None
+        self.gradients: Gradients  # whoever makes the engine makes them too
         self.is_saving = False  # a state_dict is being made
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
         self._lock = threading.RLock()
-        self._resident: dict[int, _Resident] = {}
-        self._pins = Counter[int]()
-        self._starts = [[slot.offset for slot in each.chunk.slots] for each in self.chunks]
+        self._resident: dict[int, _Stay] = {}
+        self._stays: dict[tuple[int, int], _Stay] = {}  # by chunk and first block
+        self._pins = [0] * len(self.chunks)
+        self._closed = False
         self._absent = [_stand_ins(each) for each in self.chunks]
         self._trained = {id(p) for each in self.chunks for p in each.parameters if p.requires_grad}
 
     def take_over(self) -> None:
         """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
         for each in self.chunks:
-            with self._values(each, writes=True) as master:
+            self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
+            with self._values(each, overwrites=True) as values:
                 for slot, parameter in enumerate(each.parameters):
-                    each.part(master, slot).copy_(parameter.detach())
+                    each.part(values, slot).copy_(parameter.detach())
             for slot, parameter in enumerate(each.parameters):
                 take_over(parameter, Place(self, each.chunk.id, slot))
             self._set_absent(each)
-            for slot, (storage, stand_in) in enumerate(zip(*self._absent[each.chunk.id], strict=True)):
-                del stand_in
-                ADDRESSES.absent[storage.data_ptr()] = Place(self, each.chunk.id, slot)
+            for slot, stand_in in enumerate(self._absent[each.chunk.id]):
+                address = stand_in.untyped_storage().data_ptr()
+                ADDRESSES.add(address, Place(self, each.chunk.id, slot), absent=True)
 
     def close(self) -> None:
         """Give every parameter memory of its own, with its present value."""
         self.write_back()
-        for each in self.chunks:
-            for slot, parameter in enumerate(each.parameters):
-                value = self._value(each, slot)
-                give_back(parameter, value)
-        for chunk in list(self._resident):
-            self._let_go(chunk)
-        for storages, _ in self._absent:
-            for storage in storages:
-                ADDRESSES.absent.pop(storage.data_ptr(), None)
+        with self._lock:
+            self._closed = True
+            for each in self.chunks:
+                for slot, parameter in enumerate(each.parameters):
+                    give_back(parameter, self._value(each, slot))
+                for stand_in in self._absent[each.chunk.id]:
+                    ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
+            for stay in self._resident.values():
+                for address in stay.addresses:
+                    ADDRESSES.remove(address)
+            self._resident.clear()
+            self._stays.clear()
 
     # Uses
 
@@ -115,8 +130,7 @@ class Engine:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
-                    resident = self._bring(chunk)
-                    resident.given_out |= gives_out
+                    self._bring(chunk).given_out |= gives_out
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
             except BaseException:
@@ -130,19 +144,24 @@ class Engine:
                 self._pins[chunk] -= 1
 
     def derive(self, packed: Packed) -> Tensor:
-        """The tensor that was packed: a view of the chunk's memory, which holds it for as long as it lives."""
+        """The tensor that was packed: a view of the parameter's memory, which holds the chunk while it lives."""
         place = packed.place
         if self.unpacked is not None:
             self.unpacked(place)
         with self._lock:
-            resident = self._bring(place.chunk)
+            stay = self._bring(place.chunk)
+            view = stay.views[place.slot]
             if packed.whole:
-                return self.chunks[place.chunk].part(resident.flat, place.slot)
-            plain = torch.empty(0, dtype=packed.dtype, device=resident.flat.device)
-            return plain.set_(resident.storage, packed.offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
+                return view.detach()
+            if packed.dtype == view.dtype:
+                return view.as_strided(packed.size, packed.stride, packed.offset)
+            other = torch.empty(0, dtype=packed.dtype, device=view.device)
+            return other.set_(stay.storages[place.slot], packed.offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
 
-    def _bring(self, chunk: int) -> _Resident:
-        """The chunk's residency; makes room as `moves` decides."""
+    def _bring(self, chunk: int) -> _Stay:
+        """The chunk's stay on the device; makes room as `moves` decides."""
+        if self._closed:
+            raise UserError("a backward of a graph that was made before close(); make its forward again")
         try:
             decision = self.cache.handle_use(chunk, held=self._is_held)
         except Full:
@@ -170,26 +189,30 @@ class Engine:
 
     def _is_held(self, chunk: int) -> bool:
         """Whether a chunk must stay: it is in use, or somebody has a view of its memory."""
-        resident = self._resident[chunk]
-        return self._pins[chunk] > 0 or resident.uses() > resident.unheld
+        return self._pins[chunk] > 0 or self._resident[chunk].is_viewed
 
-    def _load(self, chunk: int, place: int) -> _Resident:
+    def _load(self, chunk: int, place: int) -> _Stay:
         each = self.chunks[chunk]
-        self.wait_stepped(chunk)
         block = self.arena.take(self.cache.sizes[chunk], at=place)
-        numel = max(each.chunk.extent, 1)  # no elements would be no memory, and no address
-        memory = block.memory[: numel * each.dtype.itemsize].view(each.dtype)
-        resident = _Resident(block, carve(memory, 0, memory))
-        with self._values(each) as master:
-            resident.flat[: each.chunk.extent].copy_(master)
-        for slot, parameter in enumerate(each.parameters):
-            put(parameter, each.part(resident.flat, slot))
-        resident.versions = [version(parameter) for parameter in each.parameters]
-        resident.unheld = resident.uses()
-        self._resident[chunk] = resident
-        ADDRESSES.chunks[resident.address] = self, chunk
+        # A script may be in inference mode; the parameters are to be trained afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            stay = self._stays.get((chunk, block.first))
+            if stay is None:
+                stay = self._stays[chunk, block.first] = _Stay(each, block)
+            with self._values(each) as values:
+                stay.memory.copy_(values)
+            for parameter, view in zip(each.parameters, stay.views, strict=True):
+                put(parameter, view)
+        stay.versions = self._versions(each)
+        stay.begin(block)
+        self._resident[chunk] = stay
+        for slot, address in enumerate(stay.addresses):
+            ADDRESSES.add(address, Place(self, chunk, slot))
         self._count("to_device", each)
-        return resident
+        return stay
+
+    def _versions(self, each: TrainedChunk) -> list[int]:
+        return [version(parameter) for parameter in each.parameters]
 
     def _evict(self, chunk: int) -> None:
         self._write_back(chunk)
@@ -198,22 +221,28 @@ class Engine:
 
     def _let_go(self, chunk: int) -> None:
         """Take a chunk's memory away, whatever is in it."""
-        resident = self._resident.pop(chunk)
-        del ADDRESSES.chunks[resident.address]
+        stay = self._resident.pop(chunk)
+        for address in stay.addresses:
+            ADDRESSES.remove(address)
         self._set_absent(self.chunks[chunk])
-        self.arena.give(resident.block)
+        self.arena.give(stay.block)
 
     def _set_absent(self, each: TrainedChunk) -> None:
-        for parameter, stand_in in zip(each.parameters, self._absent[each.chunk.id][1], strict=True):
-            if hasattr(parameter, "_atoll"):
-                put(parameter, stand_in)
+        for parameter, stand_in in zip(each.parameters, self._absent[each.chunk.id], strict=True):
+            put(parameter, stand_in)
 
     def _count(self, direction: str, each: TrainedChunk) -> None:
         self.moves[direction] += 1
         self.nbytes[direction] += each.chunk.extent * each.dtype.itemsize
 
-    def _values(self, each: TrainedChunk, *, writes: bool = False):  # type: ignore[no-untyped-def]
-        return pinned(self.payloads, each.chunk.id, VALUES, each.dtype, each.chunk.extent, writes=writes)
+    @contextmanager
+    def _values(
+        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False
+    ) -> Iterator[Tensor]:
+        """The chunk's values in host memory, (extent,), as its latest step has left them."""
+        self.wait_stepped(each.chunk.id)
+        with self.payloads.pin((each.chunk.id, VALUES), writes=writes, overwrites=overwrites) as values:
+            yield values[: each.chunk.extent]
 
     # Values that change
 
@@ -224,14 +253,13 @@ class Engine:
                 self._write_back(chunk)
 
     def _write_back(self, chunk: int) -> None:
-        resident, each = self._resident[chunk], self.chunks[chunk]
-        versions = [version(parameter) for parameter in each.parameters]
-        if versions == resident.versions and not resident.given_out:
+        stay, each = self._resident[chunk], self.chunks[chunk]
+        versions = self._versions(each)
+        if versions == stay.versions and not stay.given_out:
             return
-        self.wait_stepped(chunk)
-        with self._values(each, writes=True) as master:
-            master.copy_(resident.flat[: each.chunk.extent])
-        resident.versions = versions
+        with self._values(each, writes=True) as values:
+            values.copy_(stay.memory)
+        stay.versions = versions
         self.written_back += 1
         self.edited(chunk)
 
@@ -250,13 +278,12 @@ class Engine:
         """Bring the new values of those of these chunks that have stayed on the device."""
         with self._lock:
             for chunk in chunks:
-                resident, each = self._resident.get(chunk), self.chunks[chunk]
-                if resident is None:
+                stay, each = self._resident.get(chunk), self.chunks[chunk]
+                if stay is None:
                     continue
-                self.wait_stepped(chunk)
-                with self._values(each) as master:
-                    resident.flat[: each.chunk.extent].copy_(master)
-                resident.versions = [version(parameter) for parameter in each.parameters]
+                with self._values(each) as values:
+                    stay.memory.copy_(values)
+                stay.versions = self._versions(each)
                 self._count("to_device", each)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -268,17 +295,16 @@ class Engine:
             return self._value(self.chunks[place.chunk], place.slot)
 
     def _value(self, each: TrainedChunk, slot: int) -> Tensor:
-        self.wait_stepped(each.chunk.id)
-        shape, strides = each.shapes[slot]
-        copy = torch.empty_strided(shape, strides, dtype=each.dtype, device=each.device)
-        with self._values(each) as master:
-            return copy.copy_(each.part(master, slot))
+        like = each.likes[slot]
+        copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
+        with self._values(each) as values:
+            return copy.copy_(each.part(values, slot))
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
         place = _place(parameter)
         each = self.chunks[place.chunk]
-        shape = each.shapes[place.slot][0]
+        shape = tuple(each.likes[place.slot].shape)
         for what, wanted, given in (
             ("shape", shape, tuple(value.shape)),
             ("dtype", each.dtype, value.dtype),
@@ -290,15 +316,14 @@ class Engine:
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock:
-            resident = self._resident.get(place.chunk)
-            self.wait_stepped(place.chunk)
-            if resident is not None:
+            stay = self._resident.get(place.chunk)
+            if stay is not None:
                 with torch.no_grad():
-                    each.part(resident.flat, place.slot).copy_(value)
-                resident.given_out = True
+                    stay.views[place.slot].copy_(value)
+                stay.given_out = True
                 return
-            with self._values(each, writes=True) as master:
-                each.part(master, place.slot).copy_(value)
+            with self._values(each, writes=True) as values:
+                each.part(values, place.slot).copy_(value)
             self.edited(place.chunk)
 
     # What parameters ask
@@ -307,32 +332,13 @@ class Engine:
         """The parameter's name."""
         return self.chunks[place.chunk].names[place.slot]
 
-    def layout(self, place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The parameter's shape and strides."""
-        return self.chunks[place.chunk].shapes[place.slot]
+    def like(self, place: Place) -> Tensor:
+        """A tensor of the parameter's shape, strides and dtype on the meta device."""
+        return self.chunks[place.chunk].likes[place.slot]
 
-    def slot_at(self, chunk: int, offset: int) -> int:
-        """The slot that has the element `offset` of the chunk's memory."""
-        return max(bisect.bisect_right(self._starts[chunk], offset) - 1, 0)
-
-    def version(self, chunk: int, slot: int) -> int:
+    def version(self, place: Place) -> int:
         """How often the parameter was written into."""
-        return version(self.chunks[chunk].parameters[slot])
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What `parameter.grad` is."""
-        own = own_gradient(parameter)
-        if own is not None or self.gradients is None or id(parameter) not in self._trained:
-            return own
-        return self.gradients.read(parameter)
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """`parameter.grad = gradient`."""
-        if self.gradients is None or id(parameter) not in self._trained:
-            set_own_gradient(parameter, gradient)
-            return
-        set_own_gradient(parameter, None)
-        self.gradients.write(parameter, gradient)
+        return version(self.chunks[place.chunk].parameters[place.slot])
 
     def check_trainable(self, parameter: nn.Parameter, wanted: bool) -> None:
         """Raise UserError where a parameter that was frozen at `fit` is to be trained."""
@@ -348,11 +354,9 @@ def _place(parameter: nn.Parameter) -> Place:
     return place
 
 
-def _stand_ins(each: TrainedChunk) -> tuple[list[torch.UntypedStorage], list[Tensor]]:
+def _stand_ins(each: TrainedChunk) -> list[Tensor]:
     """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in every
-    floating dtype, and its storage: what lies there while the chunk is away."""
+    floating dtype: what lies there while the chunk is away."""
     numel, size = len(each.parameters), each.dtype.itemsize
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
-    single = [carve(ones, index, ones[0]) for index in range(numel)]
-    wide = [one.expand(shape) for one, (shape, _) in zip(single, each.shapes, strict=True)]
-    return [one.untyped_storage() for one in single], wide
+    return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]

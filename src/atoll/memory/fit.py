@@ -18,9 +18,9 @@ from atoll.memory.arena import Arena
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import Payloads, TensorPayloads
-from atoll.memory.saved import SavingModules
+from atoll.memory.saved import watch_modules
 from atoll.memory.stepping import StepCalls, Stepper
-from atoll.moves import Cache
+from atoll.moves.cache import Cache
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk, check_bindable
 
@@ -109,10 +109,9 @@ class _Moving(Fitted):
         self.engine = Engine(chunks, self._arena, cache, self._payloads)
         trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
         self.gradients = Gradients(trained, lambda chunk: self._payloads)
-        self.engine.take_over()
         self.engine.gradients = self.gradients
-        self._saving = SavingModules(model.modules())
-        self._handle = model.register_forward_pre_hook(self._owners.check)
+        self.engine.take_over()
+        self._handles = watch_modules(model.modules())
         self.steps = 0
         self._stepped: Sequence[int] = ()
         self._stepper: Stepper | None = None
@@ -149,8 +148,8 @@ class _Moving(Fitted):
         )
 
     def close(self) -> None:
-        self._handle.remove()
-        self._saving.close()
+        for handle in self._handles:
+            handle.remove()
         if self._stepper is not None:
             self._stepper.close()
         self.engine.close()
@@ -168,7 +167,7 @@ class _Owners:
             if parameter is not None
         ]
 
-    def check(self, *_call: Any) -> None:
+    def check(self) -> None:
         """Raise UserError, naming it, if a parameter is no longer the one that `fit` saw."""
         for owner, key, name, parameter in self._places:
             if owner.get(key) is not parameter:

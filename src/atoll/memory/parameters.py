@@ -12,7 +12,7 @@ autograd's count of changes (`.data`, `data_ptr`) marks the chunk as one that ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import UserError
-from atoll.memory.saved import Place, saving
+from atoll.memory.saved import Place, entered
 
 if TYPE_CHECKING:
     from atoll.memory.engine import Engine
@@ -82,33 +82,36 @@ class ChunkParameter(nn.Parameter):
                 return func(*args, **kwargs)
         parameters = list(_chunk_parameters((args, kwargs)))
         if func in _LAYOUT:
-            return func(_layout(parameters[0]), *args[1:], **kwargs)
+            return func(_engine(parameters[0]).like(parameters[0]._atoll), *args[1:], **kwargs)
         if func in _REPLACE:
             engine, place = _engine(parameters[0]), parameters[0]._atoll
             raise UserError(
                 f"{getattr(func, '__name__', func)}() would replace the memory of parameter "
                 f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after close()"
             )
-        with _used(parameters, gives_out=func in _GIVE_OUT), saving():
-            others = [kind for kind in types if kind is not cls and kind is not Tensor]
-            if others:
-                with _plain(parameters):  # so that the other kinds' own handling comes into its own
+        used = _pin(parameters, gives_out=func in _GIVE_OUT)
+        try:
+            with entered():
+                if any(kind is not cls and kind is not Tensor for kind in types):
+                    with _plain(parameters):  # so that the other kinds' own handling comes into its own
+                        return func(*args, **kwargs)
+                with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        finally:
+            _unpin(used)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient, wherever it lies; edits of it count."""
-        return _engine(self).gradient(self)
+        return _engine(self).gradients.grad_of(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _engine(self).set_gradient(self, gradient)
+        _engine(self).gradients.set_grad(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _engine(self).set_gradient(self, None)
+        _engine(self).gradients.set_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the present values; it lies in ordinary memory and belongs to no chunk."""
@@ -122,6 +125,14 @@ class ChunkParameter(nn.Parameter):
 
     def __repr__(self, **keywords: Any) -> str:
         return repr(self._plain_copy())
+
+    def stored_value(self) -> Tensor:
+        """A copy of the present values, in ordinary memory; nothing becomes resident."""
+        return _engine(self).value(self)
+
+    def store_value(self, value: Tensor) -> None:
+        """Write new values, (shape), past the device."""
+        _engine(self).assign(self, value)
 
     def _plain_copy(self) -> nn.Parameter:
         return nn.Parameter(_engine(self).value(self), self.requires_grad)
@@ -154,19 +165,6 @@ def version(parameter: nn.Parameter) -> int:
         return parameter._version
 
 
-def own_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient that autograd has left with a ChunkParameter, and nobody has moved."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: Tensor | None = Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
-        return gradient
-
-
-def set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Where autograd itself will look for it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        Tensor.grad.__set__(parameter, gradient)  # type: ignore[attr-defined]
-
-
 def _engine(parameter: ChunkParameter) -> Engine:
     engine: Engine = parameter._atoll.owner  # type: ignore[assignment]
     return engine
@@ -183,19 +181,25 @@ def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
             yield from _chunk_parameters(each)
 
 
-@contextmanager
-def _used(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> Iterator[None]:
-    """Their chunks are resident within."""
-    chunks: dict[Engine, list[int]] = {}
+def _pin(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> dict[Engine, list[int]]:
+    """Make their chunks resident together until `_unpin`."""
+    used: dict[Engine, list[int]] = {}
     for parameter in parameters:
-        chunks.setdefault(_engine(parameter), []).append(parameter._atoll.chunk)
-    for engine, used in chunks.items():
-        engine.pin(used, gives_out=gives_out)
+        used.setdefault(_engine(parameter), []).append(parameter._atoll.chunk)
+    pinned: dict[Engine, list[int]] = {}
     try:
-        yield
-    finally:
-        for engine, used in chunks.items():
-            engine.unpin(used)
+        for engine, chunks in used.items():
+            engine.pin(chunks, gives_out=gives_out)
+            pinned[engine] = chunks
+    except BaseException:
+        _unpin(pinned)
+        raise
+    return used
+
+
+def _unpin(used: dict[Engine, list[int]]) -> None:
+    for engine, chunks in used.items():
+        engine.unpin(chunks)
 
 
 @contextmanager
@@ -208,12 +212,6 @@ def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.__class__ = ChunkParameter
-
-
-def _layout(parameter: ChunkParameter) -> Tensor:
-    shape, strides = _engine(parameter).layout(parameter._atoll)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device="meta")
 
 
 def _assign(func: Any, args: Arguments, kwargs: Keywords) -> None:
@@ -230,9 +228,13 @@ def _detach(func: Any, args: Arguments, kwargs: Keywords) -> Tensor:
     (parameter,) = args
     if _engine(parameter).is_saving:
         return _engine(parameter).value(parameter)
-    with _used([parameter], gives_out=False), saving(), torch._C.DisableTorchFunctionSubclass():
-        view: Tensor = func(parameter)
-        return view
+    used = _pin([parameter], gives_out=False)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            view: Tensor = func(parameter)
+            return view
+    finally:
+        _unpin(used)
 
 
 def _requires_grad(func: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -270,7 +272,9 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         given["inputs"] = [get_gradient_edge(p) if type(p) is ChunkParameter else p for p in wanted]
     given["outputs"] = [o.view_as(o) if type(o) is ChunkParameter else o for o in outputs]
-    found: Sequence[Tensor | None] = func(**given)
+    # What the backward itself saves for another one gives its chunks free too.
+    with entered() if given.get("create_graph") else nullcontext():
+        found: Sequence[Tensor | None] = func(**given)
     if materialize:
         found = [torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)]
     return dict(zip(keys, found, strict=True)) if keys is not None else tuple(found)
