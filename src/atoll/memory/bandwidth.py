@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def _disk(folder: str) -> tuple[float, float]:
             try:
                 return _write_and_read(path, memory)
             finally:
-                os.unlink(path)
+                Path(path).unlink()
         except OSError as error:
             raise ConfigError(f"disk: {folder}: cannot be written to: {error.strerror}") from None
 

@@ -82,6 +82,7 @@ class Engine:
         self.wait_stepped, self.edited = wait_stepped, edited
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.is_saving = False  # a state_dict is being made
+        self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
         self._lock = threading.RLock()
         self._resident: dict[int, _Stay] = {}
@@ -145,6 +146,8 @@ class Engine:
     def derive(self, packed: Packed) -> Tensor:
         """The tensor that was packed: a view of the parameter's memory, which holds the chunk while it lives."""
         place = packed.place
+        if self.unpacked is not None:
+            self.unpacked(place)
         with self._lock:
             stay = self._bring(place.chunk)
             view = stay.views[place.slot]

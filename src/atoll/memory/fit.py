@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.memory import Budgets, Memory, MemoryFigures
-from atoll.memory import planning
+from atoll.memory import observing, planning
 from atoll.memory.arena import Arena
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -22,7 +22,7 @@ from atoll.memory.saved import watch_modules
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.moves.cache import Cache
 from atoll.moves.search import MemoryPlan
-from atoll.tensors.binding import BoundChunk, check_bindable, specs_of
+from atoll.tensors.binding import BoundChunk, check_bindable
 
 
 class Fitted:
@@ -33,6 +33,11 @@ class Fitted:
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
+
+    @property
+    def mover(self) -> Engine | None:
+        """What moves the chunks; None where everything fits."""
+        return None
 
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
@@ -116,6 +121,10 @@ class _Moving(Fitted):
             self.engine.wait_stepped = self._stepper.wait_stepped
             self.engine.edited = self._stepper.values_edited
 
+    @property
+    def mover(self) -> Engine:
+        return self.engine
+
     def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
         self._owners.check()
         self.engine.write_back()
@@ -179,13 +188,14 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Me
     parameters = dict(model.named_parameters())
     _check(model, parameters)
     plan = planning.choose(model, optimizer, budgets)
-    settings = {}
-    if optimizer is not None:
-        settings = {p: str(i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    chunk_map = lay_out_memory(specs_of(parameters, settings), chunk_bytes=plan.chunk_bytes)
+    chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
+    fitted: Fitted
     if plan.fits:
-        return _Resident(model, budgets, plan, chunk_map)
-    return _Moving(model, optimizer, budgets, plan, chunk_map)
+        fitted = _Resident(model, budgets, plan, chunk_map)
+    else:
+        fitted = _Moving(model, optimizer, budgets, plan, chunk_map)
+    observing.tell_fitted(fitted, optimizer)
+    return fitted
 
 
 def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -265,9 +265,7 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     outputs = [given["outputs"]] if isinstance(given["outputs"], Tensor) else given["outputs"]
     inputs = given["inputs"]
     keys = list(inputs) if isinstance(inputs, dict) else None
-    wanted = (
-        [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if keys is not None else inputs)
-    )
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if keys is not None else inputs)
     materialize = given.pop("materialize_grads", False)
     if given.get("allow_unused") is None:
         given["allow_unused"] = materialize

@@ -6,6 +6,7 @@ backward's by hooks on saved tensors; where the model's chunks move, by what the
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from atoll.memory.engine import Engine
+from atoll.memory.saved import Place
 from atoll.moves.search import Use
 
 # Calls that need no value of their arguments.
@@ -34,7 +36,11 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         parameters = list(model.parameters())
+        self._parameters = parameters
         self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._starts: list[int] = []  # addresses of the parameters' memory, ascending; with the next two
+        self._ends: list[int] = []
+        self._at: list[int] = []  # whose
         self._engine, self._waited = engine, waited
         self._device = parameters[0].device
         self._marks: list[tuple[tuple[int, ...], bool]] = []
@@ -46,18 +52,19 @@ class Recorder(TorchFunctionMode):
         """Begin to record, from no uses on."""
         self._marks, self._times, self._running = [], [], True
         if self._engine is None:
+            self._find_addresses()
             self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved.__enter__()
         else:
             self._engine.unpacked = self._derived
         self._mark(())  # what comes before the first use is computing too
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> tuple[Use, ...]:
         """The uses since `start`, in order."""
         self._mark(())
         self._running = False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._engine is None:
             self._saved.__exit__(None, None, None)
         else:
@@ -90,10 +97,19 @@ class Recorder(TorchFunctionMode):
                 used.update(dict.fromkeys(self._found(value)))
         return tuple(used)
 
+    def _find_addresses(self) -> None:
+        held = [(p.data_ptr(), p.nbytes, index) for index, p in enumerate(self._parameters) if p.nbytes]
+        held.sort()
+        self._starts = [start for start, _, _ in held]
+        self._ends = [start + nbytes for start, nbytes, _ in held]
+        self._at = [index for _, _, index in held]
+
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        # A transposed weight is saved as a view of it.
-        base = tensor if tensor._base is None else tensor._base
-        return tensor, self._indices.get(id(base))
+        # By its address: a transposed weight is saved as a view.
+        address = tensor.data_ptr()
+        place = bisect.bisect_right(self._starts, address) - 1
+        inside = place >= 0 and address < self._ends[place]
+        return tensor, self._at[place] if inside else None
 
     def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
         tensor, index = packed
@@ -101,10 +117,11 @@ class Recorder(TorchFunctionMode):
             self._mark((index,), backward=True)
         return tensor
 
-    def _derived(self, parameter: nn.Parameter) -> None:
-        index = self._indices.get(id(parameter))
-        if index is not None and self._running:
-            self._mark((index,), backward=True)
+    def _derived(self, place: Place) -> None:
+        assert self._engine is not None
+        parameter = self._engine.chunks[place.chunk].parameters[place.slot]
+        if self._running and id(parameter) in self._indices:
+            self._mark((self._indices[id(parameter)],), backward=True)
 
     def _mark(self, used: tuple[int, ...], *, backward: bool | None = None) -> None:
         if backward is None:  # a forward that is computed again, by a checkpoint
