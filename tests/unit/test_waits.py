@@ -213,6 +213,9 @@ REVIEWED: dict[str, str] = {
     "train/node/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
+    "memory/stepping.py: Stepper._work: self._condition.wait()": (
+        "the thread that steps chunks waits for the next step; `close` ends it"
+    ),
     "train/node/globals.py: _Crew.__init__: "
     "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
         "its threads step chunks, and wait for nobody"

@@ -1,18 +1,20 @@
 """What of a chunk lies somewhere by itself: its values, its gradient, its optimizer's state.
 
-A payload is known by (chunk, kind). `Payloads` is what gradients and steps need of whoever holds them;
-`TensorPayloads` holds them in plain tensors of their own.
+A payload is known by (chunk, kind). `Payloads` is what gradients and steps need of whoever holds them, and
+what `store.Store` offers; `TensorPayloads` holds them in plain tensors of their own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+Key: TypeAlias = tuple[int, str]  # chunk id, kind
 
 VALUES = "values"  # in the model's dtype
 MASTER = "master"  # the same in single precision, where the model's dtype is a half one and the state is not
@@ -26,34 +28,21 @@ def state_kind(key: str) -> str:
 
 
 class Payloads(Protocol):
-    """Memory by (chunk, kind). Its methods may be called from several threads at once."""
+    """Flat memory by (chunk, kind). Its methods may be called from several threads at once."""
 
-    def has(self, chunk: int, kind: str) -> bool:
-        """Whether there is such a payload, wherever it lies."""
+    def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        """A new payload; its first pin gives zeros."""
 
-    def pin(self, chunk: int, kind: str, nbytes: int = 0, *, writes: bool = False) -> Tensor:
-        """Its memory, uint8 (nbytes,), which stays where it is until `unpin`; pins count.
+    def pin(
+        self, key: Key, *, writes: bool = False, overwrites: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        """The payload, (numel,), which stays where it is within.
 
-        One that is not there is made, of `nbytes`, with anything in it. `writes`: it may be changed.
+        `writes`: it is changed; `overwrites`: nobody reads what is there, which may be anything.
         """
 
-    def unpin(self, chunk: int, kind: str) -> None:
-        """Let go of one pin."""
-
-    def drop(self, chunk: int, kind: str) -> None:
-        """Forget a payload that nobody has pinned, if it is there."""
-
-
-@contextmanager
-def pinned(
-    payloads: Payloads, chunk: int, kind: str, dtype: torch.dtype, numel: int, *, writes: bool = False
-) -> Iterator[Tensor]:
-    """A payload's values, (numel,), pinned within; made if it is not there."""
-    memory = payloads.pin(chunk, kind, numel * dtype.itemsize, writes=writes)
-    try:
-        yield memory[: numel * dtype.itemsize].view(dtype)
-    finally:
-        payloads.unpin(chunk, kind)
+    def drop(self, key: Key) -> None:
+        """What it holds is of no use any more. It stays known; its next pin gives zeros."""
 
 
 class TensorPayloads:
@@ -61,8 +50,9 @@ class TensorPayloads:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._memory: dict[tuple[int, str], Tensor] = {}
-        self._pins: dict[tuple[int, str], int] = {}
+        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}
+        self._memory: dict[Key, Tensor] = {}
+        self._pins: dict[Key, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -70,24 +60,29 @@ class TensorPayloads:
         """Bytes of all payloads."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def has(self, chunk: int, kind: str) -> bool:
-        return (chunk, kind) in self._memory
+    def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        if key in self._sizes:
+            raise ValueError(f"payload {key} is added twice")
+        self._sizes[key] = numel, dtype
 
-    def pin(self, chunk: int, kind: str, nbytes: int = 0, *, writes: bool = False) -> Tensor:
+    @contextmanager
+    def pin(self, key: Key, *, writes: bool = False, overwrites: bool = False) -> Iterator[Tensor]:
+        del writes  # nothing is written back from here
         with self._lock:
-            memory = self._memory.get((chunk, kind))
-            if memory is None:
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-                self._memory[chunk, kind] = memory
-            self._pins[chunk, kind] = self._pins.get((chunk, kind), 0) + 1
-            return memory
+            if key not in self._memory:
+                numel, dtype = self._sizes[key]
+                make = torch.empty if overwrites else torch.zeros
+                self._memory[key] = make(numel, dtype=dtype, device=self.device)
+            self._pins[key] = self._pins.get(key, 0) + 1
+            memory = self._memory[key]
+        try:
+            yield memory
+        finally:
+            with self._lock:
+                self._pins[key] -= 1
 
-    def unpin(self, chunk: int, kind: str) -> None:
+    def drop(self, key: Key) -> None:
         with self._lock:
-            self._pins[chunk, kind] -= 1
-
-    def drop(self, chunk: int, kind: str) -> None:
-        with self._lock:
-            if self._pins.pop((chunk, kind), 0):
-                raise AssertionError(f"payload {kind!r} of chunk {chunk} is dropped while it is pinned")
-            self._memory.pop((chunk, kind), None)
+            if self._pins.get(key):
+                raise ValueError(f"payload {key} is dropped while it is pinned")
+            self._memory.pop(key, None)
