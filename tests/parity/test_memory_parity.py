@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
-from atoll.memory.fit import Fitted, fit
+from atoll.memory.fit import fit
+from atoll.memory.fitted import Fitted
 from atoll.testing.families import FAMILIES, batch, build, loss_of
 from atoll.testing.models import TinyGPT
 
