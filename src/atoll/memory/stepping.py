@@ -8,6 +8,7 @@ of one chunk after another, in host memory. `step` returns at once; whoever need
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -142,6 +143,7 @@ class Stepper:
         ]
         self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
         self._thread.start()
+        atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
 
     def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
@@ -187,12 +189,17 @@ class Stepper:
             self._take_over()
             self.optimizer.state = defaultdict(dict, self._shown.items())
         finally:
-            with self._condition:
-                self._closed = True
-                self._condition.notify_all()
             for handle in self._handles:
                 handle.remove()
-            self._thread.join(_DEADLINE)
+            self._end()
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """End the thread, once it has stepped the chunk that it is at."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join(_DEADLINE)
 
     # The optimizer's step, on the script's thread.
 
@@ -318,7 +325,6 @@ class Stepper:
 
     def _before_state_dict(self) -> None:
         self._restore()
-        self._take_over()
         self._held = self._shown.held()
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
