@@ -28,8 +28,8 @@ Run: TypeAlias = Callable[
 class ChunkStates:
     """A chunk that an optimizer trains with its param group `group`.
 
-    `elementwise` is what `elementwise_keys` found. `master`: the dtype that is stepped in, where it is not
-    the values' own.
+    `elementwise` is what `elementwise_keys` found, `device` where it is stepped; `master`: the dtype that it is
+    stepped in, where that is not the values' own.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class ChunkStates:
         payloads: Payloads,
         elementwise: set[str],
         group: int,
+        device: torch.device,
         master: torch.dtype | None,
     ) -> None:
-        self.trained, self.group = trained, group
+        self.trained, self.group, self._device = trained, group, device
         self._payloads, self._elementwise, self._master = payloads, elementwise, master
         self.dtype = master or trained.dtype  # of what is stepped
         slots = len(trained.parameters)
@@ -49,12 +50,10 @@ class ChunkStates:
         self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
         self._cut_for: tuple[object, ...] | None = None  # what they were cut for
-        with self._pin(VALUES) as values:
-            self._device = values.device  # where it is stepped
-            if master is not None:
-                payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, master)
-                with self._pin(MASTER, overwrites=True) as precise:
-                    precise.copy_(values)
+        if master is not None:
+            payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, master)
+            with self._pin(VALUES) as values, self._pin(MASTER, overwrites=True) as precise:
+                precise.copy_(values)
 
     def _pin(
         self, kind: str, *, writes: bool = False, overwrites: bool = False

@@ -108,6 +108,7 @@ class Stepper:
                 payloads(each.chunk.id),
                 elementwise,
                 group_of[id(each.parameters[0])],
+                each.device if each.chunk.id in self._at_once else torch.device("cpu"),
                 torch.float32 if master and each.dtype in _HALF else None,
             )
             for each in chunks
