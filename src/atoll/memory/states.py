@@ -28,8 +28,8 @@ Run: TypeAlias = Callable[
 class ChunkStates:
     """A chunk that an optimizer trains with its param group `group`.
 
-    `elementwise` is what `elementwise_keys` found, `device` where it is stepped; `master`: the dtype that it is
-    stepped in, where that is not the values' own.
+    `elementwise` is what `elementwise_keys` found, `device` where it is stepped; `master`: the dtype that it
+    is stepped in, where that is not the values' own.
     """
 
     def __init__(
