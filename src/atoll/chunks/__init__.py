@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.chunks.layout import lay_out
 from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot
+from atoll.chunks.memory import lay_out_memory
 from atoll.chunks.specs import ParameterSpec, itemsize
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "Slot",
     "itemsize",
     "lay_out",
+    "lay_out_memory",
 ]

@@ -75,6 +75,10 @@ class ChunkMap(msgspec.Struct, frozen=True):
         chunk, slot = self.places[parameter]
         return self.chunks[chunk].slots[slot]
 
+    def blocks_of(self, chunk: Chunk) -> int:
+        """Blocks of `chunk_bytes` that the chunk takes in an arena; more than 1 for an oversize one."""
+        return max(1, -(-chunk.nbytes // self.chunk_bytes))
+
     @property
     def trainable(self) -> tuple[Chunk, ...]:
         """The chunks that receive gradients, in the order in which backward completes them."""

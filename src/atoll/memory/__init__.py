@@ -1,1 +1,1 @@
-"""Chunked memory: training what does not fit on the device, nor on the host."""
+"""Training what does not fit: parameters, gradients and optimizer state in chunks over tiers of memory."""

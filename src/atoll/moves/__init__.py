@@ -1,0 +1,1 @@
+"""Which chunk moves when: pure decisions for the memory of a device."""
