@@ -27,6 +27,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
+from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
@@ -305,10 +306,30 @@ class Stepper:
     # The state, as plain torch shows it.
 
     def _plain(self, parameter: nn.Parameter) -> State:
-        """A copy of one parameter's state."""
+        """A copy of one parameter's state as plain torch has it."""
         states, slot = self._slots[id(parameter)]
         self.wait_stepped(states.trained.chunk.id)
-        return states.plain(slot)
+        return {**states.numbers(slot), **{key: states.elements(slot, key) for key in states.kept(slot)}}
+
+    def _lazy(self, parameter: nn.Parameter) -> State:
+        """The same, with tensors that are copied when they are read."""
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        lazy = {
+            key: LazyTensor(
+                partial(self._read, parameter, key), parameter.shape, dtype, states.trained.device
+            )
+            for key, dtype in states.kept(slot).items()
+        }
+        return {**states.numbers(slot), **lazy}
+
+    def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self._closed:
+            kept: Tensor = self.optimizer.state[parameter][key]
+            return kept.clone()
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        return states.elements(slot, key).to(states.trained.device)
 
     def _show(self) -> None:
         shown: Any = self._shown
@@ -327,6 +348,7 @@ class Stepper:
     def _before_state_dict(self) -> None:
         self._restore()
         self._held = self._shown.held()
+        self._shown.fill(self._lazy)
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
