@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from atoll.memory.bandwidth import settle
 from atoll.memory.engine import Engine
 from atoll.memory.saved import Place
 from atoll.moves.search import Use
@@ -149,5 +150,5 @@ class Recorder(TorchFunctionMode):
         first = self._times[0]
         if self._device.type == "cpu":
             return [at - first for at in self._times]
-        torch.accelerator.synchronize(self._device)
+        settle(self._device)
         return [first.elapsed_time(event) / 1e3 for event in self._times]
