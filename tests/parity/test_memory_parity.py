@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.core.errors import UserError
 from atoll.core.memory import Memory
-from atoll.memory.fit import Fitted, fit
+from atoll.memory.fit import fit
+from atoll.memory.fitted import Fitted
 from atoll.testing.families import FAMILIES, batch, build, loss_of
 from atoll.testing.models import TinyGPT
 
@@ -280,19 +281,6 @@ def penalised(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     return loss.item()
 
 
-def gradients_with_a_graph(run: Run, inputs: Tensor, targets: Tensor) -> Any:
-    """backward(create_graph=True), whose gradients are differentiated in turn."""
-    model = gpt(run)
-    run.optimizer.zero_grad()
-    x = model.tokens(inputs) + model.positions
-    loss = loss_of(model.head(torch.tanh(model.blocks[0].mlp(x))), targets)
-    loss.backward(create_graph=True)
-    (model.head.weight.grad**2).sum().backward()
-    run.optimizer.step()
-    model.zero_grad()
-    return loss.item()
-
-
 def views_kept(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     """A view that the script keeps shows each step's new values, and what is written through it counts."""
     model = gpt(run)
@@ -383,7 +371,6 @@ USES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
     "gradients read and written": gradients_read_and_written,
     "dynamic control flow": branching,
     "double backward": penalised,
-    "gradients with a graph": gradients_with_a_graph,
     "views kept": views_kept,
     "written by the script": written_by_the_script,
     "state and copies": state_and_copies,

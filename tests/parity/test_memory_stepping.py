@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -191,7 +192,7 @@ def both(
     with away(model, optimizer) as fitted:
         assert_same(expected, train(model, optimizer, name, fitted, dtype=dtype, **how))
         shown = optimizer.state_dict()
-        assert not optimizer.state
+        assert not dict.keys(optimizer.state)  # no copy of it stays
     assert_same(plain_optimizer.state_dict(), shown)
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
     return plain, plain_optimizer, model, optimizer
@@ -336,6 +337,38 @@ def test_state_dict_round_trips(direction: str) -> None:
             got = train(other, again, "unused", fitted)
     assert_same(expected, got)
     assert_same(optimizer.state_dict(), again.state_dict())
+
+
+def by_state(model: nn.Module, optimizer: Optimizer, fitted: Away | None) -> list[Any]:
+    """What scripts do with an optimizer's state directly."""
+    first, second, third, *_ = model.parameters()
+    seen: list[Any] = []
+    for step in range(6):
+        seen += train(model, optimizer, "gpt", fitted, steps=1)
+        if step == 0:
+            optimizer.state[first]["exp_avg"].mul_(0.5)
+            seen += [first in optimizer.state, len(optimizer.state), optimizer.state.get(nn.Parameter())]
+        if step == 1:
+            optimizer.state[second] = {}
+        if step == 2:
+            optimizer.state.pop(third)
+            seen.append(third in optimizer.state)
+        if step == 3:
+            optimizer.state.clear()
+            seen.append(len(optimizer.state))
+        if step == 4:
+            optimizer.state = defaultdict(dict, {first: optimizer.state[first]})
+            seen.append([sorted(state) for state in copy.deepcopy(optimizer.state).values()])
+    return seen
+
+
+def test_the_state_is_there_when_it_is_asked_for_and_may_be_changed() -> None:
+    plain, model = MODELS["gpt"].build(), MODELS["gpt"].build()
+    plain_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    expected = by_state(plain, plain_optimizer, None)
+    with away(model, optimizer) as fitted:
+        assert_same(expected, by_state(model, optimizer, fitted))
+    assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_gradients_and_state_from_before_are_taken_over() -> None:

@@ -32,7 +32,6 @@ _MOST_BYTES = 2**56  # of a model
 _OPEN = 4  # chunks of a group that may be open at once
 _STEP = 1000  # waste is compared in steps of 1 / _STEP
 _BEARABLE = 0.01  # of the blocks, for which chunks stay alike and small
-_NEAR = 1.25  # sizes up to so much larger are as good as the smallest, if they waste less
 _DIVIDED = 16  # parameter sizes, of those that hold the most bytes, whose fractions are tried
 _RUN = 256  # blocks of the longest run that is tried
 
@@ -127,14 +126,11 @@ def _best(found: _Found) -> int:
 
     A small chunk leaves a budget more blocks, and brings less that is not asked for; chunks in one block
     each leave no holes in the arena, and Belady's rule is optimal for them. So: the smallest size at which
-    half of the bytes lie in such chunks and at most 1 % of the blocks is waste, or one up to a quarter
-    larger that wastes less. Where there is none, the size with the least waste.
+    half of the bytes lie in such chunks and less than 1 % of the blocks is waste. Where there is none, the
+    size with the least waste.
     """
     bearable = (found.sizes >= found.alike) & (found.steps < _STEP * _BEARABLE)
-    if not bearable.any():
-        return int(np.argmin(found.steps))
-    (kept,) = np.nonzero(bearable & (found.sizes <= found.sizes[np.argmax(bearable)] * _NEAR))
-    return int(kept[np.argmin(found.steps[kept])])
+    return int(np.argmax(bearable) if bearable.any() else np.argmin(found.steps))
 
 
 def _search(

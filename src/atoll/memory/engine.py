@@ -1,64 +1,38 @@
 """Which chunks lie on the device: brings them before they are used, and takes them away for others.
 
-The device's arena is cut into blocks; a chunk that is resident takes one, or several in a row. Each residency
-has a storage object of its own, and its parameters are views of it. Whoever else holds a view (the script, a
-checkpoint, a custom function) raises that storage's use count: such a chunk is held, and stays where it is
-until the view is gone. So no memory is pulled away from under anybody. Source: S2, parts 5 and 6, and
-"Traps that are known".
+The device's arena is cut into blocks; a chunk that is resident takes one, or several in a row. Its parameters
+are views with storages of their own. Whoever else holds a view (the script, a checkpoint, a custom function)
+raises that storage's use count: such a chunk is held, and stays where it is until the view is gone. So no
+memory is pulled away from under anybody. Source: S2, parts 5 and 6, and "Traps that are known".
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import UserError
+from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_bytes
-from atoll.memory.arena import Arena, Block
+from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.parameters import give_back, put, take_over, version
+from atoll.memory.initialising import resident_bytes, take
+from atoll.memory.parameters import give_back, place_of, put, take_over, version
 from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
-from atoll.moves.cache import Cache, Full
-from atoll.tensors.binding import carve
+from atoll.memory.stays import Stay, stand_ins
+from atoll.moves import Cache, Full, StepStatistics
+from atoll.moves.cache import Decision
 
-
-class _Stay:
-    """A chunk at a place on the device: `memory` is its values, 1-D; `views[i]` lies there for slot i and has a
-    storage of its own. Made once for each place that a chunk comes to, and used again."""
-
-    def __init__(self, each: TrainedChunk, block: Block) -> None:
-        extent = each.chunk.extent
-        self.block = block
-        self.memory = block.memory[: extent * each.dtype.itemsize].view(each.dtype)
-        parts = [each.part(self.memory, slot) for slot in range(len(each.parameters))]
-        self.views = [carve(part, 0, part) for part in parts]
-        self.storages = [view.untyped_storage() for view in self.views]
-        self.addresses = [storage.data_ptr() for storage in self.storages]
-        self._ids = [storage._cdata for storage in self.storages]
-        self.versions: list[int] = []  # the parameters', when the values here were those in host memory
-        self.given_out = False  # may have been written into, and autograd's count would not tell
-        self._unheld = 0  # uses of all storages by the engine and the parameters alone
-
-    def begin(self, block: Block) -> None:
-        """A new stay, the parameters lie here."""
-        self.block, self.given_out = block, False
-        self._unheld = self._uses()
-
-    @property
-    def is_viewed(self) -> bool:
-        """Whether anybody but the engine and the parameters has a view."""
-        return self._uses() > self._unheld
-
-    def _uses(self) -> int:
-        # The count tells what no public function does: whether memory may be taken away.
-        return sum(map(torch._C._storage_Use_Count, self._ids))  # type: ignore[attr-defined]
+_DEADLINE = 600.0  # seconds for one chunk to come: the slowest disk has read it by then
 
 
 class Engine:
@@ -70,50 +44,51 @@ class Engine:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[TrainedChunk],
-        arena: Arena,
-        cache: Cache,
-        payloads: Payloads,
-        wait_stepped: Callable[[int], None] = lambda chunk: None,
-        edited: Callable[[int], None] = lambda chunk: None,
+        self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], payloads: Payloads
     ) -> None:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
-        self.wait_stepped, self.edited = wait_stepped, edited
+        self.wait_stepped: Callable[[int], None] = lambda chunk: None
+        self.edited: Callable[[int], None] = lambda chunk: None
         self.gradients: Gradients  # whoever makes the engine makes them too
-        self.is_saving = False  # a state_dict is being made
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
-        self.moves, self.nbytes, self.written_back = Counter[str](), Counter[str](), 0
+        self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
+        self.written_back, self.waited = 0, 0.0
         self._lock = threading.RLock()
-        self._resident: dict[int, _Stay] = {}
-        self._stays: dict[tuple[int, int], _Stay] = {}  # by chunk and first block
+        self._resident: dict[int, Stay] = {}
+        self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
         self._pins = [0] * len(self.chunks)
         self._closed = False
-        self._absent = [_stand_ins(each) for each in self.chunks]
+        self._absent = [stand_ins(each) for each in self.chunks]
         self._trained = {id(p) for each in self.chunks for p in each.parameters if p.requires_grad}
+        # One thread: a link has one direction to the device.
+        self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
+        device = arena.device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def take_over(self) -> None:
         """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
-        for each in self.chunks:
+        for each in sorted(self.chunks, key=lambda each: -resident_bytes(each.parameters)):
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             with self._values(each, overwrites=True) as values:
                 for slot, parameter in enumerate(each.parameters):
-                    each.part(values, slot).copy_(parameter.detach())
+                    take(parameter, each.run(values, slot))
             for slot, parameter in enumerate(each.parameters):
-                take_over(parameter, Place(self, each.chunk.id, slot))
-            self._set_absent(each)
-            for slot, stand_in in enumerate(self._absent[each.chunk.id]):
-                address = stand_in.untyped_storage().data_ptr()
-                ADDRESSES.add(address, Place(self, each.chunk.id, slot), absent=True)
+                place = Place(self, each.chunk.id, slot)
+                take_over(parameter, place)
+                stand_in = self._absent[each.chunk.id][slot]
+                put(parameter, stand_in)
+                ADDRESSES.add(stand_in.untyped_storage().data_ptr(), place, absent=True)
 
     def close(self) -> None:
         """Give every parameter memory of its own, with its present value."""
         self.write_back()
+        self._bringing.shutdown()
         with self._lock:
             self._closed = True
             for each in self.chunks:
                 for slot, parameter in enumerate(each.parameters):
-                    give_back(parameter, self._value(each, slot))
+                    if place_of(parameter) is not None:
+                        give_back(parameter, self._value(each, slot))
                 for stand_in in self._absent[each.chunk.id]:
                     ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
             for stay in self._resident.values():
@@ -136,6 +111,7 @@ class Engine:
             except BaseException:
                 self.unpin(pinned_here)
                 raise
+            self._prefetch()
 
     def unpin(self, chunks: Iterable[int]) -> None:
         """End `pin`."""
@@ -152,88 +128,146 @@ class Engine:
             stay = self._bring(place.chunk)
             view = stay.views[place.slot]
             if packed.whole:
-                return view.detach()
-            if packed.dtype == view.dtype:
-                return view.as_strided(packed.size, packed.stride, packed.offset)
-            other = torch.empty(0, dtype=packed.dtype, device=view.device)
-            return other.set_(stay.storages[place.slot], packed.offset, packed.size, packed.stride)  # type: ignore[call-overload,no-any-return]
+                derived = view.detach()
+            elif packed.dtype == view.dtype:
+                derived = view.as_strided(packed.size, packed.stride, packed.offset)
+            else:
+                derived = torch.empty(0, dtype=packed.dtype, device=view.device)
+                derived.set_(stay.storages[place.slot], packed.offset, packed.size, packed.stride)  # type: ignore[call-overload]
+            self._prefetch()
+            return derived
 
-    def _bring(self, chunk: int) -> _Stay:
-        """The chunk's stay on the device; makes room as `moves` decides."""
+    def _bring(self, chunk: int) -> Stay:
+        """The chunk on the device; makes room as `moves` decides."""
         if self._closed:
-            raise UserError("a backward of a graph that was made before close(); make its forward again")
+            raise UserError("this graph was made before close() of memory.fit; make its forward again")
+        decision = self._decide(chunk)
+        self._evict(decision)
+        if decision.hit:
+            return self._settled(chunk)
+        began = time.perf_counter()
+        stay = self._enter(chunk, decision.place)
+        self._copy(stay)
+        self.waited += time.perf_counter() - began
+        return self._settle(stay)
+
+    def _decide(self, chunk: int) -> Decision[int]:
         try:
-            decision = self.cache.handle_use(chunk, held=self._is_held)
+            return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
-            try:
-                decision = self.cache.handle_use(chunk, held=self._is_held)
-            except Full as full:
-                raise self._too_small(chunk, full) from None
-        for eviction in decision.evict:
-            self._evict(eviction.chunk)
-        if decision.hit:
-            return self._resident[chunk]
-        return self._load(chunk, decision.place)
+        try:
+            return self.cache.handle_use(chunk, held=self._is_held)
+        except Full as full:
+            raise self._too_small(chunk, full) from None
 
     def _too_small(self, chunk: int, full: Full) -> UserError:
-        together = [self.name(Place(self, c, 0)) for c in self._resident if self._is_held(c)]
+        names = [self.chunks[c].names[0] for c in self._resident if self._is_held(c)]
         least = full.least_blocks * self.arena.block_bytes
-        name = self.name(Place(self, chunk, 0))
         return UserError(
-            f"the device's budget of {format_bytes(self.arena.blocks * self.arena.block_bytes)} is too small to use "
-            f"the chunk of parameter {name!r} together with {len(together)} others that are in use or of which "
-            f"views are kept ({', '.join(together[:4])}{', ...' if len(together) > 4 else ''}); "
-            f"{format_bytes(least)} would do here"
+            f"the device's budget of {format_bytes(self.arena.nbytes)} is too small to use parameter "
+            f"{self.chunks[chunk].names[0]!r} together with {', '.join(map(repr, names[:3]))}"
+            f"{f' and {len(names) - 3} more chunks' if len(names) > 3 else ''}, which are in use or of which views are "
+            f"kept; {format_bytes(least)} ({least} bytes) would do here"
         )
 
     def _is_held(self, chunk: int) -> bool:
-        """Whether a chunk must stay: it is in use, or somebody has a view of its memory."""
-        return self._pins[chunk] > 0 or self._resident[chunk].is_viewed
+        """Whether a chunk must stay: it is in use, on its way, or somebody has a view of its memory."""
+        stay = self._resident[chunk]
+        if stay.coming is not None:
+            return not stay.coming.done()
+        return self._pins[chunk] > 0 or stay.is_viewed
 
-    def _load(self, chunk: int, place: int) -> _Stay:
+    # Coming and leaving
+
+    def _prefetch(self) -> None:
+        """Begin to bring what is used next, as far as `moves` says that it costs no move."""
+        while (decision := self.cache.poll_prefetch(self._is_held)) is not None:
+            self._evict(decision)
+            stay = self._enter(decision.chunk, decision.place)
+            if self._stream is not None:
+                # What still reads the block's former values has been queued before.
+                self._stream.wait_event(torch.accelerator.current_stream().record_event())
+            stay.coming = self._bringing.submit(self._copy, stay, self._stream)
+
+    def _enter(self, chunk: int, place: int) -> Stay:
+        """A place for the chunk, without its values."""
+        block = self.arena.take(self._blocks(chunk), at=place)
+        stay = self._stays.get((chunk, place))
+        if stay is None:
+            # A script may be in inference mode; the parameters are to be trained afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                stay = self._stays[chunk, place] = Stay(self.chunks[chunk], block)
+        stay.block = block
+        self._resident[chunk] = stay
+        return stay
+
+    def _blocks(self, chunk: int) -> int:
         each = self.chunks[chunk]
-        block = self.arena.take(self.cache.sizes[chunk], at=place)
-        # A script may be in inference mode; the parameters are to be trained afterwards.
-        with torch.inference_mode(False), torch.no_grad():
-            stay = self._stays.get((chunk, block.first))
-            if stay is None:
-                stay = self._stays[chunk, block.first] = _Stay(each, block)
-            with self._values(each) as values:
-                stay.memory.copy_(values)
+        return self.arena.blocks_for(each.chunk.numel * each.dtype.itemsize)
+
+    def _copy(self, stay: Stay, stream: torch.Stream | None = None) -> None:
+        """Bring the values; on a thread of its own, with a stream of its own, where there is one."""
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        with torch.inference_mode(False), torch.no_grad(), self._values(stay.each) as values:
+            stay.memory.copy_(values)
+
+    def _settled(self, chunk: int) -> Stay:
+        """The chunk's stay, once its values are there."""
+        stay = self._resident[chunk]
+        if stay.coming is None:
+            return stay
+        began = time.perf_counter()
+        try:
+            stay.coming.result(timeout=_DEADLINE)
+        except BaseException as error:
+            stay.coming = None
+            self._let_go(chunk)
+            self.cache.forget(chunk)
+            if isinstance(error, FutureTimeoutError):
+                raise DeadlineError(
+                    f"waited {_DEADLINE:.0f} s for the chunk of {stay.each.names[0]!r}, which has not come"
+                ) from None
+            raise
+        self.waited += time.perf_counter() - began
+        return self._settle(stay)
+
+    def _settle(self, stay: Stay) -> Stay:
+        """The values are there: let the parameters lie there."""
+        each = stay.each
+        with torch.inference_mode(False):
             for parameter, view in zip(each.parameters, stay.views, strict=True):
                 put(parameter, view)
-        stay.versions = self._versions(each)
-        stay.begin(block)
-        self._resident[chunk] = stay
+        stay.begin(self._versions(each))
         for slot, address in enumerate(stay.addresses):
-            ADDRESSES.add(address, Place(self, chunk, slot))
+            ADDRESSES.add(address, Place(self, each.chunk.id, slot))
         self._count("to_device", each)
         return stay
 
-    def _versions(self, each: TrainedChunk) -> list[int]:
-        return [version(parameter) for parameter in each.parameters]
-
-    def _evict(self, chunk: int) -> None:
-        self._write_back(chunk)
-        self._let_go(chunk)
-        self._count("off_device", self.chunks[chunk])
+    def _evict(self, decision: Decision[int]) -> None:
+        for eviction in decision.evict:
+            self._write_back(eviction.chunk)
+            self._let_go(eviction.chunk)
 
     def _let_go(self, chunk: int) -> None:
         """Take a chunk's memory away, whatever is in it."""
         stay = self._resident.pop(chunk)
-        for address in stay.addresses:
-            ADDRESSES.remove(address)
-        self._set_absent(self.chunks[chunk])
+        if stay.coming is None:
+            for address in stay.addresses:
+                ADDRESSES.remove(address)
+            for parameter, stand_in in zip(stay.each.parameters, self._absent[chunk], strict=True):
+                put(parameter, stand_in)
+        stay.coming = None
         self.arena.give(stay.block)
-
-    def _set_absent(self, each: TrainedChunk) -> None:
-        for parameter, stand_in in zip(each.parameters, self._absent[each.chunk.id], strict=True):
-            put(parameter, stand_in)
 
     def _count(self, direction: str, each: TrainedChunk) -> None:
         self.moves[direction] += 1
         self.nbytes[direction] += each.chunk.extent * each.dtype.itemsize
+
+    @staticmethod
+    def _versions(each: TrainedChunk) -> list[int]:
+        return [version(parameter) for parameter in each.parameters]
 
     @contextmanager
     def _values(
@@ -254,13 +288,16 @@ class Engine:
 
     def _write_back(self, chunk: int) -> None:
         stay, each = self._resident[chunk], self.chunks[chunk]
+        if stay.coming is not None:
+            return
         versions = self._versions(each)
         if versions == stay.versions and not stay.given_out:
             return
-        with self._values(each, writes=True) as values:
+        with torch.no_grad(), self._values(each, writes=True) as values:
             values.copy_(stay.memory)
         stay.versions = versions
         self.written_back += 1
+        self._count("to_host", each)
         self.edited(chunk)
 
     def out_of_date(self, chunks: Iterable[int]) -> None:
@@ -270,25 +307,45 @@ class Engine:
         """
         with self._lock:
             for chunk in chunks:
-                if chunk in self._resident and not self._is_held(chunk):
+                if chunk in self._resident:
+                    self._settled(chunk)
+                    if self._is_held(chunk):
+                        continue
                     self._let_go(chunk)
-                    self.cache.forget(chunk)
+                self.cache.forget(chunk)
 
     def refresh(self, chunks: Iterable[int]) -> None:
         """Bring the new values of those of these chunks that have stayed on the device."""
         with self._lock:
             for chunk in chunks:
-                stay, each = self._resident.get(chunk), self.chunks[chunk]
-                if stay is None:
-                    continue
-                with self._values(each) as values:
-                    stay.memory.copy_(values)
-                stay.versions = self._versions(each)
-                self._count("to_device", each)
+                if chunk in self._resident:
+                    stay = self._settled(chunk)
+                    self._copy(stay)
+                    stay.versions = self._versions(stay.each)
+                    self._count("to_device", stay.each)
+
+    def handle_step_ended(self) -> StepStatistics:
+        """A step is over: its order of use is expected of the next."""
+        with self._lock:
+            return self.cache.handle_step_ended()
+
+    def next_used(self, chunks: Iterable[int]) -> list[int]:
+        """These chunks in the order in which the next step uses them first, as far as that is known."""
+        first: dict[int, int] = {}
+        order = self.cache.order
+        for position, chunk in enumerate(order.uses if order is not None else ()):
+            first.setdefault(chunk, position)
+        last = len(first)
+
+        def key(chunk: int) -> tuple[int, int]:
+            return first.get(chunk, last), min(slot.parameter for slot in self.chunks[chunk].chunk.slots)
+
+        return sorted(chunks, key=key)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a parameter's present value in ordinary memory of its device; nothing becomes resident."""
-        place = _place(parameter)
+        place = place_of(parameter)
+        assert place is not None
         with self._lock:
             if place.chunk in self._resident:
                 self._write_back(place.chunk)
@@ -296,17 +353,18 @@ class Engine:
 
     def _value(self, each: TrainedChunk, slot: int) -> Tensor:
         like = each.likes[slot]
-        copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
-        with self._values(each) as values:
-            return copy.copy_(each.part(values, slot))
+        with torch.inference_mode(False), torch.no_grad():
+            copy = torch.empty_strided(like.shape, like.stride(), dtype=each.dtype, device=each.device)
+            with self._values(each) as values:
+                return copy.copy_(each.part(values, slot))
 
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
-        place = _place(parameter)
+        place = place_of(parameter)
+        assert place is not None
         each = self.chunks[place.chunk]
-        shape = tuple(each.likes[place.slot].shape)
         for what, wanted, given in (
-            ("shape", shape, tuple(value.shape)),
+            ("shape", tuple(each.likes[place.slot].shape), tuple(value.shape)),
             ("dtype", each.dtype, value.dtype),
             ("device", each.device, value.device),
         ):
@@ -315,11 +373,10 @@ class Engine:
                     f"parameter {self.name(place)!r} was given data of another {what} ({given}, not {wanted}) "
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
-        with self._lock:
-            stay = self._resident.get(place.chunk)
-            if stay is not None:
-                with torch.no_grad():
-                    stay.views[place.slot].copy_(value)
+        with self._lock, torch.no_grad():
+            if place.chunk in self._resident:
+                stay = self._settled(place.chunk)
+                stay.views[place.slot].copy_(value)
                 stay.given_out = True
                 return
             with self._values(each, writes=True) as values:
@@ -342,21 +399,9 @@ class Engine:
 
     def check_trainable(self, parameter: nn.Parameter, wanted: bool) -> None:
         """Raise UserError where a parameter that was frozen at `fit` is to be trained."""
-        if wanted and id(parameter) not in self._trained:
+        place = place_of(parameter)
+        if wanted and place is not None and id(parameter) not in self._trained:
             raise UserError(
-                f"parameter {self.name(_place(parameter))!r} was frozen when memory.fit laid the model out, and "
-                "has no room for a gradient; set requires_grad before memory.fit, or after close()"
+                f"parameter {self.name(place)!r} was frozen when memory.fit laid the model out, and has no room for "
+                "a gradient; set requires_grad before memory.fit, or after close()"
             )
-
-
-def _place(parameter: nn.Parameter) -> Place:
-    place: Place = parameter._atoll  # type: ignore[assignment]
-    return place
-
-
-def _stand_ins(each: TrainedChunk) -> list[Tensor]:
-    """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in every
-    floating dtype: what lies there while the chunk is away."""
-    numel, size = len(each.parameters), each.dtype.itemsize
-    ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
-    return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]

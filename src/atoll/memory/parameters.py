@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import UserError
+from atoll.memory import statedicts
 from atoll.memory.saved import Place, entered
 
 if TYPE_CHECKING:
@@ -153,6 +154,11 @@ def give_back(parameter: nn.Parameter, value: Tensor) -> None:
     parameter.data = value
 
 
+def place_of(parameter: nn.Parameter) -> Place | None:
+    """The place of a ChunkParameter; None for others."""
+    return parameter._atoll if isinstance(parameter, ChunkParameter) else None
+
+
 def put(parameter: nn.Parameter, memory: Tensor) -> None:
     """Let a ChunkParameter lie in `memory`; autograd's count of changes stays."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -224,10 +230,11 @@ def _assign(func: Any, args: Arguments, kwargs: Keywords) -> None:
 
 
 def _detach(func: Any, args: Arguments, kwargs: Keywords) -> Tensor:
-    """For a state_dict a copy in ordinary memory, for all else a view."""
+    """For a state_dict what is read when it is used, for all else a view."""
     (parameter,) = args
-    if _engine(parameter).is_saving:
-        return _engine(parameter).value(parameter)
+    lazy = statedicts.lazily(parameter)
+    if lazy is not None:
+        return lazy
     used = _pin([parameter], gives_out=False)
     try:
         with torch._C.DisableTorchFunctionSubclass():

@@ -90,7 +90,7 @@ class Addresses:
         place = Place(owner, found[1], found[2])
         return Packed(
             place,
-            tensor._version,
+            owner.version(place),  # what was derived, and is saved again, has a count of its own
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),

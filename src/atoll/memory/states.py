@@ -170,22 +170,16 @@ class ChunkStates:
             self._payloads.add((self.trained.chunk.id, state_kind(key)), self.trained.chunk.numel, dtype)
         return self._pin(state_kind(key), writes=True)
 
-    def plain(self) -> list[State]:
-        """Each slot's state as plain torch has it, in copies; with a master, that too under "master"."""
-        plain: list[State] = [
-            {key: copied(value) for key, value in numbers.items()} for numbers in self._numbers
-        ]
-        for key in sorted(frozenset[str]().union(*self._kept)):
-            with self._pin(state_kind(key)) as elements:
-                for slot, state in enumerate(plain):
-                    if key in self._kept[slot]:
-                        state[key] = self.trained.part(elements, slot).clone()
-        if self._master is not None and any(plain):
-            with self._pin(MASTER) as precise:
-                for slot, state in enumerate(plain):
-                    if state:
-                        state[MASTER] = self.trained.part(precise, slot).clone()
-        return plain
+    def plain(self, slot: int) -> State:
+        """A parameter's state as plain torch has it, in copies; with a master, that too under "master"."""
+        state = {key: copied(value) for key, value in self._numbers[slot].items()}
+        kinds = {key: state_kind(key) for key in sorted(self._kept[slot])}
+        if self._master is not None and (state or kinds):
+            kinds[MASTER] = MASTER
+        for key, kind in kinds.items():
+            with self._pin(kind) as elements:
+                state[key] = self.trained.part(elements, slot).clone()
+        return state
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
         """Take a parameter's state from plain torch's form; with {}, it has none.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
@@ -117,6 +118,7 @@ class Stepper:
             for index, parameter in enumerate(states.trained.parameters)
         }
         self.figures = StepFigures()
+        self._loading = False  # a `load_state_dict` runs whose states have been taken
         self._call: FrameType | None = None  # of `step`, while it runs
         self._left_out = False  # the param groups are empty, while `step` runs
         self._step: _Step | None = None  # the latest
@@ -124,15 +126,19 @@ class Stepper:
         self._error: BaseException | None = None  # what a step has raised
         self._condition = threading.Condition()
         self._closed = False
+        self._parameters = [p for states in self._chunks.values() for p in states.trained.parameters]
+        self._shown = StatesOnDemand(self._parameters, self._plain)
+        self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
         self._take_over()
         for chunk in self._chunks:
             gradients.steps_wait(chunk, self.wait_stepped)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(lambda _: self._show()),
-            optimizer.register_state_dict_post_hook(lambda _, __: self._hide()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, __: self._shown.keep(self._held)),
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
         self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
         self._thread.start()
@@ -178,7 +184,8 @@ class Stepper:
         try:
             self._restore()
             self.wait_all()
-            self._show()
+            self._take_over()
+            self.optimizer.state = defaultdict(dict, self._shown.items())
         finally:
             with self._condition:
                 self._closed = True
@@ -289,25 +296,30 @@ class Stepper:
 
     # The state, as plain torch shows it.
 
-    def _show(self) -> None:
-        """Put copies of all states where `state_dict` looks for them."""
-        self._restore()
-        self.wait_all()
-        for states in self._chunks.values():
-            for parameter, state in zip(states.trained.parameters, states.plain(), strict=True):
-                if state:
-                    self.optimizer.state[parameter] = state
+    def _plain(self, parameter: nn.Parameter) -> State:
+        """A copy of one parameter's state."""
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        return states.plain(slot)
 
-    def _hide(self) -> None:
-        self.optimizer.state.clear()
+    def _show(self) -> None:
+        shown: Any = self._shown
+        self.optimizer.state = shown
 
     def _take_over(self) -> None:
-        """Move the states that the optimizer itself has into payloads."""
-        for parameter, state in list(self.optimizer.state.items()):
-            if state and id(parameter) in self._slots:
-                states, slot = self._slots[id(parameter)]
-                states.load(slot, state)
-        self.optimizer.state.clear()
+        """Move into payloads the states that the script has put into `optimizer.state`, or changed there."""
+        if self.optimizer.state is not self._shown:  # the script's own: what is not there is nowhere
+            self._shown.become(self.optimizer.state, whole=True)
+            self._show()
+        changed = self._shown.taken()
+        for parameter, state in changed.items():
+            states, slot = self._slots[id(parameter)]
+            states.load(slot, state)
+
+    def _before_state_dict(self) -> None:
+        self._restore()
+        self._take_over()
+        self._held = self._shown.held()
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
@@ -316,14 +328,23 @@ class Stepper:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(each) for each in saved] != [len(each) for each in self._group_parameters]:
             return state_dict  # torch says what is wrong
+        rest = dict(state_dict["state"])
         for indices, parameters, group in zip(
             saved, self._group_parameters, state_dict["param_groups"], strict=True
         ):
             for index, parameter in zip(indices, parameters, strict=True):
                 if id(parameter) in self._slots:
                     states, slot = self._slots[id(parameter)]
-                    states.load(slot, state_dict["state"].get(index, {}), group)
-        return {**state_dict, "state": {}}
+                    states.load(slot, rest.pop(index, {}), group)
+        self._loading = True
+        return {**state_dict, "state": rest}
+
+    def _loaded(self) -> None:
+        """After `load_state_dict`, which has made a state of what it was left."""
+        if self._loading:
+            self._loading = False
+            self._shown.become(self.optimizer.state, whole=False)
+            self._show()
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:

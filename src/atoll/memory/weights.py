@@ -11,7 +11,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the model's state_dict to the file `path` (safetensors), in place of an older one there, at once
     or not at all; never more than one tensor is in memory beside the model's own.
 
-    `model.load_state_dict(safetensors.torch.load_file(path))` loads it in plain torch. Raises CheckpointError.
+    `model.load_state_dict(safetensors.torch.load_file(path))` loads it in plain torch.
+    Raises CheckpointError.
     """
     raise NotImplementedError
 
