@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from atoll.core.errors import UserError
+from atoll.core.errors import AtollError, RunError, UserError
 from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.worker import describe
 
 if TYPE_CHECKING:
     from atoll.memory.observing import Seen
@@ -65,6 +66,11 @@ def _run(script: str, arguments: list[str]) -> Seen:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise UserError(f"{script} ended by itself with status {end.code}") from None
+    except AtollError:
+        raise
+    except Exception as error:
+        print(describe(error, script), file=sys.stderr)
+        raise RunError(f"{script} failed before its plan was known: {type(error).__name__}") from None
     finally:
         sys.argv, sys.path[0], sys.stdout = argv, first, out
     if observation.seen is None:

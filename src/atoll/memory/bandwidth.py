@@ -57,7 +57,7 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
     def seconds(target: torch.Tensor, source: torch.Tensor, trials: int) -> float:
         def copy() -> None:
             target.copy_(source)
-            _settle(device)
+            settle(device)
 
         return _least(copy, trials)
 
@@ -78,7 +78,7 @@ def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device) -> flo
 
     def step() -> None:
         type(probe).step(probe)
-        _settle(device)
+        settle(device)
 
     step()  # which makes its state
     return _ELEMENTS / max(_least(step, _TRIALS), 1e-9)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from atoll.core.memory import Budgets, MemoryFigures
-from atoll.memory.bandwidth import measure
+from atoll.memory.bandwidth import measure, settle
 from atoll.memory.engine import Engine
 from atoll.memory.planning import choose, profile_of
 from atoll.memory.profile import Recorder
@@ -99,7 +99,7 @@ class Observation:
         fitted = self._fitted
         assert fitted is not None
         self._steps += 1
-        _settle(fitted.model)
+        settle(next(fitted.model.parameters()).device)
         now = time.perf_counter()
         if self._steps == _RECORDED - 1:
             self._recorder = Recorder(fitted.model, fitted.mover, lambda: fitted.stats().waited)
@@ -132,9 +132,3 @@ def tell_fitted(fitted: Fitted, optimizer: torch.optim.Optimizer | None) -> None
     """`fit` has fitted a model."""
     if _observation is not None:
         _observation.take(fitted, optimizer)
-
-
-def _settle(model: nn.Module) -> None:
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

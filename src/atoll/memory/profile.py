@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from atoll.memory.bandwidth import settle
 from atoll.memory.engine import Engine
 from atoll.memory.saved import Place
 from atoll.moves.search import Use
@@ -57,6 +59,7 @@ class Recorder(TorchFunctionMode):
             self._saved.__enter__()
         else:
             self._engine.unpacked = self._derived
+        self._handle = register_module_forward_pre_hook(self._again)
         self._mark(())  # what comes before the first use is computing too
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -64,6 +67,7 @@ class Recorder(TorchFunctionMode):
         """The uses since `start`, in order."""
         self._mark(())
         self._running = False
+        self._handle.remove()
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._engine is None:
             self._saved.__exit__(None, None, None)
@@ -84,6 +88,13 @@ class Recorder(TorchFunctionMode):
             if used:
                 self._mark(used)
         return func(*args, **kwargs)
+
+    def _again(self, module: nn.Module, _args: Any) -> None:
+        """Modes are off while backward runs: what a checkpoint computes again there is told by its modules."""
+        if self._running and torch._C._current_graph_task_id() != -1:
+            used = self._found(module._parameters.values())
+            if used:
+                self._mark(used)
 
     def _found(self, values: Iterable[Any]) -> tuple[int, ...]:
         """The parameters among arguments, in lists too."""
@@ -124,7 +135,7 @@ class Recorder(TorchFunctionMode):
             self._mark((self._indices[id(parameter)],), backward=True)
 
     def _mark(self, used: tuple[int, ...], *, backward: bool | None = None) -> None:
-        if backward is None:  # a forward that is computed again, by a checkpoint
+        if backward is None:
             backward = torch._C._current_graph_task_id() != -1
         self._marks.append((used, backward))
         if self._device.type == "cpu":
@@ -139,5 +150,5 @@ class Recorder(TorchFunctionMode):
         first = self._times[0]
         if self._device.type == "cpu":
             return [at - first for at in self._times]
-        torch.accelerator.synchronize(self._device)
+        settle(self._device)
         return [first.elapsed_time(event) / 1e3 for event in self._times]
