@@ -10,14 +10,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Run(NamedTuple):
-    """`count` blocks from block `first` on."""
+    """`length` blocks from block `first` on."""
 
     first: int
-    count: int
+    length: int
 
     @property
     def end(self) -> int:
-        return self.first + self.count
+        return self.first + self.length
 
 
 class Places(Generic[K]):
@@ -39,10 +39,10 @@ class Places(Generic[K]):
 
     def put(self, key: K, first: int, count: int) -> None:
         """Give `key` these blocks, all of them free."""
-        at = bisect_left(self._free, (first + 1,)) - 1
+        at = bisect_left(self._free, Run(first + 1, 0)) - 1
         run = self._free[at]
         parts = [Run(run.first, first - run.first), Run(first + count, run.end - first - count)]
-        self._free[at : at + 1] = [part for part in parts if part.count]
+        self._free[at : at + 1] = [part for part in parts if part.length]
         self.runs[key] = Run(first, count)
         self._owner.update(dict.fromkeys(range(first, first + count), key))
 
@@ -64,19 +64,19 @@ class Places(Generic[K]):
     def free_run(self, count: int) -> int | None:
         """The first of `count` free blocks in a row, in the shortest run that has them; None if none has.
         O(free runs)."""
-        fits = [run for run in self._free if run.count >= count]
+        fits = [run for run in self._free if run.length >= count]
         if not fits:
             return None
         if count == 1:
-            return min(fits, key=lambda run: (run.count, run.first)).first
-        return max(fits, key=lambda run: (-run.count, run.first)).end - count
+            return min(fits, key=lambda run: (run.length, run.first)).first
+        return max(fits, key=lambda run: (-run.length, run.first)).end - count
 
     def clear_run(self, count: int, leaving: Iterable[K]) -> tuple[int, list[K]] | None:
-        """The first of `count` blocks in a row that are free once some of `leaving` have left, and who these are.
+        """The first of `count` blocks in a row that are free once some of `leaving` have left, and who does.
 
-        Keys are let go one by one, in the order given, until such a run is there: so of all runs it is the one
-        whose first to be missed comes latest in that order. Who turns out to lie outside of it stays. None
-        if all of them leaving is not enough.
+        Keys are let go one by one, in the order given, until such a run is there: of all runs it is the one
+        whose last to go comes earliest in that order. Who turns out to lie outside of it stays. None if not
+        even all of them leave enough.
         """
         gone: set[K] = set()
         for key in leaving:
@@ -106,7 +106,7 @@ class Places(Generic[K]):
             return list(dict.fromkeys(owners))
 
         def cost(first: int) -> tuple[int, int]:
-            return sum(self.runs[key].count for key in leavers(first)), first if count == 1 else -first
+            return sum(self.runs[key].length for key in leavers(first)), first if count == 1 else -first
 
         best = min(range(low, high - count + 1), key=cost)
         return best, leavers(best)
