@@ -25,6 +25,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
 from atoll.memory.stepping import StepCalls, Stepper, state_dtypes
 from atoll.tensors.binding import specs_of
+from atoll.tensors.lazy import LazyTensor
 from atoll.testing.models import MODELS
 
 STEPS = 5
@@ -74,7 +75,14 @@ class AwayParameter(nn.Parameter):
 class Away:
     """A model and its optimizer with values, gradients and states in payloads."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, size: int = 1024, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        size: int = 1024,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> None:
         self.model, self.optimizer, self.payloads = model, optimizer, TensorPayloads()
         named = dict(model.named_parameters())
         groups = {p: str(i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -84,6 +92,7 @@ class Away:
         for chunk in layout.trainable:
             members = [slot.parameter for slot in chunk.slots]
             trained = TrainedChunk(chunk, [names[i] for i in members], [parameters[i] for i in members])
+            trained.device = device or trained.device
             self.chunks.append(trained)
             self.payloads.add((chunk.id, VALUES), chunk.numel, trained.dtype)
         self.store()
@@ -181,25 +190,27 @@ def both(
     name: str,
     make: Callable[[list[nn.Parameter]], Optimizer],
     dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
     **how: Any,
-) -> tuple[Any, Any, Any, Any]:
-    """Train a plain model and one whose chunks are away, and compare them; (models, optimizers)."""
+) -> None:
+    """Train a plain model and one whose chunks are away, and compare them."""
     plain = MODELS[name].build(dtype)
     plain_optimizer = make(list(plain.parameters()))
     expected = train(plain, plain_optimizer, name, dtype=dtype, **how)
     model = MODELS[name].build(dtype)
     optimizer = make(list(model.parameters()))
-    with away(model, optimizer) as fitted:
+    with away(model, optimizer, **(options or {})) as fitted:
         assert_same(expected, train(model, optimizer, name, fitted, dtype=dtype, **how))
         shown = optimizer.state_dict()
-        assert not dict.keys(optimizer.state)  # no copy of it stays
-    assert_same(plain_optimizer.state_dict(), shown)
+        assert not dict.keys(optimizer.state)  # nothing of it stays
+        assert_same(plain_optimizer.state_dict(), shown)
+    assert_same(plain_optimizer.state_dict(), shown)  # read after the end
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
-    return plain, plain_optimizer, model, optimizer
 
 
 def assert_same(expected: Any, got: Any, where: str = "") -> None:
     """Equal to the bit, whatever they are nested in."""
+    got = got.clone() if isinstance(got, LazyTensor) else got
     assert type(expected) is type(got), where
     if isinstance(expected, Tensor):
         assert expected.dtype == got.dtype, where
@@ -290,6 +301,45 @@ def by_hand(model: nn.Module, _: Away | None) -> list[Any]:
 @pytest.mark.parametrize("name", ["gpt", "unused", "odd"])
 def test_edits_between_backward_and_step(name: str, between: Clip) -> None:
     both(name, adamw, between=between, micro=2)
+
+
+@pytest.mark.parametrize("between", [by_torch, by_itself, by_hand])
+def test_gradients_on_another_device_are_served_as_copies(between: Clip) -> None:
+    """To torch, cpu:0 is another device than cpu."""
+    here = torch.zeros(1)
+    assert here.to("cpu:0").data_ptr() != here.data_ptr()
+    both("gpt", adamw, between=between, micro=2, options={"device": torch.device("cpu:0")})
+
+
+def test_a_gradient_scaler_unscales_and_skips() -> None:
+    def trained(model: nn.Module, optimizer: Optimizer, fitted: Away | None) -> list[Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+        seen: list[Any] = []
+        for step in range(6):
+            if fitted is not None:
+                fitted.fetch()
+            loss = MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, step))
+            scaler.scale(loss * (1e10 if step < 2 else 1.0)).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        return seen
+
+    plain, model = MODELS["gpt"].build(), MODELS["gpt"].build()
+    plain_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
+    expected = trained(plain, plain_optimizer, None)
+    assert expected[1] < 2.0**120 < expected[-1] * 4
+    with away(model, optimizer) as fitted:
+        assert str(expected) == str(trained(model, optimizer, fitted))
+    assert_same(plain.state_dict(), model.state_dict())
+    assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_some_chunks_step_at_once() -> None:
+    both("gpt", adamw, options={"at_once": {0, 2}})
 
 
 def test_schedulers_and_param_groups() -> None:

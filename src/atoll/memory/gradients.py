@@ -33,6 +33,7 @@ class TrainedChunk:
 
     def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self.chunk, self.names, self.parameters = chunk, list(names), list(parameters)
+        self.extent = chunk.extent  # elements
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.likes = [  # each parameter's shape, strides and dtype
             torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parameters
@@ -56,14 +57,7 @@ class _Slot:
 
     def __init__(self, chunk: _ChunkGradients, index: int) -> None:
         self._chunk, self._index = chunk, index
-        # A copy in memory of its own that counts as the gradient, while the script has views of it.
-        self.kept: Tensor | None = None
         self.proxy: weakref.ref[GradientProxy] | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether anybody else has a view of what is kept."""
-        return self.kept is not None and torch._C._storage_Use_Count(self.kept.untyped_storage()._cdata) > 2
 
     def show(self) -> GradientProxy:
         """The proxy: the same object for as long as anybody has it."""
@@ -76,8 +70,9 @@ class _Slot:
 
     @contextmanager
     def lend(self) -> Iterator[Tensor]:
-        if self.kept is not None:
-            yield self.kept
+        kept = self._chunk.kept.get(self._index)
+        if kept is not None:
+            yield kept
             self._chunk.norms.pop(self._index, None)
             return
         trained = self._chunk.trained
@@ -94,20 +89,21 @@ class _Slot:
                         home.copy_(lent)
 
     def keep(self) -> Tensor:
-        if self.kept is None:
-            trained = self._chunk.trained
+        kept = self._chunk.kept.get(self._index)
+        if kept is None:
+            like, device = self._chunk.trained.likes[self._index], self._chunk.trained.device
             with self.lend() as gradient, torch.inference_mode(False):
-                like = trained.likes[self._index]
-                kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=trained.device)
-                self.kept = kept.copy_(gradient)
-        return self.kept
+                kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+                self._chunk.kept[self._index] = kept.copy_(gradient)
+        return kept
 
     def leave(self) -> None:
         """This gradient is replaced: whoever has a view or the proxy has the old one for himself."""
         proxy = self.proxy() if self.proxy is not None else None
         if proxy is not None:
             proxy.source = OwnSource(self.keep())
-        self.proxy = self.kept = None
+        self.proxy = None
+        self._chunk.kept.pop(self._index, None)
 
 
 class _ChunkGradients:
@@ -120,6 +116,8 @@ class _ChunkGradients:
         self.filled = False  # there is something in the payload
         self.present = [False] * len(trained.parameters)
         self.slots = [_Slot(self, index) for index in range(len(trained.parameters))]
+        # By slot: a copy in memory of its own that counts as the gradient, while the script has views of it.
+        self.kept: dict[int, Tensor] = {}
         # What the values in the payload are still to be multiplied by, and in which slots.
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
@@ -135,7 +133,7 @@ class _ChunkGradients:
             torch.no_grad(),
             self.payloads.pin(self.key, writes=writes or bool(factors), overwrites=not filled) as payload,
         ):
-            flat = payload[: self.trained.chunk.extent]
+            flat = payload[: self.trained.extent]
             if not filled:
                 self._clear_padding(flat)
             for factor, present in factors:
@@ -154,14 +152,12 @@ class _ChunkGradients:
     def settled(self, *, writes: bool = False) -> Iterator[Tensor]:
         """The same, once no step reads it any more, with what the script has changed in views."""
         self.wait(self.trained.chunk.id)
-        kept = [slot.kept is not None and self.present[index] for index, slot in enumerate(self.slots)]
-        with self.borrow(writes=writes or any(kept)) as flat:
-            for index, slot in enumerate(self.slots):
-                if kept[index] and slot.kept is not None:
-                    self.trained.part(flat, index).copy_(slot.kept)
-                    self.norms.pop(index, None)
-                    if not slot.is_held:
-                        slot.kept = None
+        with self.borrow(writes=writes or bool(self.kept)) as flat:
+            for index, kept in list(self.kept.items()):
+                self.trained.part(flat, index).copy_(kept)
+                self.norms.pop(index, None)
+                if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) <= 2:  # only we have it
+                    del self.kept[index]
             yield flat
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
@@ -172,9 +168,8 @@ class _ChunkGradients:
                 part.add_(gradient.to(part.device))
             else:
                 part.copy_(gradient)
-            kept = self.slots[index].kept
-            if kept is not None:
-                kept.copy_(part)
+            if index in self.kept:
+                self.kept[index].copy_(part)
             self.norms.pop(index, None)
             if measures is not None:
                 self.norms[index] = torch.linalg.vector_norm(part, measures)
@@ -199,15 +194,13 @@ class _ChunkGradients:
         self.wait(self.trained.chunk.id)
         self.factors.append((factor, list(self.present)))
         self.norms.clear()
-        for index, slot in enumerate(self.slots):
-            if slot.kept is not None and self.present[index]:
-                slot.kept.mul_(factor.to(slot.kept.device))
+        for kept in self.kept.values():
+            kept.mul_(factor.to(kept.device))
 
     def measure(self, norm_type: float) -> None:
         """Find the norms that are not known."""
-        missing = [i for i, here in enumerate(self.present) if here and i not in self.norms]
-        if any(slot.kept is not None for slot in self.slots):
-            missing = [index for index, here in enumerate(self.present) if here]
+        missing = {i for i, here in enumerate(self.present) if here and i not in self.norms}
+        missing.update(self.kept)
         if missing:
             with self.settled() as flat:
                 for index in missing:
@@ -337,7 +330,7 @@ class Gradients:
     def begin_step(self, chunk: int) -> tuple[bool, ...]:
         """The chunk's gradients as they are now are to be stepped with; which slots have one."""
         each = self._chunks[chunk]
-        if any(slot.kept is not None for slot in each.slots):
+        if each.kept:
             with each.settled():
                 pass
         each.stepping = True

@@ -54,10 +54,12 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         state = self[parameter] = self._fetch(parameter) if self._elsewhere.get(parameter) else {}
         return state
 
-    def _fill(self) -> None:
+    def fill(self, fetch: Callable[[nn.Parameter], State] | None = None) -> None:
+        """Fetch all that is not here, with another `fetch` if one is given."""
+        fetch = fetch or self._fetch
         for parameter, elsewhere in self._elsewhere.items():
             if elsewhere and not super().__contains__(parameter):
-                state = self._fetch(parameter)
+                state = fetch(parameter)
                 if state:
                     self[parameter] = state
 
@@ -88,23 +90,23 @@ class StatesOnDemand(defaultdict[nn.Parameter, State]):
         )
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        self._fill()
+        self.fill()
         return super().__iter__()
 
     def __len__(self) -> int:
-        self._fill()
+        self.fill()
         return super().__len__()
 
     def keys(self) -> Any:
-        self._fill()
+        self.fill()
         return super().keys()
 
     def values(self) -> Any:
-        self._fill()
+        self.fill()
         return super().values()
 
     def items(self) -> Any:
-        self._fill()
+        self.fill()
         return super().items()
 
     def __reduce__(self) -> Any:

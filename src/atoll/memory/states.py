@@ -28,8 +28,8 @@ Run: TypeAlias = Callable[
 class ChunkStates:
     """A chunk that an optimizer trains with its param group `group`.
 
-    `elementwise` is what `elementwise_keys` found. `master`: the dtype that is stepped in, where it is not
-    the values' own.
+    `elementwise` is what `elementwise_keys` found, `device` where it is stepped; `master`: the dtype that it
+    is stepped in, where that is not the values' own.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class ChunkStates:
         payloads: Payloads,
         elementwise: set[str],
         group: int,
+        device: torch.device,
         master: torch.dtype | None,
     ) -> None:
-        self.trained, self.group = trained, group
+        self.trained, self.group, self._device = trained, group, device
         self._payloads, self._elementwise, self._master = payloads, elementwise, master
         self.dtype = master or trained.dtype  # of what is stepped
         slots = len(trained.parameters)
@@ -49,12 +50,10 @@ class ChunkStates:
         self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
         self._cut_for: tuple[object, ...] | None = None  # what they were cut for
-        with self._pin(VALUES) as values:
-            self._device = values.device  # where it is stepped
-            if master is not None:
-                payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, master)
-                with self._pin(MASTER, overwrites=True) as precise:
-                    precise.copy_(values)
+        if master is not None:
+            payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, master)
+            with self._pin(VALUES) as values, self._pin(MASTER, overwrites=True) as precise:
+                precise.copy_(values)
 
     def _pin(
         self, kind: str, *, writes: bool = False, overwrites: bool = False
@@ -170,16 +169,21 @@ class ChunkStates:
             self._payloads.add((self.trained.chunk.id, state_kind(key)), self.trained.chunk.numel, dtype)
         return self._pin(state_kind(key), writes=True)
 
-    def plain(self, slot: int) -> State:
-        """A parameter's state as plain torch has it, in copies; with a master, that too under "master"."""
-        state = {key: copied(value) for key, value in self._numbers[slot].items()}
-        kinds = {key: state_kind(key) for key in sorted(self._kept[slot])}
-        if self._master is not None and (state or kinds):
-            kinds[MASTER] = MASTER
-        for key, kind in kinds.items():
-            with self._pin(kind) as elements:
-                state[key] = self.trained.part(elements, slot).clone()
-        return state
+    def numbers(self, slot: int) -> State:
+        """What is kept for a parameter as a whole ("step"), in copies."""
+        return {key: copied(value) for key, value in self._numbers[slot].items()}
+
+    def kept(self, slot: int) -> dict[str, torch.dtype]:
+        """What is kept for each of its elements, by key; with a master, that too, as "master"."""
+        kept = {key: self._dtypes[key] for key in sorted(self._kept[slot])}
+        if self._master is not None and (kept or self._numbers[slot]):
+            kept[MASTER] = self._master
+        return kept
+
+    def elements(self, slot: int, key: str) -> Tensor:
+        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        with self._pin(MASTER if key == MASTER else state_kind(key)) as elements:
+            return self.trained.part(elements, slot).clone()
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
         """Take a parameter's state from plain torch's form; with {}, it has none.

@@ -8,6 +8,7 @@ of one chunk after another, in host memory. `step` returns at once; whoever need
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
+from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
@@ -107,6 +109,7 @@ class Stepper:
                 payloads(each.chunk.id),
                 elementwise,
                 group_of[id(each.parameters[0])],
+                each.device if each.chunk.id in self._at_once else torch.device("cpu"),
                 torch.float32 if master and each.dtype in _HALF else None,
             )
             for each in chunks
@@ -142,6 +145,7 @@ class Stepper:
         ]
         self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
         self._thread.start()
+        atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
 
     def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
@@ -187,12 +191,17 @@ class Stepper:
             self._take_over()
             self.optimizer.state = defaultdict(dict, self._shown.items())
         finally:
-            with self._condition:
-                self._closed = True
-                self._condition.notify_all()
             for handle in self._handles:
                 handle.remove()
-            self._thread.join(_DEADLINE)
+            self._end()
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """End the thread, once it has stepped the chunk that it is at."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join(_DEADLINE)
 
     # The optimizer's step, on the script's thread.
 
@@ -297,10 +306,30 @@ class Stepper:
     # The state, as plain torch shows it.
 
     def _plain(self, parameter: nn.Parameter) -> State:
-        """A copy of one parameter's state."""
+        """A copy of one parameter's state as plain torch has it."""
         states, slot = self._slots[id(parameter)]
         self.wait_stepped(states.trained.chunk.id)
-        return states.plain(slot)
+        return {**states.numbers(slot), **{key: states.elements(slot, key) for key in states.kept(slot)}}
+
+    def _lazy(self, parameter: nn.Parameter) -> State:
+        """The same, with tensors that are copied when they are read."""
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        lazy = {
+            key: LazyTensor(
+                partial(self._read, parameter, key), parameter.shape, dtype, states.trained.device
+            )
+            for key, dtype in states.kept(slot).items()
+        }
+        return {**states.numbers(slot), **lazy}
+
+    def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self._closed:
+            kept: Tensor = self.optimizer.state[parameter][key]
+            return kept.clone()
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        return states.elements(slot, key).to(states.trained.device)
 
     def _show(self) -> None:
         shown: Any = self._shown
@@ -318,8 +347,8 @@ class Stepper:
 
     def _before_state_dict(self) -> None:
         self._restore()
-        self._take_over()
         self._held = self._shown.held()
+        self._shown.fill(self._lazy)
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
