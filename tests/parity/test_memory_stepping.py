@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -336,6 +336,33 @@ def test_a_gradient_scaler_unscales_and_skips() -> None:
         assert str(expected) == str(trained(model, optimizer, fitted))
     assert_same(plain.state_dict(), model.state_dict())
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_parameters_outside_the_chunks_are_stepped_by_the_optimizer_itself() -> None:
+    """Of another module, and one that was frozen when its chunk was made."""
+
+    def trained(model: nn.Module, fitted: bool) -> list[Any]:
+        outside, seen = nn.Parameter(torch.ones(3)), []
+        late = next(model.parameters()).requires_grad_(False)
+        optimizer = adamw([*model.parameters(), outside])
+        with away(model, optimizer) if fitted else nullcontext() as held:
+            late.requires_grad_(True)
+            for step in range(3):
+                if held is not None:
+                    held.fetch()
+                loss = MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, step)) * outside.square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += [
+                    outside.detach().clone(),
+                    late.detach().clone(),
+                    sorted(optimizer.state_dict()["state"]),
+                ]
+        return [*seen, *(p.detach() for p in model.parameters()), optimizer.state_dict()]
+
+    plain, model = MODELS["gpt"].build(), MODELS["gpt"].build()
+    assert_same(trained(plain, False), trained(model, True))
 
 
 def test_some_chunks_step_at_once() -> None:
