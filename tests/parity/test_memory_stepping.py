@@ -285,6 +285,7 @@ def by_hand(model: nn.Module, _: Away | None) -> list[Any]:
         parameter.grad.data.add_(0.01)
         parameter.grad.view(-1)[:1] = 3.0
         parameter.grad *= 2
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
         parameter.grad.numpy()[...] *= 0.75
         if index == 1:
             parameter.grad = parameter.grad / 3
@@ -301,6 +302,27 @@ def by_hand(model: nn.Module, _: Away | None) -> list[Any]:
 @pytest.mark.parametrize("name", ["gpt", "unused", "odd"])
 def test_edits_between_backward_and_step(name: str, between: Clip) -> None:
     both(name, adamw, between=between, micro=2)
+
+
+def test_other_kinds_of_tensors_have_their_own_way_beside_gradients() -> None:
+    class Counted(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls += 1
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    model = MODELS["gpt"].build()
+    with away(model, adamw(model.parameters())):
+        MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, 0)).backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        expected = gradient.clone() + 1
+        gradient.add_(torch.ones_like(expected).as_subclass(Counted))
+        assert Counted.calls == 1
+        assert_same(expected, gradient.clone())
 
 
 @pytest.mark.parametrize("between", [by_torch, by_itself, by_hand])
