@@ -52,7 +52,7 @@ _PASSED: frozenset[Any] = frozenset(
     _attributes()
     | _methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device")
     | _methods("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "__hash__")
-    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
     | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
     | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}
 )
@@ -247,15 +247,6 @@ def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
         _unpin(used)
 
 
-def _requires_grad(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """`parameter.requires_grad = ...` and `requires_grad_(...)`."""
-    parameter = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    _engine(parameter).check_trainable(parameter, wanted)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
     """`parameter.backward(...)`: by autograd's own function, so that every use in backward reaches us."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -294,8 +285,6 @@ _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
-    _BASE.requires_grad.__set__: _requires_grad,
-    torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradient_of,
 }
