@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from atoll.chunks.layout import lay_out
 from atoll.chunks.maps import Chunk, ChunkGroup, ChunkMap, Slot
-from atoll.chunks.memory import lay_out_memory
+from atoll.chunks.memory import lay_out_memory, sizes_worth_trying
+from atoll.chunks.shapes import parse_shapes
 from atoll.chunks.specs import ParameterSpec, itemsize
 
 __all__ = [
@@ -16,4 +17,6 @@ __all__ = [
     "itemsize",
     "lay_out",
     "lay_out_memory",
+    "parse_shapes",
+    "sizes_worth_trying",
 ]

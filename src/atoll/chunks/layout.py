@@ -41,10 +41,7 @@ def lay_out(
     check_specs(specs)
     if alignment < 16 or alignment & (alignment - 1):
         raise ConfigError(f"alignment of {alignment} bytes: must be a power of two, 16 or more")
-    groups: dict[ChunkGroup, list[int]] = {}
-    for index, spec in enumerate(specs):
-        key = ChunkGroup(spec.dtype, spec.settings, spec.trainable, spec.feature)
-        groups.setdefault(key, []).append(index)
+    groups = grouped(specs)
     if chunk_bytes is None:
         chunk_bytes = _search(specs, list(groups.values()), smallest, largest, alignment)
     elif chunk_bytes < alignment:
@@ -52,13 +49,22 @@ def lay_out(
             f"chunk size of {chunk_bytes} bytes is below the alignment of {alignment} bytes; "
             "megabytes are usual, such as 4MiB"
         )
-    chunk_bytes = _round_up(chunk_bytes, alignment)
+    chunk_bytes = round_up(chunk_bytes, alignment)
     chunks = [
         chunk
         for number, (key, members) in enumerate(groups.items())
         for chunk in _fill(specs, members, number, key, chunk_bytes, alignment)
     ]
-    return _number(specs, list(groups), chunks, chunk_bytes, alignment)
+    return numbered(specs, list(groups), chunks, chunk_bytes, alignment)
+
+
+def grouped(specs: Sequence[ParameterSpec]) -> dict[ChunkGroup, list[int]]:
+    """The indices of the parameters of each group, both in the order of registration."""
+    groups: dict[ChunkGroup, list[int]] = {}
+    for index, spec in enumerate(specs):
+        key = ChunkGroup(spec.dtype, spec.settings, spec.trainable, spec.feature)
+        groups.setdefault(key, []).append(index)
+    return groups
 
 
 def _search(
@@ -76,8 +82,8 @@ def _search(
             f"chunk sizes from {smallest} to {largest} bytes: the smallest must be at least the alignment "
             f"of {alignment} bytes and at most the largest"
         )
-    sizes = [[_round_up(specs[index].nbytes, alignment) for index in reversed(members)] for members in groups]
-    return least_waste(sizes, total, _round_up(smallest, alignment), _round_up(largest, alignment), alignment)
+    sizes = [[round_up(specs[index].nbytes, alignment) for index in reversed(members)] for members in groups]
+    return least_waste(sizes, total, round_up(smallest, alignment), round_up(largest, alignment), alignment)
 
 
 def _fill(
@@ -100,7 +106,7 @@ def _fill(
 
     for index in reversed(members):
         numel = specs[index].numel
-        padded = _round_up(numel, unit)
+        padded = round_up(numel, unit)
         if padded > capacity:
             chunks.append(Chunk(-1, number, key.dtype, padded, (Slot(index, 0, numel),), oversize=True))
             continue
@@ -114,26 +120,27 @@ def _fill(
     return chunks
 
 
-def _number(
+def numbered(
     specs: Sequence[ParameterSpec],
     groups: list[ChunkGroup],
     chunks: list[Chunk],
     chunk_bytes: int,
     alignment: int,
 ) -> ChunkMap:
-    """Give ids: trainable first, then by when backward, which goes from last to first, has filled a chunk."""
+    """The map, with ids given: trainable first, then by when backward, which goes from last to first, has
+    filled a chunk."""
 
     def completed(chunk: Chunk) -> tuple[bool, int]:
         return not groups[chunk.group].trainable, -min(slot.parameter for slot in chunk.slots)
 
     places: list[tuple[int, int]] = [(-1, -1)] * len(specs)
-    numbered: list[Chunk] = []
+    in_order: list[Chunk] = []
     for id_, chunk in enumerate(sorted(chunks, key=completed)):
-        numbered.append(Chunk(id_, chunk.group, chunk.dtype, chunk.numel, chunk.slots, chunk.oversize))
+        in_order.append(Chunk(id_, chunk.group, chunk.dtype, chunk.numel, chunk.slots, chunk.oversize))
         for position, slot in enumerate(chunk.slots):
             places[slot.parameter] = (id_, position)
-    return ChunkMap(chunk_bytes, alignment, tuple(specs), tuple(groups), tuple(numbered), tuple(places))
+    return ChunkMap(chunk_bytes, alignment, tuple(specs), tuple(groups), tuple(in_order), tuple(places))
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
     return -(-value // step) * step

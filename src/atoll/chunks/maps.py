@@ -76,8 +76,8 @@ class ChunkMap(msgspec.Struct, frozen=True):
         return self.chunks[chunk].slots[slot]
 
     def blocks_of(self, chunk: Chunk) -> int:
-        """Blocks of `chunk_bytes` that the chunk takes in an arena; more than 1 for an oversize one."""
-        return max(1, -(-chunk.nbytes // self.chunk_bytes))
+        """Blocks of `chunk_bytes` that the chunk takes in an arena; more than one for an oversize one."""
+        return -(-chunk.nbytes // self.chunk_bytes)
 
     @property
     def trainable(self) -> tuple[Chunk, ...]:
@@ -98,6 +98,17 @@ class ChunkMap(msgspec.Struct, frozen=True):
     def waste(self) -> float:
         """The fraction of storage that belongs to no parameter: tails and alignment."""
         total = self.nbytes
+        return (total - self.used_bytes) / total if total else 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of `chunk_bytes` that all chunks take in an arena."""
+        return sum(self.blocks_of(chunk) for chunk in self.chunks)
+
+    @property
+    def block_waste(self) -> float:
+        """The fraction of these blocks that belongs to no parameter: `waste`, and the tails of blocks."""
+        total = self.blocks * self.chunk_bytes
         return (total - self.used_bytes) / total if total else 0.0
 
     def describe(self) -> str:

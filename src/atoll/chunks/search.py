@@ -32,26 +32,26 @@ def least_waste(
     size wastes over 1 %; of those, the larger wins.
     """
     sizes = [np.array(group, dtype=np.int64) for group in groups]
-    candidates = _candidates(sizes, smallest, largest, alignment)
+    candidates = candidate_sizes(sizes, smallest, largest, alignment)
     storage = np.zeros_like(candidates)
     for group in sizes:
         storage += _storage(group, candidates)
     wasted: Int64s = storage - used
     steps = wasted * _STEP // np.maximum(storage, 1)
-    alike = candidates >= _half_of_bytes(sizes)
+    alike = candidates >= half_of_bytes(sizes)
     if np.any(alike) and steps[alike].min() <= _STEP * _BEARABLE:
         return int(candidates[alike][np.argmin(steps[alike])])
     return int(candidates[steps == steps.min()][-1])
 
 
-def _half_of_bytes(groups: list[Int64s]) -> int:
+def half_of_bytes(groups: list[Int64s]) -> int:
     """The smallest size such that parameters of at most this size hold half of the bytes."""
     sizes: Int64s = np.sort(np.concatenate([np.zeros(1, dtype=np.int64), *groups]))
     held = np.cumsum(sizes)
     return int(sizes[np.searchsorted(held, held[-1] / 2)])
 
 
-def _candidates(groups: list[Int64s], smallest: int, largest: int, alignment: int) -> Int64s:
+def candidate_sizes(groups: list[Int64s], smallest: int, largest: int, alignment: int) -> Int64s:
     """Ascending sizes to try: a grid of equal ratios, and the lengths of runs of parameters.
 
     A model's layers repeat; the length of a run of whole parameters is where a chunk's tail vanishes.

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 import atoll
-from atoll.cli import lab, link, plan, services
+from atoll.cli import lab, link, memory, plan, services
 from atoll.core.config import Config, load_config, to_toml
 from atoll.core.errors import AtollError, ConfigError, UserError
 from atoll.observe.rundir import RunDirectory
@@ -63,6 +63,7 @@ _SetOption = Annotated[
 services.register(app)
 lab.register(app)
 link.register(app)
+memory.register(app)
 plan.register(app)
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
-from atoll.core.memory import Budgets
-from atoll.moves.search import MemoryPlan, Profile
+from atoll.chunks import ParameterSpec
+from atoll.core.memory import Budgets, check_folder
+from atoll.memory.bandwidth import measure
+from atoll.memory.stepping import state_dtypes
+from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
+from atoll.moves.timeline import Bandwidths
+from atoll.tensors.binding import specs_of
 
 
 def choose(
@@ -15,11 +22,60 @@ def choose(
     budgets: Budgets,
     *,
     profile: Profile | None = None,
+    bandwidths: Bandwidths | None = None,
 ) -> MemoryPlan:
-    """The plan for this model under `budgets`, by bandwidths measured now (well under a second).
+    """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
+    second).
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute in no time: the plan with the least to move. Raises UserError with
-    the least budget that would do, ConfigError where the disk's folder cannot be written to.
+    the least budget that would do, ConfigError where the disk's folder cannot be written to, PrepareError for
+    an optimizer that is not element-wise.
     """
-    raise NotImplementedError
+    check_folder(budgets)
+    if profile is None:
+        profile = profile_of(model, optimizer, assumed_uses(specs_for(model, optimizer)), measured=False)
+    if bandwidths is None:
+        device = next(model.parameters()).device
+        bandwidths = measure(device, optimizer, budgets.folder)
+    return search_plan(profile, bandwidths, budgets)
+
+
+def profile_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    uses: tuple[Use, ...],
+    *,
+    measured: bool = True,
+) -> Profile:
+    """The model's shapes and its optimizer's state, with these uses."""
+    specs = specs_for(model, optimizer)
+    return Profile(specs=specs, uses=uses, state_bytes=_state_bytes(model, optimizer), measured=measured)
+
+
+def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterSpec, ...]:
+    """The model's parameters as the layout sees them: those of one param group share chunks."""
+    return tuple(specs_of(dict(model.named_parameters()), settings_of(optimizer)))
+
+
+def settings_of(optimizer: torch.optim.Optimizer | None) -> Mapping[nn.Parameter, str]:
+    """Which of the optimizer's param groups has each parameter."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {parameter: str(index) for index, group in enumerate(groups) for parameter in group["params"]}
+
+
+def assumed_uses(specs: tuple[ParameterSpec, ...]) -> tuple[Use, ...]:
+    """Forward in the order of registration, and backward the other way."""
+    forward = [Use((index,)) for index in range(len(specs))]
+    return (*forward, *(Use(use.parameters, backward=True) for use in reversed(forward)))
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
+    """Bytes of each kind of state for an element; where dtypes differ, of the widest."""
+    if optimizer is None:
+        return ()
+    widest: dict[str, int] = {}
+    for dtype in {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}:
+        for key, kept in state_dtypes(optimizer, dtype).items():
+            widest[key] = max(widest.get(key, 0), kept.itemsize)
+    return tuple(widest[key] for key in sorted(widest))

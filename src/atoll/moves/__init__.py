@@ -1,1 +1,7 @@
 """Which chunk moves when: pure decisions for the memory of a device."""
+
+from atoll.moves.cache import Cache, Decision, Eviction, Full, Policy, StepStatistics
+from atoll.moves.optimum import optimum
+from atoll.moves.order import Order
+
+__all__ = ["Cache", "Decision", "Eviction", "Full", "Order", "Policy", "StepStatistics", "optimum"]

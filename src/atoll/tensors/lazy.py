@@ -19,8 +19,8 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class LazyTensor(Tensor):
-    """A tensor of `shape` and `dtype` on `device` whose values `source()` gives, each time anew, in memory that
-    nobody else has.
+    """A tensor of `shape` and `dtype` on `device` whose values `source()` gives, each time anew, in memory
+    that nobody else has.
 
     Any operation on it reads it, runs on what was read, and gives a plain tensor; below autograd, so that
     it does not matter who calls. Pickled or deep-copied it is a plain tensor. Raises UserError where an

@@ -1,0 +1,112 @@
+"""Which blocks of an arena hold which chunk; a chunk takes a contiguous run of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Run(NamedTuple):
+    """`length` blocks from block `first` on."""
+
+    first: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length
+
+
+class Places(Generic[K]):
+    """Who lies where among `blocks` blocks.
+
+    Chunks of one block are put low and larger ones high, so that the small do not cut up the runs that the
+    large need.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.runs: dict[K, Run] = {}  # of each key
+        self._owner: dict[int, K] = {}  # by block; free ones have none
+        self._free = [Run(0, blocks)] if blocks else []  # ascending, no two adjacent
+
+    @property
+    def used(self) -> int:
+        return len(self._owner)
+
+    def put(self, key: K, first: int, count: int) -> None:
+        """Give `key` these blocks, all of them free."""
+        at = bisect_left(self._free, Run(first + 1, 0)) - 1
+        run = self._free[at]
+        parts = [Run(run.first, first - run.first), Run(first + count, run.end - first - count)]
+        self._free[at : at + 1] = [part for part in parts if part.length]
+        self.runs[key] = Run(first, count)
+        self._owner.update(dict.fromkeys(range(first, first + count), key))
+
+    def remove(self, key: K) -> Run:
+        """Free the blocks of `key`, and say which they were."""
+        run = self.runs.pop(key)
+        for block in range(run.first, run.end):
+            del self._owner[block]
+        first, end = run.first, run.end
+        at = bisect_left(self._free, run)
+        above, below = at, at
+        if at < len(self._free) and self._free[at].first == end:
+            end, above = self._free[at].end, at + 1
+        if at and self._free[at - 1].end == first:
+            first, below = self._free[at - 1].first, at - 1
+        self._free[below:above] = [Run(first, end - first)]
+        return run
+
+    def free_run(self, count: int) -> int | None:
+        """The first of `count` free blocks in a row, in the shortest run that has them; None if none has.
+        O(free runs)."""
+        fits = [run for run in self._free if run.length >= count]
+        if not fits:
+            return None
+        if count == 1:
+            return min(fits, key=lambda run: (run.length, run.first)).first
+        return max(fits, key=lambda run: (-run.length, run.first)).end - count
+
+    def clear_run(self, count: int, leaving: Iterable[K]) -> tuple[int, list[K]] | None:
+        """The first of `count` blocks in a row that are free once some of `leaving` have left, and who does.
+
+        Keys are let go one by one, in the order given, until such a run is there: of all runs it is the one
+        whose last to go comes earliest in that order. Who turns out to lie outside of it stays. None if not
+        even all of them leave enough.
+        """
+        gone: set[K] = set()
+        for key in leaving:
+            gone.add(key)
+            run = self.runs[key]
+            low, high = run.first, run.end
+            while run.first - low < count and low > 0 and self._empty(low - 1, gone):
+                low -= 1
+            while high - run.end < count and high < self.blocks and self._empty(high, gone):
+                high += 1
+            if high - low >= count:
+                return self._cheapest(low, high, count)
+        return None
+
+    def tail(self, staying: Iterable[K]) -> int:
+        """Blocks above the last one of those who stay."""
+        return self.blocks - max((self.runs[key].end for key in staying), default=0)
+
+    def _empty(self, block: int, gone: set[K]) -> bool:
+        return block not in self._owner or self._owner[block] in gone
+
+    def _cheapest(self, low: int, high: int, count: int) -> tuple[int, list[K]]:
+        """Of the runs between two blocks the one for which the fewest blocks are given up."""
+
+        def leavers(first: int) -> list[K]:
+            owners = (self._owner[block] for block in range(first, first + count) if block in self._owner)
+            return list(dict.fromkeys(owners))
+
+        def cost(first: int) -> tuple[int, int]:
+            return sum(self.runs[key].length for key in leavers(first)), first if count == 1 else -first
+
+        best = min(range(low, high - count + 1), key=cost)
+        return best, leavers(best)
