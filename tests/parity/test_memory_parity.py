@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll.core.errors import UserError
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
@@ -149,7 +147,9 @@ def by_hand(run: Run, inputs: Tensor, targets: Tensor) -> Any:
 def parent_after_children(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     """The parent's own parameter once more, when all of its children have run."""
     model = gpt(run)
-    x = model.norm(model.blocks(model.tokens(inputs) + model.positions)) * model.positions.sum(1, keepdim=True)
+    x = model.norm(model.blocks(model.tokens(inputs) + model.positions)) * model.positions.sum(
+        1, keepdim=True
+    )
     loss = loss_of(model.head(x), targets)
     run.step(loss)
     return loss.item()
@@ -208,7 +208,7 @@ def custom_function(run: Run, inputs: Tensor, targets: Tensor) -> Any:
 
 
 def several_forwards(run: Run, inputs: Tensor, targets: Tensor) -> Any:
-    """Three forwards, then one backward of their sum; then two backwards of forwards that came before both."""
+    """Three forwards and one backward of them all; then two forwards and a backward of each."""
     model = gpt(run)
     run.optimizer.zero_grad()
     losses = [loss_of(model(inputs.roll(k, 1)), targets) for k in range(3)]
@@ -323,7 +323,13 @@ def state_and_copies(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     of_copy.backward()
     model.load_state_dict(state)
     seen = [loss_of(model(inputs), targets).item(), of_copy.item(), double.head.weight.grad.sum().item()]
-    return seen, list(state.values()), repr(model.positions), model.positions.stride(), model.positions.is_contiguous()
+    return (
+        seen,
+        list(state.values()),
+        repr(model.positions),
+        model.positions.stride(),
+        model.positions.is_contiguous(),
+    )
 
 
 def hooks_of_the_script(run: Run, inputs: Tensor, targets: Tensor) -> Any:

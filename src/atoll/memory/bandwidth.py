@@ -131,6 +131,7 @@ def _least(action: Callable[[], None], trials: int) -> float:
     return least
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

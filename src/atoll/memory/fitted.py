@@ -121,7 +121,10 @@ class Moving(Fitted):
         self._state_dicts = StateDicts(model)
         self._stepper: Stepper | None = None
         self.steps = 0
-        self._statistics, self._latest = StepStatistics(), (self.engine.moves.copy(), self.engine.nbytes.copy())
+        self._statistics, self._latest = (
+            StepStatistics(),
+            (self.engine.moves.copy(), self.engine.nbytes.copy()),
+        )
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
@@ -221,8 +224,8 @@ class _Owners:
         for owner, key, name, parameter in self._places:
             if owner.get(key) is not parameter:
                 raise UserError(
-                    f"parameter {name!r} was replaced after memory.fit; write new values into it with copy_(), or "
-                    "change the model before memory.fit or after close()"
+                    f"parameter {name!r} was replaced after memory.fit; write new values into it with "
+                    "copy_(), or change the model before memory.fit or after close()"
                 )
 
 
