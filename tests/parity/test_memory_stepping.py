@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -285,6 +285,7 @@ def by_hand(model: nn.Module, _: Away | None) -> list[Any]:
         parameter.grad.data.add_(0.01)
         parameter.grad.view(-1)[:1] = 3.0
         parameter.grad *= 2
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
         parameter.grad.numpy()[...] *= 0.75
         if index == 1:
             parameter.grad = parameter.grad / 3
@@ -301,6 +302,27 @@ def by_hand(model: nn.Module, _: Away | None) -> list[Any]:
 @pytest.mark.parametrize("name", ["gpt", "unused", "odd"])
 def test_edits_between_backward_and_step(name: str, between: Clip) -> None:
     both(name, adamw, between=between, micro=2)
+
+
+def test_other_kinds_of_tensors_have_their_own_way_beside_gradients() -> None:
+    class Counted(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls += 1
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    model = MODELS["gpt"].build()
+    with away(model, adamw(model.parameters())):
+        MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, 0)).backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        expected = gradient.clone() + 1
+        gradient.add_(torch.ones_like(expected).as_subclass(Counted))
+        assert Counted.calls == 1
+        assert_same(expected, gradient.clone())
 
 
 @pytest.mark.parametrize("between", [by_torch, by_itself, by_hand])
@@ -336,6 +358,33 @@ def test_a_gradient_scaler_unscales_and_skips() -> None:
         assert str(expected) == str(trained(model, optimizer, fitted))
     assert_same(plain.state_dict(), model.state_dict())
     assert_same(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_parameters_outside_the_chunks_are_stepped_by_the_optimizer_itself() -> None:
+    """Of another module, and one that was frozen when its chunk was made."""
+
+    def trained(model: nn.Module, fitted: bool) -> list[Any]:
+        outside, seen = nn.Parameter(torch.ones(3)), []
+        late = next(model.parameters()).requires_grad_(False)
+        optimizer = adamw([*model.parameters(), outside])
+        with away(model, optimizer) if fitted else nullcontext() as held:
+            late.requires_grad_(True)
+            for step in range(3):
+                if held is not None:
+                    held.fetch()
+                loss = MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, step)) * outside.square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += [
+                    outside.detach().clone(),
+                    late.detach().clone(),
+                    sorted(optimizer.state_dict()["state"]),
+                ]
+        return [*seen, *(p.detach() for p in model.parameters()), optimizer.state_dict()]
+
+    plain, model = MODELS["gpt"].build(), MODELS["gpt"].build()
+    assert_same(trained(plain, False), trained(model, True))
 
 
 def test_some_chunks_step_at_once() -> None:

@@ -103,6 +103,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_dropped"): "queue.SimpleQueue has no bound; a flow is dropped once",
     ("put", "_results"): "queue.SimpleQueue has no bound; a client has a few transfers under way",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
+    ("put", "_jobs"): "queue.SimpleQueue has no bound; a transfer for each block of memory, about",
+    ("read", "disk"): "DiskFile.read begins a transfer; Transfer.wait has the deadline",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.outbox.Outbox: a list of messages",
     ("send", "_session"): "ltp.session.Session, which knows no socket",
@@ -139,6 +141,9 @@ REVIEWED: dict[str, str] = {
         "whoever reads the lab's output sets its pace, as of any pipe"
     ),
     "lab/runner.py: _Start._read: os.read(self._result, 65536)": _POLLED,
+    "memory/disk.py: _serve: jobs.get()": (
+        "a thread of the disk tier waits for the next transfer; `close` ends it"
+    ),
     "net/context.py: _keep_doors: requests.send_multipart(_answer(requests.recv_multipart()))": (
         "a thread whose task is to answer libzmq, within this process; it ends with the context"
     ),

@@ -2,5 +2,6 @@
 
 from atoll.memory.fit import Fitted, fit
 from atoll.memory.initialising import init
+from atoll.memory.weights import load, save
 
-__all__ = ["Fitted", "fit", "init"]
+__all__ = ["Fitted", "fit", "init", "load", "save"]

@@ -102,7 +102,7 @@ class Observation:
         settle(next(fitted.model.parameters()).device)
         now = time.perf_counter()
         if self._steps == _RECORDED - 1:
-            self._recorder = Recorder(fitted.model, fitted.mover, lambda: fitted.stats().waited)
+            self._recorder = Recorder(fitted.model, fitted.mover)
             self._began = now
             self._recorder.start()
         elif self._steps == _RECORDED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,12 @@ _CHEAP = {"__get__", "__set__", "__len__", "size", "dim", "numel", "stride", "is
 class Recorder(TorchFunctionMode):
     """Records from `start` to `stop`, on the thread that calls both and in the backward that it runs.
 
-    `engine` is the one that moves the model's chunks, if one does. `waited` is a count of seconds that are no
-    compute: waits for moves. On an accelerator time is that of its events, and what a kernel waits for there
-    counts as compute. A composite function, such as multi-head attention, is one use of all its parameters.
+    `engine` is the one that moves the model's chunks, if one does; what it waits for moves and steps is no
+    compute. On an accelerator time is that of its events, and what a kernel waits for there counts as
+    compute. A composite function, such as multi-head attention, is one use of all its parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, engine: Engine | None = None, waited: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, model: nn.Module, engine: Engine | None = None) -> None:
         super().__init__()
         parameters = list(model.parameters())
         self._parameters = parameters
@@ -43,7 +41,7 @@ class Recorder(TorchFunctionMode):
         self._starts: list[int] = []  # addresses of the parameters' memory, ascending; with the next two
         self._ends: list[int] = []
         self._at: list[int] = []  # whose
-        self._engine, self._waited = engine, waited
+        self._engine = engine
         self._device = parameters[0].device
         self._marks: list[tuple[tuple[int, ...], bool]] = []
         self._times: list[Any] = []
@@ -90,7 +88,7 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _again(self, module: nn.Module, _args: Any) -> None:
-        """Modes are off while backward runs: what a checkpoint computes again there is told by its modules."""
+        """Modes are off while backward runs: what a checkpoint computes again is told by its modules."""
         if self._running and torch._C._current_graph_task_id() != -1:
             used = self._found(module._parameters.values())
             if used:
@@ -139,7 +137,8 @@ class Recorder(TorchFunctionMode):
             backward = torch._C._current_graph_task_id() != -1
         self._marks.append((used, backward))
         if self._device.type == "cpu":
-            self._times.append(time.perf_counter() - self._waited())
+            waited = 0.0 if self._engine is None else self._engine.waited
+            self._times.append(time.perf_counter() - waited)
         else:
             event = torch.Event(self._device, enable_timing=True)
             event.record()

@@ -123,8 +123,7 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         else:
             lent = {key: stack.enter_context(proxy.source.lend()) for key, proxy in proxies.items()}
         given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*given, **named)
+        result = func(*given, **named)  # which other arguments may have an own way with
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
         same = {id(lent[key]): proxies[key] for key in proxies}
         return pytree.tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)

@@ -1,9 +1,9 @@
 """The user's optimizer, stepping chunk by chunk where their state lies.
 
-The optimizer object stays the user's own. Its `step` runs on no parameter; its hyperparameters and its own
-attributes are noted, and on a thread of this module's the same code then steps a copy of it on flat segments
-of one chunk after another, in host memory. `step` returns at once; whoever needs a chunk's values calls
-`wait_stepped` first. Source: S2, part 7.
+The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk; its
+hyperparameters and its own attributes are noted, and on a thread of this module's the same code then steps a
+copy of it on flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs
+a chunk's values calls `wait_stepped` first. Source: S2, part 7.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ class Stepper:
 
     def _leave_out(self) -> None:
         self._left_out = True
-        for group in self.optimizer.param_groups:
-            group["params"] = []
+        for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
+            group["params"] = [p for p in parameters if id(p) not in self._slots]
 
     def _restore(self) -> None:
         """Undo what a step that failed left behind."""

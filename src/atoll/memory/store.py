@@ -322,16 +322,18 @@ class Store:
 
     def _take_slots(self, payload: _Payload) -> None:
         """Let it have blocks on disk: free ones, or those of payloads that lie in the host and can be written
-        once more."""
+        once more; of such that are on their way there, if need be."""
         assert self.disk is not None
         count = self._counts[payload.key]
         if payload.slots:
             return
-        for other in self._payloads.values():
+        in_host = [other for other in self._payloads.values() if other.block is not None and other.slots]
+        for other in sorted(in_host, key=lambda other: other.is_moving):
             if self.disk.free_blocks >= count:
                 break
-            if other.block is not None and not other.is_moving:
-                self._give_slots(other)
+            for transfer in other.transfers:
+                transfer.wait_over(self._seconds)
+            self._give_slots(other)
         if self.disk.free_blocks < count:
             raise UserError(
                 f"{self.disk.folder}: the disk tier of {format_bytes(self.disk.nbytes)} has no room for "

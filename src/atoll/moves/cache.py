@@ -118,7 +118,7 @@ class Cache(Generic[K]):
         self._position = 0
         self._seen = 0
         self._needed: dict[K, int] = {}  # the last use before `_seen` that each key is kept for
-        self._statistics = StepStatistics()
+        self.statistics = StepStatistics()  # of this step so far
         self._following = StepStatistics()  # the next step's
 
     # -- what is there -------------------------------------------------------------------------------------
@@ -163,14 +163,14 @@ class Cache(Generic[K]):
                 self._position = before
                 self._look_anew()
                 raise self._full(chunk, held)
-            decision = self._arrive(chunk, *found, not fresh, self._statistics)
+            decision = self._arrive(chunk, *found, not fresh, self.statistics, 0)
         if writes or fresh:
             self._changed.add(chunk)
         self._record.add(chunk, fresh)
-        self._statistics.uses += 1
-        self._statistics.hits += decision.hit
-        self._statistics.unforeseen += not foreseen
-        self._statistics.skipped += skipped
+        self.statistics.uses += 1
+        self.statistics.hits += decision.hit
+        self.statistics.unforeseen += not foreseen
+        self.statistics.skipped += skipped
         return decision
 
     def poll_prefetch(self, held: Callable[[K], bool] = nobody) -> Decision[K] | None:
@@ -187,9 +187,9 @@ class Cache(Generic[K]):
         if found is None or any(self._needed.get(key, -1) >= self._position or held(key) for key in found[1]):
             return None
         later = self._seen // len(order) > self._position // len(order)
-        statistics = self._following if later else self._statistics
+        statistics = self._following if later else self.statistics
         statistics.prefetched += 1
-        decision = self._arrive(chunk, *found, True, statistics)
+        decision = self._arrive(chunk, *found, True, statistics, self._seen - self._position + 1)
         self._pass()
         return decision
 
@@ -207,23 +207,23 @@ class Cache(Generic[K]):
         """What was changed in `chunk` has been saved, and it stays."""
         if chunk in self._changed:
             self._changed.remove(chunk)
-            self._count_write_back(self._statistics, chunk)
+            self._count_write_back(self.statistics, chunk)
 
     def handle_step_ended(self) -> StepStatistics:
         """The step is over, and its order is what is expected of the next, if it was not already. Says what
         the step came to. A step without any use leaves the order as it was."""
-        ended, self._statistics, self._following = self._statistics, self._following, StepStatistics()
+        ended, self.statistics, self._following = self.statistics, self._following, StepStatistics()
         record, self._record = self._record, _Record()
         if self._policy == "belady" and record.uses and not record.cut and not self._expected(record, ended):
             self.order = Order(record.uses, record.fresh, record.voids)
-            ended.add(self._statistics)  # made for a step that was expected, and is not any more
-            self._statistics = StepStatistics()
+            ended.add(self.statistics)  # made for a step that was expected, and is not any more
+            self.statistics = StepStatistics()
             self._position = 0
             self._look_anew()
         elif self.order is not None and self._position % len(self.order):
             self._position += -self._position % len(self.order)
             self._look_anew()
-        self._statistics.planned = self.order is not None
+        self.statistics.planned = self.order is not None
         return ended
 
     def _expected(self, record: _Record[K], ended: StepStatistics) -> bool:
@@ -296,10 +296,10 @@ class Cache(Generic[K]):
         return self._places.clear_run(count, (key for key in self._ranking if not held(key)))
 
     def _arrive(
-        self, chunk: K, place: int, leaving: list[K], bring: bool, statistics: StepStatistics
+        self, chunk: K, place: int, leaving: list[K], bring: bool, statistics: StepStatistics, ahead: int
     ) -> Decision[K]:
-        """Let `leaving` leave, and have `chunk` at `place` for its use at `_seen`."""
-        reason = self._reason(leaving)
+        """Let `leaving` leave, and have `chunk` at `place` for its use, the `ahead`th from now."""
+        reason = self._reason(leaving, ahead)
         evictions = []
         for key in leaving:
             evictions.append(Eviction(key, key in self._changed))
@@ -338,8 +338,7 @@ class Cache(Generic[K]):
             least = self.blocks + count - self._places.tail(staying)
         return Full(chunk, count, self.blocks, taken, least)
 
-    def _reason(self, leaving: list[K]) -> str:
-        ahead = self._seen - self._position
+    def _reason(self, leaving: list[K], ahead: int) -> str:
         use = f"used {ahead} uses from now" if ahead else "used now"
         if not leaving:
             return f"{use}; its blocks were free"
@@ -350,7 +349,7 @@ class Cache(Generic[K]):
         need = self._ranking.score(first)
         if need == NEVER:
             return f"{use}; {first!r} is not needed again"
-        return f"{use}; {first!r} is needed again latest, {need - self._position} uses from now"
+        return f"{use}; {first!r} is needed again latest, {need - self._position + 1} uses from now"
 
 
 class _Record(Generic[K]):

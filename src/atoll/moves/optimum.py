@@ -31,6 +31,8 @@ def optimum(
     cache = _Parts(order, blocks, {} if sizes is None else sizes)
     for key in resident:
         cache.keep(key, order.need_from(key, 0))
+    if cache.used > blocks:
+        raise ValueError(f"{cache.used} blocks are said to be in a cache of {blocks}")
     moved = [0] * steps
     for position in range(steps * len(order)):
         moved[position // len(order)] += cache.use(position)
