@@ -198,7 +198,7 @@ class Moving(Fitted):
         )
 
     def _optimum(self, order: Order[int]) -> int | None:
-        """The least moves in a step of this order; None where chunks differ in size: that knows blocks alone."""
+        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
         if any(blocks > 1 for blocks in self._sizes.values()):
             return None
         return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
