@@ -15,6 +15,8 @@ from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+
 
 def choose(
     model: nn.Module,
@@ -34,7 +36,7 @@ def choose(
     """
     check_folder(budgets)
     if profile is None:
-        profile = profile_of(model, optimizer, assumed_uses(specs_for(model, optimizer)), measured=False)
+        profile = profile_of(model, optimizer, assumed_uses(model), measured=False)
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder)
@@ -64,9 +66,22 @@ def settings_of(optimizer: torch.optim.Optimizer | None) -> Mapping[nn.Parameter
     return {parameter: str(index) for index, group in enumerate(groups) for parameter in group["params"]}
 
 
-def assumed_uses(specs: tuple[ParameterSpec, ...]) -> tuple[Use, ...]:
-    """Forward in the order of registration, and backward the other way."""
-    forward = [Use((index,)) for index in range(len(specs))]
+def assumed_uses(model: nn.Module) -> tuple[Use, ...]:
+    """Forward in the order of registration, and backward the other way. What a module of torch.nn has of its
+    own goes into one call."""
+    indices = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    forward: list[Use] = []
+    within: set[nn.Module] = set()  # whose parameters another module uses
+    for module in model.modules():
+        if module in within:
+            continue
+        whole = isinstance(module, nn.MultiheadAttention)  # which hands its projection's parameters on
+        within.update(module.modules() if whole else ())
+        used = [indices[id(parameter)] for parameter in module.parameters(recurse=whole)]
+        if type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, _LISTS):
+            forward += [Use(tuple(used))] if used else []
+        else:
+            forward += [Use((index,)) for index in used]
     return (*forward, *(Use(use.parameters, backward=True) for use in reversed(forward)))
 
 
