@@ -132,7 +132,9 @@ class Moving(Fitted):
             self.engine.take_over()
             if optimizer is not None:
                 calls = StepCalls(self._before_step, lambda _: None, self._after_step)
-                self._stepper = Stepper(optimizer, trained, self.gradients, lambda _: self._store, calls)
+                self._stepper = Stepper(
+                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
+                )
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
             for chunk in plan.resident:
