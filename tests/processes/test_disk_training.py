@@ -131,7 +131,7 @@ def test_eight_times_the_host_s_budget_under_a_hard_limit(tmp_path: Path) -> Non
     assert said["peak"] == HOST
     assert said["on disk"] > 6 * HOST
     # The formula in docs/memory.md: the arena, and what the tables take.
-    tables = 2**11 * said["payloads"] + 2**7 * 4 * CHUNKS
+    tables = 3 * 2**10 * said["payloads"] + 2 * 2**16
     assert HOST <= said["resident"] <= 1.1 * (HOST + tables)
     assert HOST <= said["data"] <= 1.1 * (HOST + tables)
     assert "can't allocate memory" in said["plain"]
