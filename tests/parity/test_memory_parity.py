@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll.core.errors import UserError
 from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
+from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import FAMILIES, batch, build, loss_of
 from atoll.testing.models import TinyGPT
 
@@ -24,9 +26,17 @@ BUDGETS = (0.25, 0.5, 0.75)  # of the need
 Scenario = Callable[["Run"], list[Any]]
 
 
+@functools.cache
+def _rates() -> Bandwidths:
+    """Measured once for all fits."""
+    return measure(torch.device("cpu"), None, "")
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ATOLL_POISON", "1")
+    rates = _rates()
+    monkeypatch.setattr(planning, "measure", lambda *_: rates)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,7 +159,9 @@ def by_hand(run: Run, inputs: Tensor, targets: Tensor) -> Any:
 def parent_after_children(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     """The parent's own parameter once more, when all of its children have run."""
     model = gpt(run)
-    x = model.norm(model.blocks(model.tokens(inputs) + model.positions)) * model.positions.sum(1, keepdim=True)
+    x = model.norm(model.blocks(model.tokens(inputs) + model.positions)) * model.positions.sum(
+        1, keepdim=True
+    )
     loss = loss_of(model.head(x), targets)
     run.step(loss)
     return loss.item()
@@ -208,7 +220,7 @@ def custom_function(run: Run, inputs: Tensor, targets: Tensor) -> Any:
 
 
 def several_forwards(run: Run, inputs: Tensor, targets: Tensor) -> Any:
-    """Three forwards, then one backward of their sum; then two backwards of forwards that came before both."""
+    """Three forwards and one backward of them all; then two forwards and a backward of each."""
     model = gpt(run)
     run.optimizer.zero_grad()
     losses = [loss_of(model(inputs.roll(k, 1)), targets) for k in range(3)]
@@ -323,7 +335,13 @@ def state_and_copies(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     of_copy.backward()
     model.load_state_dict(state)
     seen = [loss_of(model(inputs), targets).item(), of_copy.item(), double.head.weight.grad.sum().item()]
-    return seen, list(state.values()), repr(model.positions), model.positions.stride(), model.positions.is_contiguous()
+    return (
+        seen,
+        list(state.values()),
+        repr(model.positions),
+        model.positions.stride(),
+        model.positions.is_contiguous(),
+    )
 
 
 def hooks_of_the_script(run: Run, inputs: Tensor, targets: Tensor) -> Any:

@@ -1,5 +1,8 @@
-"""Training what does not fit: parameters, gradients and optimizer state in chunks over tiers of memory."""
+"""Chunked memory: training what does not fit on the device, nor on the host."""
 
 from __future__ import annotations
 
-from atoll.memory.fit import fit as fit  # the module has that name too; the function counts
+from atoll.memory.fit import Fitted, fit
+from atoll.memory.initialising import init
+
+__all__ = ["Fitted", "fit", "init"]

@@ -47,8 +47,8 @@ class Engine:
         self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], payloads: Payloads
     ) -> None:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
-        self.wait_stepped: Callable[[int], None] = lambda chunk: None
-        self.edited: Callable[[int], None] = lambda chunk: None
+        self.wait_stepped: Callable[[int], None] = lambda _: None
+        self.edited: Callable[[int], None] = lambda _: None
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
@@ -59,7 +59,6 @@ class Engine:
         self._pins = [0] * len(self.chunks)
         self._closed = False
         self._absent = [stand_ins(each) for each in self.chunks]
-        self._trained = {id(p) for each in self.chunks for p in each.parameters if p.requires_grad}
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
         device = arena.device
@@ -120,7 +119,8 @@ class Engine:
                 self._pins[chunk] -= 1
 
     def derive(self, packed: Packed) -> Tensor:
-        """The tensor that was packed: a view of the parameter's memory, which holds the chunk while it lives."""
+        """The tensor that was packed: a view of the parameter's memory, which holds the chunk as long as it
+        lives."""
         place = packed.place
         if self.unpacked is not None:
             self.unpacked(place)
@@ -132,8 +132,11 @@ class Engine:
             elif packed.dtype == view.dtype:
                 derived = view.as_strided(packed.size, packed.stride, packed.offset)
             else:
-                derived = torch.empty(0, dtype=packed.dtype, device=view.device)
-                derived.set_(stay.storages[place.slot], packed.offset, packed.size, packed.stride)  # type: ignore[call-overload]
+                storage, other = (
+                    stay.storages[place.slot],
+                    torch.empty(0, dtype=packed.dtype, device=view.device),
+                )
+                derived = other.set_(storage, packed.offset, packed.size, packed.stride)
             self._prefetch()
             return derived
 
@@ -162,13 +165,14 @@ class Engine:
             raise self._too_small(chunk, full) from None
 
     def _too_small(self, chunk: int, full: Full) -> UserError:
-        names = [self.chunks[c].names[0] for c in self._resident if self._is_held(c)]
+        names = [repr(self.chunks[c].names[0]) for c in self._resident if self._is_held(c)]
         least = full.least_blocks * self.arena.block_bytes
+        if len(names) > 3:
+            names[3:] = [f"{len(names) - 3} more"]
         return UserError(
             f"the device's budget of {format_bytes(self.arena.nbytes)} is too small to use parameter "
-            f"{self.chunks[chunk].names[0]!r} together with {', '.join(map(repr, names[:3]))}"
-            f"{f' and {len(names) - 3} more chunks' if len(names) > 3 else ''}, which are in use or of which views are "
-            f"kept; {format_bytes(least)} ({least} bytes) would do here"
+            f"{self.chunks[chunk].names[0]!r} together with {', '.join(names)}, which are in use or of which "
+            f"views are kept; {format_bytes(least)} ({least} bytes) would do here"
         )
 
     def _is_held(self, chunk: int) -> bool:
@@ -343,7 +347,7 @@ class Engine:
         return sorted(chunks, key=key)
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a parameter's present value in ordinary memory of its device; nothing becomes resident."""
+        """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
         place = place_of(parameter)
         assert place is not None
         with self._lock:
@@ -370,7 +374,7 @@ class Engine:
         ):
             if wanted != given:
                 raise UserError(
-                    f"parameter {self.name(place)!r} was given data of another {what} ({given}, not {wanted}) "
+                    f"parameter {self.name(place)!r} got data of another {what} ({given}, not {wanted}) "
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock, torch.no_grad():
@@ -396,12 +400,3 @@ class Engine:
     def version(self, place: Place) -> int:
         """How often the parameter was written into."""
         return version(self.chunks[place.chunk].parameters[place.slot])
-
-    def check_trainable(self, parameter: nn.Parameter, wanted: bool) -> None:
-        """Raise UserError where a parameter that was frozen at `fit` is to be trained."""
-        place = place_of(parameter)
-        if wanted and place is not None and id(parameter) not in self._trained:
-            raise UserError(
-                f"parameter {self.name(place)!r} was frozen when memory.fit laid the model out, and has no room for "
-                "a gradient; set requires_grad before memory.fit, or after close()"
-            )

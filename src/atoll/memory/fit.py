@@ -16,6 +16,8 @@ from atoll.memory.initialising import InitialisedParameter
 from atoll.memory.parameters import ChunkParameter
 from atoll.tensors.binding import check_bindable
 
+__all__ = ["Fitted", "fit"]
+
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Memory) -> Fitted:
     """Train `model` with `optimizer` within the budgets of `memory`; use both as before, until `close()`.
@@ -27,7 +29,6 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Me
     budgets = memory.budgets()
     parameters = dict(model.named_parameters())
     _check(model, parameters)
-    _check_optimizer(optimizer, parameters)
     plan = planning.choose(model, optimizer, budgets)
     chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
     fitted: Fitted
@@ -47,14 +48,16 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         which = f"module {name or type(module).__name__!r}"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise PrepareError(
-                f"{which} is compiled: torch.compile bakes in where its parameters lie; give memory.fit the model "
-                "as it is without torch.compile"
+                f"{which} is compiled: torch.compile bakes in where its parameters lie; give memory.fit the "
+                "model as it is without torch.compile"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise PrepareError(f"{which} is a TorchScript module, whose uses of parameters cannot be seen")
     for name, parameter in parameters.items():
         if isinstance(parameter, ChunkParameter):
-            raise PrepareError(f"parameter {name!r} is in a model that was fitted already; close() that first")
+            raise PrepareError(
+                f"parameter {name!r} is in a model that was fitted already; close() that first"
+            )
         if type(parameter) not in (nn.Parameter, InitialisedParameter):
             kind = type(parameter).__name__
             raise PrepareError(f"parameter {name!r} is a {kind}; memory.fit takes plain nn.Parameters")
@@ -62,17 +65,3 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise PrepareError(f"the model's parameters are on {' and '.join(devices)}; move them to one device")
-
-
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """Raise PrepareError for parameters that the optimizer would train and the model has not."""
-    known = {id(parameter) for parameter in parameters.values()}
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise PrepareError(
-                    f"the optimizer's param group {index} has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not the model's; give memory.fit a module that holds all that is trained"
-                )

@@ -20,7 +20,7 @@ from atoll.memory.saved import watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
-from atoll.moves import Cache, StepStatistics, optimum
+from atoll.moves import Cache, Order, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
@@ -121,7 +121,10 @@ class Moving(Fitted):
         self._state_dicts = StateDicts(model)
         self._stepper: Stepper | None = None
         self.steps = 0
-        self._statistics, self._latest = StepStatistics(), (self.engine.moves.copy(), self.engine.nbytes.copy())
+        self._statistics, self._latest = (
+            StepStatistics(),
+            (self.engine.moves.copy(), self.engine.nbytes.copy()),
+        )
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
@@ -187,12 +190,18 @@ class Moving(Fitted):
             step_moves=self._step_figures[0],
             step_nbytes=self._step_figures[1],
             written_back=engine.written_back,
-            optimum=None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1],
+            optimum=None if order is None else self._optimum(order),
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
             waited=engine.waited,
         )
+
+    def _optimum(self, order: Order[int]) -> int | None:
+        """The least moves in a step of this order; None where chunks differ in size: that knows blocks alone."""
+        if any(blocks > 1 for blocks in self._sizes.values()):
+            return None
+        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
 
     def close(self) -> None:
         for handle in self._handles:
@@ -221,8 +230,8 @@ class _Owners:
         for owner, key, name, parameter in self._places:
             if owner.get(key) is not parameter:
                 raise UserError(
-                    f"parameter {name!r} was replaced after memory.fit; write new values into it with copy_(), or "
-                    "change the model before memory.fit or after close()"
+                    f"parameter {name!r} was replaced after memory.fit; write new values into it with "
+                    "copy_(), or change the model before memory.fit or after close()"
                 )
 
 

@@ -9,7 +9,6 @@ from": host memory blown up by initialisation.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import weakref
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from atoll.core.errors import UserError
+from atoll.core.heap import give_back_freed_memory
 from atoll.core.memory import Budgets, Memory
 from atoll.core.units import format_bytes
 from atoll.memory.spillfile import Piece, SpillFile
@@ -262,7 +262,7 @@ class _Room:
                 self._evict(place)
         if self._freed > budget // _TRIM:
             self._freed = 0
-            _trim()
+            give_back_freed_memory()
         if self._held[tier] + nbytes > budget:
             raise UserError(self._too_small(tier, nbytes))
 
@@ -414,17 +414,6 @@ def _stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     """One element for all: a use that was missed finds NaN, and never old memory."""
     fill: Any = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
-
-
-def _trim() -> None:
-    """Give free memory back to the system.
-
-    The C library keeps what is freed, and glibc up to 2.37 cannot use it for a tensor of the same size: torch
-    asks for aligned memory, for which it looks for a larger piece.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other C libraries have none
-        trim(0)
 
 
 def _tier(device: torch.device) -> str:

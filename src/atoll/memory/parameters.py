@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 
+_BASE: Any = torch.Tensor  # whose attributes' descriptors are not typed
+
 # Attributes that are computed from the values, or give them out.
 _OF_VALUES = {"H", "T", "mH", "mT", "data", "real", "imag", "__cuda_array_interface__"}
 
@@ -50,15 +52,15 @@ _PASSED: frozenset[Any] = frozenset(
     _attributes()
     | _methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device")
     | _methods("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "__hash__")
-    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
     | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
-    | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}  # type: ignore[attr-defined]
+    | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}
 )
 # Asked of a tensor without memory that is laid out as the parameter is.
 _LAYOUT: frozenset[Any] = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
 # What they give may be written through, and autograd's count would not tell.
 _GIVE_OUT: frozenset[Any] = frozenset(
-    {torch.Tensor.data.__get__}
+    {_BASE.data.__get__}
     | _methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type")
     | _methods("numpy", "__array__", "__dlpack__", "tolist")
 )
@@ -88,7 +90,8 @@ class ChunkParameter(nn.Parameter):
             engine, place = _engine(parameters[0]), parameters[0]._atoll
             raise UserError(
                 f"{getattr(func, '__name__', func)}() would replace the memory of parameter "
-                f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after close()"
+                f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
+                "close()"
             )
         used = _pin(parameters, gives_out=func in _GIVE_OUT)
         try:
@@ -102,7 +105,7 @@ class ChunkParameter(nn.Parameter):
             _unpin(used)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, wherever it lies; edits of it count."""
         return _engine(self).gradients.grad_of(self)
 
@@ -122,14 +125,14 @@ class ChunkParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain_copy().__reduce_ex__(protocol)
+        return nn.Parameter.__reduce_ex__(self._plain_copy(), protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, **keywords: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self._plain_copy())
 
     def stored_value(self) -> Tensor:
         """A copy of the present values, in ordinary memory; nothing becomes resident."""
-        return _engine(self).value(self)
+        return _engine(self).value(self).cpu()
 
     def store_value(self, value: Tensor) -> None:
         """Write new values, (shape), past the device."""
@@ -150,7 +153,7 @@ def give_back(parameter: nn.Parameter, value: Tensor) -> None:
     """Make it a plain parameter again, with memory of its own."""
     assert isinstance(parameter, ChunkParameter)
     del parameter._atoll
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.data = value
 
 
@@ -212,7 +215,7 @@ def _unpin(used: dict[Engine, list[int]]) -> None:
 def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
     """They are plain parameters within."""
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -220,7 +223,7 @@ def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
             parameter.__class__ = ChunkParameter
 
 
-def _assign(func: Any, args: Arguments, kwargs: Keywords) -> None:
+def _assign(_func: Any, args: Arguments, _kwargs: Keywords) -> None:
     """`parameter.data = value`: its values are copied, so that the parameter stays in its chunk."""
     parameter, value = args
     if type(parameter) is ChunkParameter:
@@ -229,7 +232,7 @@ def _assign(func: Any, args: Arguments, kwargs: Keywords) -> None:
         parameter.data = _engine(value).value(value)
 
 
-def _detach(func: Any, args: Arguments, kwargs: Keywords) -> Tensor:
+def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
     """For a state_dict what is read when it is used, for all else a view."""
     (parameter,) = args
     lazy = statedicts.lazily(parameter)
@@ -244,17 +247,8 @@ def _detach(func: Any, args: Arguments, kwargs: Keywords) -> Tensor:
         _unpin(used)
 
 
-def _requires_grad(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """`parameter.requires_grad = ...` and `requires_grad_(...)`."""
-    parameter = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    _engine(parameter).check_trainable(parameter, wanted)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _backward(func: Any, args: Arguments, kwargs: Keywords) -> None:
-    """`parameter.backward(...)`: through autograd's own function, which lets every use in backward reach us."""
+def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
+    """`parameter.backward(...)`: by autograd's own function, so that every use in backward reaches us."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     gradient = given.pop("gradient", None)
@@ -262,8 +256,8 @@ def _backward(func: Any, args: Arguments, kwargs: Keywords) -> None:
 
 
 def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """`torch.autograd.grad` with ChunkParameters among its inputs, which are named by their edge in the graph:
-    so that the backward runs outside of `__torch_function__`, and every use in it reaches us."""
+    """`torch.autograd.grad` with ChunkParameters among its inputs, which are named by their edge in the graph
+    instead: so that the backward runs outside of `__torch_function__`, and every use in it reaches us."""
     names = (
         "outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
         "is_grads_batched", "materialize_grads",
@@ -288,11 +282,9 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
 
 
 _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
-    torch.Tensor.data.__set__: _assign,
+    _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
-    torch.detach: _detach,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_: _requires_grad,
+    torch.detach: _detach,
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradient_of,
 }

@@ -6,9 +6,9 @@ size, stride, offset), so that the chunk may leave, and is derived again when ba
 else is kept as it is. Source: S2, "Traps that are known".
 
 The hooks are `torch.autograd.graph.saved_tensors_hooks`. They are entered around the forward of the model and
-of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a parameter
-(`entered`), unless hooks of somebody else are active, such as those of a checkpoint: what those keep is a view,
-and a chunk with a view of it stays where it is (engine.py).
+of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a
+parameter (`entered`), unless hooks of somebody else are active, such as those of a checkpoint: what those
+keep is a view, and a chunk with a view of it stays where it is (engine.py).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Packed:
-    """A saved tensor that lies in a parameter's memory. Sizes, strides and the offset count elements of `dtype`;
-    `whole`: it is the parameter itself, saved while its chunk was away."""
+    """A saved tensor that lies in a parameter's memory. Sizes, strides and the offset count elements of
+    `dtype`; `whole`: it is the parameter itself, saved while its chunk was away."""
 
     place: Place
     version: int
@@ -60,8 +60,8 @@ class Packed:
 
 
 class Addresses:
-    """Whose memory begins at an address: a parameter's, while its chunk is resident, or what stands in for one
-    that is away. An engine that nobody has any more is forgotten."""
+    """Whose memory begins at an address: a parameter's, while its chunk is resident, or what stands in for
+    one that is away. An engine that nobody has any more is forgotten."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[weakref.ref[Owner], int, int, bool]] = {}
@@ -94,7 +94,7 @@ class Addresses:
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             whole=found[3],
         )
 
@@ -126,10 +126,14 @@ def _check_version(saved: int, now: int) -> None:
 _NOTHING = nullcontext()
 
 
+def hooks_are_active() -> bool:
+    """Whether saved-tensor hooks are, ours or another's. No public function tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def entered() -> AbstractContextManager[Any]:
     """A context in which what is saved for backward gives its chunk free; nothing where hooks are active."""
-    # Whose hooks are active, PyTorch tells only here.
-    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if torch.is_grad_enabled() and not hooks_are_active():
         return saved_tensors_hooks(ADDRESSES.pack, unpack)
     return _NOTHING
 

@@ -1,5 +1,4 @@
-"""What a chunk's stay on the device is made of: memory, views with storages of their own, and stand-ins for when
-it is away."""
+"""What a chunk's stay on the device is made of, and what stands in for its parameters while it is away."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from atoll.tensors.binding import carve
 
 
 class Stay:
-    """A chunk at a place on the device: `memory` is its values, (extent,); `views[i]` lies there for slot i and has
-    a storage of its own. Made once for each place that a chunk comes to, and used again."""
+    """A chunk at a place on the device: `memory` is its values, (extent,); `views[i]` lies there for slot i
+    and has a storage of its own. Made once for each place that a chunk comes to, and used again."""
 
     def __init__(self, each: TrainedChunk, block: Block) -> None:
         self.each, self.block = each, block
@@ -42,12 +41,12 @@ class Stay:
 
     def _uses(self) -> int:
         # The count tells what no public function does: whether memory may be taken away.
-        return sum(map(torch._C._storage_Use_Count, self._ids))  # type: ignore[attr-defined]
+        return sum(map(torch._C._storage_Use_Count, self._ids))
 
 
 def stand_ins(each: TrainedChunk) -> list[Tensor]:
-    """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in every
-    floating dtype: what lies there while the chunk is away."""
+    """For each slot a tensor of the parameter's shape over a single element of all one bits, which is NaN in
+    every floating dtype: what lies there while the chunk is away."""
     numel, size = len(each.parameters), each.dtype.itemsize
     ones = torch.full((numel * size,), 255, dtype=torch.uint8, device=each.device).view(each.dtype)
     return [carve(ones, index, ones[0]).expand(like.shape) for index, like in enumerate(each.likes)]

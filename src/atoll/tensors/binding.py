@@ -185,7 +185,7 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} has overlapping or gapped memory (strides {tuple(parameter.stride())}); "
                 "assign parameter.data = parameter.data.contiguous() before session.prepare"
             )
-        if parameter.numel():
+        if parameter.numel() and not hasattr(parameter, "stored_value"):  # whose memory comes and goes
             start = parameter.data_ptr()
             spans.append((start, start + parameter.numel() * parameter.element_size(), name))
     spans.sort()
