@@ -73,10 +73,11 @@ class StoreStatistics:
 class Store:
     """Payloads in `host`, whose memory it alone gives out; with `disk`, what is not used soon lies there.
 
-    Its methods may be called from several threads at once. With a disk, the arena's blocks must be whole
-    pages (`alignment=PAGE`) of the size of the file's. Raises UserError, with the least budget that would do,
-    where what is pinned at once does not fit into the host, and where all payloads do not fit into both;
-    a transfer's error (see DiskFile) at each pin of what it concerns; DeadlineError after `seconds`.
+    It page-locks the arena where that can be done, and keeps it from forked processes (see Arena). Methods
+    may be called from several threads at once. With a disk, the arena's blocks must be whole pages
+    (`alignment=PAGE`) of the size of the file's. Raises UserError, with the least budget that would do, where
+    what is pinned at once does not fit into the host, and where all payloads do not fit into both; a
+    transfer's error (see DiskFile) at each pin of what it concerns; DeadlineError after `seconds`.
     """
 
     def __init__(
@@ -97,8 +98,12 @@ class Store:
         self._pins: Counter[int] = Counter()  # by thread
         self._blocked: set[int] = set()  # threads that wait for others to unpin
         self.statistics = self._at_step = StoreStatistics()
-        if host.device.type == "cpu":
-            host.keep_from_children()
+        host.keep_from_children()
+        locked, why = host.lock_pages()
+        # What was chosen here, and why: (what, choice, reason), as core.events.Decided has them.
+        self.choices = [("memory.host", "page-locked" if locked else "pageable", why)]
+        if disk is not None:
+            self.choices.append(("memory.disk", "direct" if disk.direct else "page cache", disk.reason))
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
         """A new payload of `numel` elements. It takes no memory before its first pin, which gives zeros."""
