@@ -380,6 +380,9 @@ def test_a_disk_budget_that_is_too_small_is_named() -> None:
             r"with 32768 bytes \(32\.0 KiB\) it holds all",
             str(raised.value),
         )
+        with pytest.raises(UserError) as again:  # and nothing is given out after that
+            store.get((0, "values"))
+        assert str(again.value) == str(raised.value)
 
 
 def test_it_says_how_memory_and_disk_are_used() -> None:
