@@ -10,6 +10,7 @@ import pytest
 from atoll.cli import services
 from atoll.core.config import MOST_STRIPES, Config, Fill, LinkOptions, load_config, to_toml
 from atoll.core.errors import ConfigError, UserError
+from atoll.core.memory import Budgets, Memory, Pins, check_folder
 from atoll.core.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from atoll.ltp import settings as settings_module
 from atoll.ltp.settings import Settings
@@ -137,6 +138,72 @@ def test_keys_that_are_wrong_together_are_one_line(settings: list[str], said: st
         load_config(settings=settings, environment={})
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+def test_budgets_of_memory_in_any_order() -> None:
+    given = ["memory.disk=/scratch:50GiB", "memory.host=8GiB", "memory.device=2GiB", "memory.chunk=16MiB"]
+    for order in (1, -1):
+        budgets = load_config(settings=given[::order], environment={}).budgets
+        assert budgets == Budgets(
+            device=2**31, host=2**33, disk=50 * 2**30, folder="/scratch", pins=Pins(chunk_bytes=2**24)
+        )
+    assert load_config(environment={}).budgets is None
+    assert load_config(settings=["memory.device=4096"], environment={}).budgets == Budgets(device=4096)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("memory.device=2GiBs", "memory.device: '2GiBs' is not a size; write it like 2GiB"),
+        ("memory.device=-2GiB", "memory.device: '-2GiB' is not a size"),
+        ("memory.device=-2", "memory.device: '-2' is not a size"),
+        ("memory.device=0", "memory.device: a budget of 0 holds nothing"),
+        ("memory.host=0B", "memory.host: a budget of 0 holds nothing"),
+        ("memory.host=much", "memory.host: 'much' is not a size"),
+        ("memory.disk=/scratch", "memory.disk: '/scratch' has no folder or no size"),
+        ("memory.disk=50GiB", "memory.disk: '50GiB' has no folder or no size"),
+        ("memory.disk=:50GiB", "memory.disk: ':50GiB' has no folder or no size"),
+        ("memory.disk=/scratch:", "memory.disk: '/scratch:' has no folder or no size"),
+        ("memory.disk=/scratch:0", "memory.disk: a budget of 0 holds nothing"),
+        ("memory.disk=/scratch:all", "memory.disk: 'all' is not a size"),
+        ("memory.chunk=4MB/s", "memory.chunk: '4MB/s' is not a size"),
+        ("memory.cache=0", "memory.cache: '0' is no number of blocks"),
+        ("memory.cache=some", "memory.cache: 'some' is no number of blocks"),
+        ("memory.resident=1.5", "memory.resident: '1.5' is neither a share between 0 and 1"),
+        ("memory.resident=nan", "memory.resident: 'nan' is neither a share between 0 and 1"),
+        ("memory.sharding=asymetric", "memory.sharding: no such choice 'asymetric'; did you mean"),
+        ("memory.step=cpu", "memory.step: no such choice 'cpu'"),
+        ("memory.devise=2GiB", "no key 'memory.devise'; did you mean 'memory.device'?"),
+    ],
+)
+def test_a_wrong_budget_is_one_line_that_names_its_key(setting: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(settings=[setting], environment={})
+    assert str(caught.value).startswith(f"--set {setting}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_budgets_without_the_devices() -> None:
+    with pytest.raises(ConfigError, match=r"^memory\.device: .*missing.* memory\.host alone says too little"):
+        load_config(settings=["memory.host=8GiB"], environment={})
+    with pytest.raises(ConfigError, match=r"^device: the device's budget is missing; write it like 2GiB$"):
+        Memory().budgets()
+
+
+def test_the_folder_of_the_disk_tier(tmp_path: Path) -> None:
+    def check(folder: Path, size: str = "1KiB") -> None:
+        check_folder(Memory(device="1GiB", disk=f"{folder}:{size}").budgets(), "memory.")
+
+    check(tmp_path)
+    with pytest.raises(ConfigError, match=r"^memory\.disk: .*none does not exist; give a folder"):
+        check(tmp_path / "none")
+    write(tmp_path / "file", "")
+    with pytest.raises(ConfigError, match=r"^memory\.disk: .*file is no folder"):
+        check(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"^memory\.disk: .* has .* free, and the budget is"):
+        check(tmp_path, "1000TiB")
+    with pytest.raises(ConfigError, match=r"^memory\.disk: /proc is not writable|/proc has 0 B free"):
+        check(Path("/proc"))
 
 
 def test_keys_of_peers_in_any_order() -> None:

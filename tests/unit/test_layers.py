@@ -77,8 +77,8 @@ TABLE = {
         BELOW_TRAIN | {"plan", "train", "hub", "server", "lab", "launch"}, BASE | {"torch", "rich", "psutil"}
     ),
 }
-# `import atoll` itself gives the session, and imports it only when it is asked for.
-ROOT = Layer({"train"}, set(), lazy=frozenset({"atoll.train"}))
+# `import atoll` itself gives the session and the memory, and imports them only when they are asked for.
+ROOT = Layer({"core", "memory", "train"}, set(), lazy=frozenset({"atoll.memory", "atoll.train"}))
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,7 @@ def test_there_are_modules_to_check() -> None:
         ("hub/hub.py", "import torch"),
         ("tensors/binding.py", "from atoll.observe import journal"),
         ("__init__.py", "from atoll.train.session import join"),
+        ("__init__.py", "from atoll.memory import fit"),
         ("__init__.py", "from atoll.tensors import binding"),
         ("garage/car.py", "import os"),
     ],

@@ -75,6 +75,7 @@ A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
 
 # (what is called, on what): the last part of each, and why that is no wait.
 NO_WAITS: dict[tuple[str, str], str] = {
+    **{("put", name): "a table of the cache's decisions, no queue" for name in ("_places", "_ranking")},
     **{
         ("poll", name): "subprocess.Popen.poll: looks, and returns"
         for name in ("process", "_process", "worker", "launcher", "each", "_services")
@@ -103,6 +104,8 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("put", "_dropped"): "queue.SimpleQueue has no bound; a flow is dropped once",
     ("put", "_results"): "queue.SimpleQueue has no bound; a client has a few transfers under way",
     ("put", "sums"): "queue.SimpleQueue has no bound; an iteration has a sum for each message, and waits",
+    ("put", "_jobs"): "queue.SimpleQueue has no bound; a transfer for each block of memory, about",
+    ("read", "disk"): "DiskFile.read begins a transfer; Transfer.wait has the deadline",
     ("put", "optimizer"): "ShardOptimizer.put: values into a chunk",
     ("put", "_outbox"): "ltp.outbox.Outbox: a list of messages",
     ("send", "_session"): "ltp.session.Session, which knows no socket",
@@ -139,6 +142,9 @@ REVIEWED: dict[str, str] = {
         "whoever reads the lab's output sets its pace, as of any pipe"
     ),
     "lab/runner.py: _Start._read: os.read(self._result, 65536)": _POLLED,
+    "memory/disk.py: _serve: jobs.get()": (
+        "a thread of the disk tier waits for the next transfer; `close` ends it"
+    ),
     "net/context.py: _keep_doors: requests.send_multipart(_answer(requests.recv_multipart()))": (
         "a thread whose task is to answer libzmq, within this process; it ends with the context"
     ),
@@ -213,12 +219,20 @@ REVIEWED: dict[str, str] = {
     "train/node/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
+    "memory/engine.py: Engine.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-bringing')": (
+        "its thread copies chunks, and what it waits for, a chunk's step or its read, has a deadline"
+    ),
+    "memory/engine.py: Engine.close: self._bringing.shutdown()": "the same: at most the copies begun",
+    "memory/stepping.py: Stepper._work: self._condition.wait()": (
+        "the thread that steps chunks waits for the next step; `close` ends it"
+    ),
     "train/node/globals.py: _Crew.__init__: "
     "ThreadPoolExecutor(self.size, 'atoll-chunks', initializer=_stay_alone)": (
         "its threads step chunks, and wait for nobody"
     ),
     "train/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
+    "memory/bandwidth.py: settle: torch.accelerator.synchronize(device)": _OWN_DEVICE,
     "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,
 }
 

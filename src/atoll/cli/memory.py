@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll.chunks import ChunkMap, lay_out_memory, parse_shapes
+from atoll.cli import memory_plan
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.units import format_bytes, parse_bytes
 
@@ -17,6 +18,8 @@ def register(app: typer.Typer) -> None:
     """Give `app` these commands."""
     memory = typer.Typer(help="Chunked memory: train what does not fit.", rich_markup_mode=None)
     memory.command("layout")(show_layout)
+    # Options after SCRIPT are the script's own.
+    memory.command("plan", context_settings={"allow_interspersed_args": False})(memory_plan.show_plan)
     app.add_typer(memory, name="memory")
 
 

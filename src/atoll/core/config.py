@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from atoll.core.errors import ConfigError
+from atoll.core.memory import Budgets, Memory, Sharding, StepsOn
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import parse_bytes, parse_rate, parse_seconds
 
@@ -166,6 +167,12 @@ class Config(msgspec.Struct, forbid_unknown_fields=True):
     hub: Hub = msgspec.field(default_factory=Hub)
     groups: Groups = msgspec.field(default_factory=Groups)
     link: Link = msgspec.field(default_factory=Link)
+    memory: Memory = msgspec.field(default_factory=Memory)
+
+    @property
+    def budgets(self) -> Budgets | None:
+        """`[memory]` in bytes; None where it is not given. Raises ConfigError."""
+        return self.memory.budgets("memory.") if self.memory.is_given else None
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -287,6 +294,7 @@ def check_together(config: Config) -> None:
             "ssp, or sync.compensation to 0"
         )
     _check_link(config)
+    _ = config.budgets
 
 
 def _check_strategy(config: Config) -> None:
@@ -434,6 +442,11 @@ def _convert(table: dict[str, Any], where: str) -> Config:
         _ = config._high
     except ConfigError as error:
         raise ConfigError(f"{where}: link.high: {error}") from None
+    try:
+        # Keys come in any order: that the device's budget is missing is said when all are there.
+        msgspec.structs.replace(config.memory, device=config.memory.device or "1").budgets("memory.")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return config
 
 
@@ -476,6 +489,8 @@ def _choices(section: str, key: str) -> list[str]:
         "groups.by": GroupBy,
         "link.transport": Transport,
         "link.fill": Fill,
+        "memory.sharding": Sharding,
+        "memory.step": StepsOn,
     }
     kind: Any = kinds.get(f"{section}.{key}")
     return list(kind.__args__) if kind is not None else []

@@ -11,6 +11,8 @@ from typing import Union
 
 import msgspec
 
+from atoll.core.memory import MemoryFigures
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=str.lower, tag_field="event"):
     """What every event has."""
@@ -160,6 +162,12 @@ class NodeSeen(Event, frozen=True):
     staleness: list[int] = []
 
 
+class MemorySeen(Event, frozen=True):
+    """How a worker's chunked memory has done since it began."""
+
+    figures: MemoryFigures
+
+
 class Skipped(Event, frozen=True):
     """An iteration that no worker applied."""
 
@@ -206,6 +214,7 @@ AnyEvent = Union[
     Regrouped,
     LinkSeen,
     NodeSeen,
+    MemorySeen,
     Skipped,
     Saved,
     Warned,

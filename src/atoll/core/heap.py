@@ -37,3 +37,14 @@ def keep_freed_memory(*, messages: bool = False, environment: Mapping[str, str] 
     }
     mallopt = ctypes.CDLL(None).mallopt
     return [mallopt(name, value) for name, value in settings.items()] == [1] * len(settings)
+
+
+def give_back_freed_memory() -> None:
+    """Give what is free on the heap back to the system, holes included; where it is not glibc's, nothing.
+
+    glibc up to 2.37 cannot use what an aligned tensor has freed for another of the same size: torch asks for
+    aligned memory, for which it looks for a larger piece. So what allocates and frees large tensors of one
+    size grows without end (docs/notes/memory.md).
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

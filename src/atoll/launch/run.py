@@ -39,6 +39,7 @@ from atoll.launch.verdict import Verdict, judge, stopped
 from atoll.observe import report
 from atoll.observe.groups import group_lines
 from atoll.observe.links import link_lines
+from atoll.observe.memory import memory_lines
 from atoll.observe.nodes import node_lines
 from atoll.observe.progress import Progress, format_values, make_progress
 from atoll.observe.recorder import Recorder, Writer
@@ -337,7 +338,9 @@ def closing_lines(
     if summary.last:
         lines.append(f"atoll: last: {format_values(summary.last)}")
     lines += [
-        f"atoll: {line}" for line in [*group_lines(summary), *link_lines(summary), *node_lines(summary)]
+        f"atoll: {line}"
+        for lines in (group_lines, link_lines, node_lines, memory_lines)
+        for line in lines(summary)
     ]
     files = [directory.summary, directory.metrics, *([directory.picture] if drawn else []), directory.logs]
     lines.append(f"atoll: see {directory.path}: {', '.join(file.name for file in files)}")

@@ -30,6 +30,7 @@ from atoll.core.events import (
 from atoll.observe.groups import GroupRecords
 from atoll.observe.journal import JournalReader
 from atoll.observe.links import LinkRecords
+from atoll.observe.memory import MemoryRecords
 from atoll.observe.metrics import Line, Merger
 from atoll.observe.nodes import NodeRecords
 from atoll.observe.rundir import RunDirectory
@@ -147,6 +148,7 @@ class Recorder:
         self._grouped = GroupRecords()
         self.links = LinkRecords()
         self._nodes = NodeRecords()
+        self._memory = MemoryRecords()
         self._merger = Merger(workers)
         self._totals = {worker: WorkerTotals(worker) for worker in range(workers)}
         self._rates = {worker: _Rates() for worker in range(workers)}
@@ -221,6 +223,7 @@ class Recorder:
         self._first, self._end = min(self._first, event.time), max(self._end, event.time)
         self._grouped.take(event)
         self._nodes.take(event)
+        self._memory.take(event)
         for line in self._merger.add(event):
             self._write(line)
         totals = self._totals.setdefault(event.worker, WorkerTotals(event.worker))
@@ -306,6 +309,7 @@ class Recorder:
             each_group=each_group,
             links=self.links.shown(),
             nodes=self._nodes.shown(),
+            memory=self._memory.shown(),
         )
 
 

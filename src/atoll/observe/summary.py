@@ -10,6 +10,7 @@ import msgspec
 
 from atoll.core.errors import UserError
 from atoll.core.events import LinkFigures
+from atoll.core.memory import MemoryFigures
 
 
 class WorkerTotals(msgspec.Struct):
@@ -103,6 +104,12 @@ class NodeTotals(msgspec.Struct):
     waiting_share: float = 0.0
 
 
+class MemoryTotals(MemoryFigures, frozen=True, kw_only=True):
+    """A worker's chunked memory as it was seen last: see core's `MemoryFigures`."""
+
+    worker: int
+
+
 class Summary(msgspec.Struct, omit_defaults=True):
     """summary.json.
 
@@ -112,6 +119,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     NaN or infinite); `events` are the decisions, warnings, checkpoints, skipped iterations and failures, as
     plain objects. A run whose workers were in groups has `groupings` and `each_group`; others have neither.
     `links` are those over which parts of gradients may be lost. `nodes` are those of a run without a server.
+    `memory` has the workers whose model lies in chunks over tiers of memory.
     """
 
     strategy: str
@@ -129,6 +137,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     each_group: list[GroupTotals] = []
     links: list[LinkTotals] = []
     nodes: list[NodeTotals] = []
+    memory: list[MemoryTotals] = []
 
     @property
     def samples_per_second(self) -> float:

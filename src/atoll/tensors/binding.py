@@ -180,12 +180,12 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter {name!r} is {_short(parameter.dtype)}; hold it as a real parameter and "
                 "use torch.view_as_complex in forward"
             )
-        if not _is_dense(parameter):
+        if not is_dense(parameter):
             raise PrepareError(
                 f"parameter {name!r} has overlapping or gapped memory (strides {tuple(parameter.stride())}); "
                 "assign parameter.data = parameter.data.contiguous() before session.prepare"
             )
-        if parameter.numel():
+        if parameter.numel() and not hasattr(parameter, "stored_value"):  # whose memory comes and goes
             start = parameter.data_ptr()
             spans.append((start, start + parameter.numel() * parameter.element_size(), name))
     spans.sort()
@@ -197,7 +197,7 @@ def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one run of memory, each once, in whatever order."""
     expected = 1
     for stride, size in sorted(

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from atoll.tensors.tensorfile import (
     read_tensors,
     write_tensors,
 )
+from atoll.tensors.tensorreader import read_lazily
 from atoll.tensors.trees import Encoder, decode
 
 FORMAT = "atoll checkpoint"
@@ -101,10 +102,11 @@ def is_checkpoint_there(path: str | os.PathLike[str]) -> bool:
     return place.exists() or any(_is_whole(_beside(place, what)) for what in ("writing", "old"))
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Checkpoint:
     """The checkpoint in the folder `path`, after its sizes and checksums have been compared.
 
-    Raises CheckpointError, one line that names the file, where there is none, or it is damaged.
+    `lazily`: its tensors are `LazyTensor`s, each read when it is used, for a model that does not fit. Raises
+    CheckpointError, one line that names the file, where there is none, or it is damaged.
     """
     place = Path(os.path.realpath(path))
     if not place.exists():
@@ -118,7 +120,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     elif not place.is_dir():
         raise CheckpointError(f"{path}: is a file; a checkpoint is the folder that holds {_MANIFEST}")
     manifest = _verified(place)
-    return _read_files(place, manifest)
+    return _read_files(place, manifest, read_lazily if lazily else read_tensors)
 
 
 def pack(*, model: Mapping[str, Any], trees: Mapping[str, object]) -> bytes:
@@ -234,10 +236,12 @@ def _as_json(value: object, what: str) -> bytes:
         raise CheckpointError(f"{what}: cannot be written as JSON: {error}") from None
 
 
-def _read_files(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+def _read_files(
+    folder: Path, manifest: Mapping[str, Any], reads: Callable[[Path], Mapping[str, Tensor]]
+) -> Checkpoint:
     state_file = folder / _STATE
     tensors = {
-        name.removesuffix(_SUFFIX): read_tensors(folder / name)
+        name.removesuffix(_SUFFIX): reads(folder / name)
         for name in manifest["files"]
         if name.endswith(_SUFFIX)
     }
@@ -246,7 +250,7 @@ def _read_files(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
 
 
 def _decoded(
-    raw: bytes, tensors: Mapping[str, dict[str, Tensor]], what: str
+    raw: bytes, tensors: Mapping[str, Mapping[str, Tensor]], what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state_dict and the trees, of state.json's bytes and the tensors of each file."""
     try:

@@ -59,11 +59,25 @@ def _try(
     device: torch.device,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Step a copy of `optimizer` on parameters of its own; returns them and their states."""
+    parameters = [nn.Parameter(value.clone().to(device)) for value in values]
+    probe = copy_for(optimizer, group, parameters)
+    step = type(optimizer).step
+    for these in gradients:
+        for parameter, gradient in zip(parameters, these, strict=True):
+            parameter.grad = gradient.clone().to(device)
+        step(probe)
+    return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
+
+
+def copy_for(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer like this one, without its hooks and its state, that steps `parameters` by the
+    hyperparameters of `group`; step it as `type(optimizer).step(copy)`, past what wraps the method."""
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(probe, hooks, OrderedDict())
-    parameters = [nn.Parameter(value.clone().to(device)) for value in values]
     hyperparameters = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -71,9 +85,4 @@ def _try(
     }
     probe.param_groups = [{**hyperparameters, "params": parameters}]
     probe.state = defaultdict(dict)
-    step = type(optimizer).step
-    for these in gradients:
-        for parameter, gradient in zip(parameters, these, strict=True):
-            parameter.grad = gradient.clone().to(device)
-        step(probe)
-    return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
+    return probe

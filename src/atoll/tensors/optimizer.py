@@ -83,7 +83,7 @@ class ChunkState:
     def signature(self, slot: int) -> tuple[object, ...]:
         """What must be equal for two slots to share a segment."""
         return tuple(
-            (key, _comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items())
+            (key, comparable(value, key in self.elements)) for key, value in sorted(self.slots[slot].items())
         )
 
     def cut(self, present: tuple[bool, ...], fused: bool) -> None:
@@ -99,22 +99,11 @@ class ChunkState:
             if last is None or signature != last:
                 runs.append([])
             runs[-1].append(slot)
-            last = None if self._ends_run(slot, fused) else signature
+            nbytes = self.chunk.parameters[slot].nbytes
+            ends = ends_run(nbytes, self.chunk.flat.dtype, self.chunk.flat.device, fused)
+            last = None if ends else signature
         self.segments = [self._segment(run[0], run[-1]) for run in runs]
         self.present = present
-
-    def _ends_run(self, slot: int, fused: bool) -> bool:
-        """Whether what follows `slot` must not step in one run with it, to the bit as plain torch steps both.
-
-        On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar loop
-        that finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
-        that fills its last one may be followed; in half precision nothing may.
-        """
-        if self.chunk.flat.device.type != "cpu":
-            return False
-        if self.chunk.flat.dtype not in _FULL_PRECISION:
-            return True
-        return fused and self.chunk.parameters[slot].nbytes % _CACHE_LINE != 0
 
     def _segment(self, first: int, last: int) -> Segment:
         segment = Segment(self.chunk, first, last)
@@ -122,7 +111,7 @@ class ChunkState:
             if key in self.elements:
                 segment.state[key] = self.elements[key][segment.start : segment.end]
             else:
-                segment.state[key] = _copied(value)
+                segment.state[key] = copied(value)
         self._share(segment)
         return segment
 
@@ -132,7 +121,7 @@ class ChunkState:
             for slot in range(segment.first, segment.last + 1):
                 for key, value in segment.state.items():
                     if key not in self.elements:
-                        self.slots[slot][key] = _copied(value)
+                        self.slots[slot][key] = copied(value)
         self.segments, self.present = [], None
 
     def adopt(self, segment: Segment, state: State, elementwise: set[str]) -> bool:
@@ -191,7 +180,7 @@ class ChunkState:
             for key, values in self.elements.items()
         }
         slots = [
-            {key: None if key in self.elements else _copied(value) for key, value in slot.items()}
+            {key: None if key in self.elements else copied(value) for key, value in slot.items()}
             for slot in self.slots
         ]
         return SavedState(elements, slots, self.segments)
@@ -208,7 +197,7 @@ class ChunkState:
         ]
         for before, states in runs or [(saved.slots[i], [slot]) for i, slot in enumerate(self.slots)]:
             for key in list(states[0]):
-                value = _copied(before.get(key))
+                value = copied(before.get(key))
                 for state in states:
                     if key not in before:  # the first step's
                         del state[key]
@@ -271,8 +260,8 @@ class ParameterOptimizer:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.restore()
-        args, kwargs = _call_closure_now(args, kwargs)
-        _check_groups(optimizer, self._group_parameters)
+        args, kwargs = call_closure_now(args, kwargs)
+        check_groups(optimizer, self._group_parameters)
         self._hooks.before()
         parameters = (p for group in self._group_parameters for p in group)
         if not self._hooks.accept([p.grad for p in parameters if p.grad is not None]):
@@ -421,8 +410,8 @@ class ChunkOptimizer:
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The step's pre-hook: parameters and state out, segments in."""
         self.restore()
-        args, kwargs = _call_closure_now(args, kwargs)
-        _check_groups(optimizer, self._group_parameters)
+        args, kwargs = call_closure_now(args, kwargs)
+        check_groups(optimizer, self._group_parameters)
         if self._state_was_replaced():
             self._import()
         self._hooks.before()
@@ -477,17 +466,19 @@ class ChunkOptimizer:
         )
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, known: Sequence[Sequence[Tensor]]) -> None:
-    """Raise UserError if the param groups are no longer those that `known` lists."""
+def check_groups(
+    optimizer: torch.optim.Optimizer, known: Sequence[Sequence[Tensor]], since: str = "session.prepare"
+) -> None:
+    """Raise UserError if the param groups are no longer those that `known` lists, of `since`."""
     if len(optimizer.param_groups) < len(known):
-        raise UserError("a param group of the optimizer was removed after session.prepare; remove it before")
+        raise UserError(f"a param group of the optimizer was removed after {since}; remove it before")
     for index, group in enumerate(optimizer.param_groups):
         expected = known[index] if index < len(known) else []
         if len(expected) != len(group["params"]) or any(
             a is not b for a, b in zip(expected, group["params"], strict=True)
         ):
             raise UserError(
-                f"the optimizer's param group {index} was changed after session.prepare; "
+                f"the optimizer's param group {index} was changed after {since}; "
                 "add parameters and groups before it"
             )
 
@@ -510,7 +501,21 @@ def elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     return keys
 
 
-def _call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
+def ends_run(nbytes: int, dtype: torch.dtype, device: torch.device, fused: bool) -> bool:
+    """Whether what follows a parameter must not step in one run with it, as plain torch steps both.
+
+    On a CPU, fused kernels and half precision round differently in a vector loop and in the scalar loop
+    that finishes it (docs/notes/optimizers.md). The fused ones go by whole cache lines, so a parameter
+    that fills its last one may be followed; in half precision nothing may.
+    """
+    if device.type != "cpu":
+        return False
+    if dtype not in _FULL_PRECISION:
+        return True
+    return fused and nbytes % _CACHE_LINE != 0
+
+
+def call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, ...], State]:
     """Run the closure of `step(closure)` while the parameters are still in place, and pass its result on."""
     # args[0] is the optimizer itself: torch hands the hooks the call of an unbound method.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -523,11 +528,11 @@ def _call_closure_now(args: tuple[Any, ...], kwargs: State) -> tuple[tuple[Any, 
     return (args[0], lambda: loss, *args[2:]), kwargs
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _comparable(value: Any, elementwise: bool) -> object:
+def comparable(value: Any, elementwise: bool) -> object:
     """A value that equals another slot's exactly when the two may share a segment."""
     if elementwise:
         return None

@@ -19,14 +19,17 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError
+from atoll.tensors.lazy import LazyTensor, read_whole
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
+CHECKSUM = "atoll.crc32"  # in a file's metadata: of all its bytes, with zeros in the place of this
+_NO_CHECKSUM = "00000000"
 _COMPLEX = {torch.complex64, torch.complex128}  # the format has no name for both: stored as pairs of reals
 _BLOCK = 2**20  # bytes
 
@@ -38,13 +41,13 @@ def check_tensor(tensor: Tensor, where: str) -> None:
         raise CheckpointError(f"{where}: a checkpoint holds dense tensors only, and this one is {kind}")
     if tensor.device.type == "meta":
         raise CheckpointError(f"{where}: the tensor is on the meta device and has no values to save")
-    if tensor.dtype not in _DTYPES and tensor.dtype not in _COMPLEX:
+    if tensor.dtype not in DTYPES and tensor.dtype not in _COMPLEX:
         raise CheckpointError(f"{where}: a checkpoint cannot hold tensors of {tensor.dtype}")
 
 
 def storage_key(tensor: Tensor) -> object:
     """Equal for two tensors that are the same elements of the same memory, as tied parameters are."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or isinstance(tensor, LazyTensor):
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()
     return tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -60,25 +63,50 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 def put_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Write `tensors`, already checked, where the file is; returns how many bytes, and their CRC-32."""
+    names, head = _head(tensors, {"format": "pt"})
+    size, checksum = len(head), _put(file, head, 0)
+    for name in names:
+        data = _bytes(_stored(tensors[name]))
+        size += len(data)
+        checksum = _put(file, data, checksum)
+    return size, checksum
+
+
+def put_checked_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors`, already checked, to a new file, with its checksum in its metadata."""
+    names, head = _head(tensors, {"format": "pt", CHECKSUM: _NO_CHECKSUM})
+    checksum = _put(file, head, 0)
+    for name in names:
+        checksum = _put(file, _bytes(_stored(tensors[name])), checksum)
+    file.seek(checksum_place(head))
+    file.write(f"{checksum:08x}".encode())
+
+
+def checksum_place(head: bytes) -> int:
+    """Where in a file's first bytes its checksum is written; -1 where it has none."""
+    key = f'"{CHECKSUM}":"'.encode()
+    found = head.find(key)
+    return -1 if found < 0 else found + len(key)
+
+
+def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[list[str], bytes]:
+    """The names in the order in which the tensors follow, and what comes before them."""
     # Wide elements first, as the library does: then every tensor begins on a multiple of its element's size.
     names = sorted(tensors, key=lambda name: -_stored(tensors[name]).element_size())
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": metadata}
     begin = 0
     for name in names:
         stored = _stored(tensors[name])
         end = begin + stored.numel() * stored.element_size()
         header[name] = {
-            "dtype": _DTYPES[stored.dtype],
+            "dtype": DTYPES[stored.dtype],
             "shape": list(stored.shape),
             "data_offsets": [begin, end],
         }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    checksum = _put(file, len(text).to_bytes(8, "little") + text, 0)
-    for name in names:
-        checksum = _put(file, _bytes(_stored(tensors[name])), checksum)
-    return 8 + len(text) + begin, checksum
+    return names, len(text).to_bytes(8, "little") + text
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -125,7 +153,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.resolve_neg().to("cpu").contiguous().reshape(-1)
+    flat = read_whole(tensor).resolve_neg().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
+from atoll.core.memory import Memory
+from atoll.memory.fit import Fitted, fit
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
@@ -19,6 +21,7 @@ from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
 from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
+from atoll.train.memory import held_chunks
 from atoll.train.node.exchange import PeerExchange
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
@@ -29,7 +32,8 @@ from atoll.train.workers import Workers
 class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
-    `backward` is the session's. `counted(self, samples)` is called when backward reaches a batch, and says
+    With `memory`, the model lies in tiers (`fitted`), and the strategy is `AloneInTiers`. `backward` is the
+    session's. `counted(self, samples)` is called when backward reaches a batch, and says
     how many of them count; `whole(self)` when an iteration is; `stepped(self)` after each optimizer step, and
     `skipped(reason)` when the policy on NaN and infinities left one out.
     """
@@ -43,6 +47,7 @@ class Prepared:
         device: torch.device,
         workers: Workers,
         strategy: Strategy,
+        memory: Memory | None,
         backward: BackwardEnd,
         counted: Callable[[Prepared, float], float],
         whole: Callable[[Prepared], None],
@@ -64,13 +69,18 @@ class Prepared:
         specs = specs_of(self.parameters, settings)
         check_same(workers, describe(specs, self.module, optimizer, config))
         elementwise = elementwise_keys(optimizer)
-        self.chunk_map: ChunkMap = lay_out(specs, chunk_bytes=config.chunk_bytes)
-        self.chunks: list[BoundChunk] = bind_model(self.chunk_map, self.parameters)
+        self.chunk_map: ChunkMap
+        self.chunks: list[BoundChunk]
+        if memory is None:
+            self.chunk_map = lay_out(specs, chunk_bytes=config.chunk_bytes)
+            self.chunks = bind_model(self.chunk_map, self.parameters)
+        else:
+            self.chunk_map, self.chunks = held_chunks(specs, self.parameters)
         self._homes = list(_homes(self.module, self.parameters))
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
-        others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
+        others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought and memory is None]
         workers.take_from_first(others, "worker 0's parameters")
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.norm = GradientNorm(self.parameters)
@@ -88,6 +98,8 @@ class Prepared:
                 config=config,
             )
         )
+        # After what comes before a step: the session's word on a gradient is heard first.
+        self.fitted: Fitted | None = None if memory is None else fit(model, optimizer, memory=memory)
         backward.add(self.reducer)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy

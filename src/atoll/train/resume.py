@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
@@ -72,7 +72,7 @@ class TrainingState:
         model: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
             model, trees = checkpoint.model, checkpoint.trees
             self._check(model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
@@ -314,6 +314,11 @@ class TrainingState:
         for rank, message in zip(self._workers.ranks, everyone, strict=True):
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
+
+
+def _lies_elsewhere(module: nn.Module) -> bool:
+    """Whether the module is under memory budgets, and its parameters come and go."""
+    return any(hasattr(parameter, "stored_value") for parameter in module.parameters())
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -35,6 +35,7 @@ from atoll.core.config import (
 )
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
+from atoll.core.memory import Memory
 from atoll.groups.grouping import show
 from atoll.observe.journal import Journal
 from atoll.observe.metrics import LATE_SECONDS
@@ -52,6 +53,7 @@ from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.linkreport import LinkReport
 from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
+from atoll.train.memory import AloneInTiers, describe, memory_for
 from atoll.train.node.introduction import introduce
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
@@ -261,23 +263,28 @@ class Session:
     # Training
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory | None = None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make `model` and `optimizer` train with the other workers; returns the same two objects, changed.
 
         The model moves to `session.device`; its parameters become views into chunks and take worker 0's
         values, as do its buffers. Every worker calls it, with the same model. May be called again for
         another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
+
+        With `memory`, or `[memory]` in the configuration, they train within budgets, as by
+        `atoll.memory.fit`; the worker has to be alone.
         """
         self._workers.check_open()
         self._check_new(model)
+        memory = memory_for(self.config, memory, self._strategy, self.world)
         prepared = Prepared(
             model,
             optimizer,
             config=self.config,
             device=self.device,
             workers=self._workers,
-            strategy=self._strategy,
+            strategy=self._strategy if memory is None else AloneInTiers(),
+            memory=memory,
             backward=self._backward,
             counted=self._count_samples,
             whole=self._iteration_whole,
@@ -287,7 +294,10 @@ class Session:
         self._state.prepared.append(prepared)
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
-        self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
+        if prepared.fitted is not None:
+            self._decided("memory", describe(prepared.fitted), prepared.fitted.plan.reason)
+        else:
+            self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
         return model, optimizer
 
@@ -567,6 +577,7 @@ class Session:
         if self._closed:
             return
         self._read_logged()
+        self._tell_of_memory()
         if self._links is not None:
             self._links.tell()
         self._emit(events.Finished, iteration=self._state.iteration)
@@ -865,7 +876,14 @@ class Session:
         if now - self._read_at > LATE_SECONDS:
             self._read_at = now
             self._tell_of_node()
+            self._tell_of_memory()
             self._read_logged()
+
+    def _tell_of_memory(self) -> None:
+        """How the tiers of the first model that lies in some have done."""
+        fitted = next((each.fitted for each in self._state.prepared if each.fitted is not None), None)
+        if fitted is not None:
+            self._emit(events.MemorySeen, figures=fitted.stats())
 
     def _tell_of_node(self) -> None:
         """What this node's CPU side has counted."""

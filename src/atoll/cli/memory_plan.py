@@ -1,0 +1,143 @@
+"""`atoll memory plan`: how a script's model would be held in its budgets, by its own first steps."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from atoll.core.errors import AtollError, RunError, UserError
+from atoll.core.units import format_bytes, format_seconds
+from atoll.launch.worker import describe
+
+if TYPE_CHECKING:
+    from atoll.memory.observing import Seen
+    from atoll.moves.search import MemoryPlan
+
+_WAYS = {
+    "to_device": "to the device",
+    "to_host": "to the host",
+    "from_disk": "from disk",
+    "to_disk": "to disk",
+}
+
+
+def show_plan(
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="A training script that calls atoll.memory.fit, or a session."),
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one object, in bytes and seconds.")
+    ] = False,
+) -> None:
+    """Run SCRIPT up to its third step under its budgets, and print the plan with what it would take.
+
+    The script is ended there; what it prints goes to standard error.
+    """
+    seen = _run(script, arguments or [])
+    if as_json:
+        print(json.dumps(_as_object(seen), indent=2))
+        return
+    for line in _lines(script, seen):
+        print(line)
+
+
+def _run(script: str, arguments: list[str]) -> Seen:
+    from atoll.memory.observing import EnoughSeen, Observation
+
+    path = Path(script)
+    if not path.is_file():
+        raise UserError(f"{script}: {'is no file' if path.exists() else 'there is no such script'}")
+    argv, first, out = sys.argv, sys.path[0], sys.stdout
+    sys.argv, sys.path[0], sys.stdout = [script, *arguments], str(path.resolve().parent), sys.stderr
+    try:
+        with Observation() as observation:
+            runpy.run_path(script, run_name="__main__")
+    except EnoughSeen:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise UserError(f"{script} ended by itself with status {end.code}") from None
+    except AtollError:
+        raise
+    except Exception as error:
+        print(describe(error, script), file=sys.stderr)
+        raise RunError(f"{script} failed before its plan was known: {type(error).__name__}") from None
+    finally:
+        sys.argv, sys.path[0], sys.stdout = argv, first, out
+    if observation.seen is None:
+        raise UserError(
+            f"{script} ended without a call of atoll.memory.fit, or of session.prepare with memory=...: "
+            "there is no plan without budgets"
+        )
+    return observation.seen
+
+
+def _lines(script: str, seen: Seen) -> Iterator[str]:
+    plan = seen.plan or seen.first
+    predicted = plan.predicted
+    yield f"{script}: {seen.budgets.describe()}"
+    blocks = f"{plan.blocks} blocks of {format_bytes(plan.chunk_bytes)}"
+    if plan.fits:
+        yield f"  device      {blocks}: everything fits, nothing moves"
+    else:
+        yield f"  device      {blocks}: {plan.cache_blocks} of them a cache, {len(plan.resident)} chunks stay"
+    there = len(plan.steps_on_device)
+    yield f"  optimizer   {'on the device' if plan.fits else f'on the host, {there} chunks on the device'}"
+    yield f"  sharding    {'none: one member' if plan.sharding == 'none' else plan.sharding}"
+    yield (
+        f"  peaks       device {format_bytes(predicted.device_peak)}, "
+        f"host {format_bytes(predicted.host_peak)}, disk {format_bytes(predicted.disk_peak)}"
+    )
+    moved = [
+        f"{format_bytes(predicted.nbytes[way])} {name} ({predicted.moves[way]} moves)"
+        for way, name in _WAYS.items()
+        if predicted.moves[way]
+    ]
+    yield f"  a step      {', '.join(moved) or 'no moves'}"
+    if seen.plan is None or seen.as_run is None:
+        yield "  time        not predicted: the script ended before its third step, which is recorded"
+    else:
+        yield (
+            f"  time        {format_seconds(predicted.seconds)} a step, "
+            f"{format_seconds(predicted.computing)} of it compute"
+        )
+        yield (
+            f"  as run      chunks of {format_bytes(seen.first.chunk_bytes)}: "
+            f"{format_seconds(seen.as_run.predicted.seconds)} predicted, "
+            f"{format_seconds(seen.seconds)} measured"
+        )
+    yield f"  reason      {plan.reason}"
+    yield f"  to pin it   {_pins(plan)}"
+
+
+def _pins(plan: MemoryPlan) -> str:
+    """The keys of `[memory]` that give this plan again."""
+    if plan.fits:
+        return f"memory.chunk = {plan.chunk_bytes}"
+    return f'memory.chunk = {plan.chunk_bytes}, memory.cache = {plan.cache_blocks}, memory.step = "host"'
+
+
+def _as_object(seen: Seen) -> dict[str, Any]:
+    plan = seen.plan or seen.first
+    return {
+        "budgets": msgspec.to_builtins(seen.budgets),
+        "plan": msgspec.to_builtins(plan),
+        "measured": seen.plan is not None,
+        "as_run": None
+        if seen.as_run is None
+        else {
+            "chunk_bytes": seen.first.chunk_bytes,
+            "predicted_seconds": seen.as_run.predicted.seconds,
+            "measured_seconds": seen.seconds,
+        },
+        "bandwidths": msgspec.to_builtins(seen.bandwidths),
+    }

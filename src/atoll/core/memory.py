@@ -1,0 +1,200 @@
+"""What a model may take of each tier of memory: `atoll.Memory`, which is the table `[memory]` too.
+
+Budgets are of the arenas: a model's parameters, gradients and optimizer state. Activations lie outside.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from atoll.core.errors import ConfigError
+from atoll.core.units import format_bytes, parse_bytes
+
+Sharding = Literal["auto", "symmetric", "asymmetric"]
+StepsOn = Literal["auto", "device", "host"]
+_DISK = "/scratch:50GiB"
+
+
+class Pins(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a plan was chosen by hand; None: it is searched. `chunk_bytes` is the common size of chunks,
+    `cache_blocks` how many blocks of that size the device's cache has, `resident` the share, 0 to 1, of the
+    parameters' bytes that stay on the device, `steps_on` where optimizers step."""
+
+    chunk_bytes: int | None = None
+    cache_blocks: int | None = None
+    resident: float | None = None
+    sharding: Literal["symmetric", "asymmetric"] | None = None
+    steps_on: Literal["device", "host"] | None = None
+
+
+class Budgets(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of each tier. `host` None: as much as is needed; `disk` 0: there is none, nor a `folder`.
+    `master`: trained parameters in half precision are stepped in copies of single precision."""
+
+    device: int
+    host: int | None = None
+    disk: int = 0
+    folder: str = ""
+    master: bool = False
+    pins: Pins = Pins()
+
+    def describe(self) -> str:
+        """`device 2.0 GiB, host 8.0 GiB, disk 50.0 GiB in /scratch`."""
+        parts = [f"device {format_bytes(self.device)}"]
+        parts.append("host without a bound" if self.host is None else f"host {format_bytes(self.host)}")
+        if self.disk:
+            parts.append(f"disk {format_bytes(self.disk)} in {self.folder}")
+        return ", ".join(parts)
+
+
+class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How chunked memory has done since it began: what `Fitted.stats()` gives, and summary.json has.
+
+    Budgets and peaks are the arenas', in bytes. The keys of `moves` and `nbytes` are directions: "to_device",
+    "to_host", "to_disk", "from_disk"; `step_moves` and `step_nbytes` are the latest step's. `written_back`
+    are those of the moves off the device that carried changed values. `optimum` is the least number of moves
+    to the device in a step of the recorded order (None: not recorded yet). `misses` are uses that waited for
+    a move, for `waited` seconds in all; `unforeseen` those that the recorded order had not.
+    """
+
+    device_budget: int
+    device_peak: int = 0
+    host_budget: int | None = None
+    host_peak: int = 0
+    disk_budget: int = 0
+    disk_peak: int = 0
+    steps: int = 0
+    moves: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    step_moves: dict[str, int] = {}
+    step_nbytes: dict[str, int] = {}
+    written_back: int = 0
+    optimum: int | None = None
+    uses: int = 0
+    misses: int = 0
+    unforeseen: int = 0
+    waited: float = 0.0
+
+
+class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`[memory]`, and what `atoll.memory.fit` and `session.prepare` are given: budgets, not knobs.
+
+    Sizes are as `2GiB`, `500MB` or plain bytes. Without `device` nothing is moved. The keys below `disk` pin
+    what is searched otherwise.
+    """
+
+    device: str = ""  # parameters, gradients and optimizer state on the device
+    host: str = ""  # the same in host memory; empty: what is needed
+    disk: str = ""  # a folder and a size, "/scratch:50GiB"; empty: no disk
+    chunk: str = "auto"  # the common size of chunks
+    cache: str = "auto"  # blocks of the device's cache
+    resident: str = "auto"  # the share of the parameters that stays on the device
+    sharding: Sharding = "auto"  # over a group's members
+    step: StepsOn = "auto"  # where optimizers step
+    master: bool = False  # parameters in half precision are stepped in single precision
+
+    def budgets(self, prefix: str = "") -> Budgets:
+        """These texts as numbers. Raises ConfigError, one line that begins with the key (after `prefix`)."""
+        if not self.device:
+            given = next((key for key in ("host", "disk") if getattr(self, key)), "")
+            and_given = f", and {prefix}{given} alone says too little" if given else ""
+            raise ConfigError(
+                f"{prefix}device: the device's budget is missing{and_given}; write it like 2GiB"
+            )
+        _check_choice(prefix + "sharding", self.sharding, get_args(Sharding))
+        _check_choice(prefix + "step", self.step, get_args(StepsOn))
+        if self.master and self.step == "device":
+            raise ConfigError(
+                f"{prefix}master: masters are stepped in host memory; leave {prefix}step at auto or host"
+            )
+        folder, disk = self._disk(prefix)
+        return Budgets(
+            device=_size(prefix + "device", self.device),
+            host=_size(prefix + "host", self.host) if self.host else None,
+            disk=disk,
+            folder=folder,
+            master=self.master,
+            pins=Pins(
+                chunk_bytes=None if self.chunk == "auto" else _size(prefix + "chunk", self.chunk),
+                cache_blocks=self._blocks(prefix),
+                resident=self._resident(prefix),
+                sharding=None if self.sharding == "auto" else self.sharding,
+                steps_on=None if self.step == "auto" else self.step,
+            ),
+        )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything was set: the table of a configuration is there or not."""
+        return self != Memory()
+
+    def _disk(self, prefix: str) -> tuple[str, int]:
+        if not self.disk:
+            return "", 0
+        folder, colon, size = str(self.disk).rpartition(":")
+        if not colon or not folder or not size.strip():
+            raise ConfigError(
+                f"{prefix}disk: {self.disk!r} has no folder or no size; write both, like {_DISK}"
+            )
+        return folder, _size(f"{prefix}disk", size)
+
+    def _blocks(self, prefix: str) -> int | None:
+        if self.cache == "auto":
+            return None
+        text = str(self.cache)
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(
+                f"{prefix}cache: {self.cache!r} is no number of blocks; write 1 or more, or auto"
+            )
+        return int(text)
+
+    def _resident(self, prefix: str) -> float | None:
+        if self.resident == "auto":
+            return None
+        try:
+            share = float(self.resident)
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(
+                f"{prefix}resident: {self.resident!r} is neither a share between 0 and 1 nor auto"
+            )
+        return share
+
+
+def check_folder(budgets: Budgets, prefix: str = "") -> None:
+    """Raise ConfigError where the disk tier's folder is none that can be written to, or holds too little."""
+    if not budgets.disk:
+        return
+    folder = Path(budgets.folder)
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{prefix}disk: {budgets.folder} {what}; give a folder on the disk, like {_DISK}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{prefix}disk: {budgets.folder} is not writable; give a folder that is")
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    if free < budgets.disk:
+        raise ConfigError(
+            f"{prefix}disk: {budgets.folder} has {format_bytes(free)} free, and the budget is "
+            f"{format_bytes(budgets.disk)}; give a smaller budget, or another folder"
+        )
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        count = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if count <= 0:
+        raise ConfigError(f"{name}: a budget of 0 holds nothing; write it like 2GiB, or leave the key out")
+    return count
+
+
+def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ConfigError(f"{name}: no such choice {given!r} (one of: {', '.join(choices)})")

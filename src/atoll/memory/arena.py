@@ -1,0 +1,233 @@
+"""Arenas: one allocation for a tier, cut into blocks of one size; what is larger takes several in a row.
+
+On the host, and on the device where that is a CPU, the allocation is an anonymous mapping: it begins on a
+page, has exactly the bytes that were asked for, and is page-locked where it lies (`Arena.lock_pages`). The
+pinned memory that PyTorch gives out is rounded up to a power of two: 2.25 GiB take 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import RunError, UserError
+from atoll.core.units import format_bytes
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+POISON_VARIABLE = "ATOLL_POISON"
+_POISON = 0xFF  # in each byte: a NaN in every floating dtype, -1 in every signed one
+
+
+def exactly(nbytes: int) -> str:
+    """A budget for people, to the byte: what is rounded may be too little."""
+    return f"{nbytes} bytes ({format_bytes(nbytes)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """`count` blocks in a row from block `first` on; `memory` is 1-D, uint8, `count * block_bytes` long.
+
+    `generation` is the run's own: `Arena.is_current` compares it.
+    """
+
+    first: int
+    count: int
+    generation: int
+    memory: Tensor
+
+    def view(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first `numel` elements of `dtype` that the memory holds, 1-D."""
+        return self.memory[: numel * dtype.itemsize].view(dtype)
+
+
+class Arena:
+    """`nbytes // block_bytes` blocks on `device`.
+
+    `what` names the tier in errors ("device", "host"). `block_bytes` is rounded up to `alignment`, on which
+    every block begins. `poison` (None: whether ATOLL_POISON is 1) fills blocks with NaN when they are given
+    back, and looks whether they still hold it when they are taken again. Raises UserError, with the least
+    budget that would do, where not one block fits, and where the system has not that much memory.
+
+    Calls must not overlap: whoever shares an arena between threads has a lock around them.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        block_bytes: int,
+        device: torch.device | str = "cpu",
+        what: str = "host",
+        poison: bool | None = None,
+        alignment: int = ALIGNMENT,
+    ) -> None:
+        self.what, self.device = what, torch.device(device)
+        self.block_bytes = -(-block_bytes // alignment) * alignment
+        self.blocks = nbytes // self.block_bytes
+        self.poison = os.environ.get(POISON_VARIABLE) == "1" if poison is None else poison
+        if self.blocks < 1:
+            raise UserError(
+                f"the {what} tier has {nbytes} bytes, which is less than one of its blocks: "
+                f"give it at least {exactly(self.block_bytes)}"
+            )
+        self._memory = self._allocate()
+        if self.poison:
+            self._memory.fill_(_POISON)
+        self._free = [(0, self.blocks)]  # runs (first, count), by their first; no two of them touch
+        self._counts: dict[int, int] = {}  # what is taken: how many blocks, by the first
+        self._generations: Counter[int] = Counter()  # how often a run from this block on was taken
+        self._locked: str | None = None
+        self.used = self.peak = 0  # bytes
+
+    def _allocate(self) -> Tensor:
+        try:
+            if self.device.type == "cpu":
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._mapping = mmap.mmap(-1, self.nbytes, flags=flags)
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    with contextlib.suppress(OSError):  # a kernel without them
+                        self._mapping.madvise(mmap.MADV_HUGEPAGE)  # a fused AdamW step takes a sixth less
+                return torch.frombuffer(self._mapping, dtype=torch.uint8)
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            why = error.strerror if isinstance(error, OSError) else "the accelerator has not that much left"
+            raise UserError(
+                f"the {self.what} tier's {format_bytes(self.nbytes)} cannot be had on {self.device}: {why}; "
+                "give it a smaller budget"
+            ) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation."""
+        return self.blocks * self.block_bytes
+
+    @property
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(first block, how many) of each run of free blocks, by place; no two of them touch."""
+        return list(self._free)
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free memory that is not in its largest run: 0 where a run could not be larger."""
+        free = sum(count for _, count in self._free)
+        return 1.0 - max(count for _, count in self._free) / free if free else 0.0
+
+    def blocks_for(self, nbytes: int) -> int:
+        """How many blocks in a row hold `nbytes` bytes; at least one."""
+        return max(1, -(-nbytes // self.block_bytes))
+
+    def take(self, count: int = 1, at: int | None = None) -> Block:
+        """`count` blocks in a row: from block `at` on if it is given, else in the smallest run that has them.
+
+        Their content is undefined; NaN under poison. Raises UserError, with the least budget that would do,
+        where no such run is free, and RunError where somebody wrote into a block after he gave it back.
+        """
+        place = self._find(count) if at is None else self._find_at(count, at)
+        first, size = self._free[place]
+        begin = first if at is None else at
+        left = [(first, begin - first), (begin + count, first + size - begin - count)]
+        self._free[place : place + 1] = [run for run in left if run[1]]
+        memory = self._memory[begin * self.block_bytes : (begin + count) * self.block_bytes]
+        self._check_poison(begin, memory)
+        self._counts[begin] = count
+        self._generations[begin] += 1
+        self.used += memory.nbytes
+        self.peak = max(self.peak, self.used)
+        return Block(begin, count, self._generations[begin], memory)
+
+    def _find(self, count: int) -> int:
+        fitting = [(size, place) for place, (_, size) in enumerate(self._free) if size >= count]
+        if fitting:
+            return min(fitting)[1]
+        free = sum(size for _, size in self._free) * self.block_bytes
+        largest = max((size for _, size in self._free), default=0) * self.block_bytes
+        # At the end there may be some already; that many more make the run.
+        last = self._free[-1] if self._free else (0, 0)
+        least = self.nbytes + (count - (last[1] if sum(last) == self.blocks else 0)) * self.block_bytes
+        raise UserError(
+            f"the {self.what} tier has no room for {format_bytes(count * self.block_bytes)} in a row: "
+            f"{format_bytes(free)} of its {format_bytes(self.nbytes)} are free, "
+            f"{format_bytes(largest)} of them in a row; give it at least {exactly(least)}"
+        )
+
+    def _find_at(self, count: int, at: int) -> int:
+        for place, (first, size) in enumerate(self._free):
+            if first <= at and at + count <= first + size:
+                return place
+        raise ValueError(f"{self.what} tier: blocks {at} to {at + count - 1} are not all free")
+
+    def give(self, block: Block) -> None:
+        """Take `block` back; under poison each of its bytes becomes 0xFF, which reads as NaN.
+
+        Whoever still has a view of it sees what comes next: it is for the caller to know that nobody has.
+        """
+        if not self.is_current(block):
+            raise ValueError(f"{self.what} tier: block {block.first} was given back before")
+        del self._counts[block.first]
+        self.used -= block.memory.nbytes
+        if self.poison:
+            block.memory.fill_(_POISON)
+        place = sum(first < block.first for first, _ in self._free)
+        self._free.insert(place, (block.first, block.count))
+        self._join(place)
+        self._join(place - 1)
+
+    def _join(self, place: int) -> None:
+        """Make one run of the one at `place` and the next, if they touch."""
+        if 0 <= place < len(self._free) - 1:
+            (first, count), (then, more) = self._free[place : place + 2]
+            if first + count == then:
+                self._free[place : place + 2] = [(first, count + more)]
+
+    def is_current(self, block: Block) -> bool:
+        """Whether `block` has not been given back since it was taken."""
+        taken = self._counts.get(block.first) == block.count
+        return taken and self._generations[block.first] == block.generation
+
+    def _check_poison(self, first: int, memory: Tensor) -> None:
+        if self.poison and not bool((memory == _POISON).all()):
+            byte = int((memory != _POISON).nonzero()[0])
+            raise RunError(
+                f"{self.what} tier: block {first + byte // self.block_bytes} was written to after it was "
+                f"given back (at its byte {byte % self.block_bytes}), through a view that somebody kept"
+            )
+
+    def lock_pages(self) -> tuple[bool, str]:
+        """Page-lock the memory where it lies, so that an accelerator copies from and to it by itself.
+
+        (Whether it is, and why.) Of CUDA's runtime, and ROCm's under the same name; others copy by pageable
+        memory. Ends with the arena.
+        """
+        if self._locked is None:
+            self._locked = self._lock_pages()
+        return not self._locked, self._locked or "it was registered with the accelerator's runtime"
+
+    def _lock_pages(self) -> str:
+        """Why it is not; empty: it is."""
+        if self.device.type != "cpu":
+            return "it is the accelerator's own memory"
+        if not torch.cuda.is_available():
+            return "there is no accelerator whose runtime registers memory"
+        address = self._memory.data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, self.nbytes, 1))  # 1: for all contexts
+        if status:
+            with contextlib.suppress(RuntimeError):  # the runtime tells of it once more at the next operation
+                torch.zeros(1, device="cuda")
+            return f"the accelerator's runtime would not register it (error {status})"
+        weakref.finalize(self, runtime.cudaHostUnregister, address)
+        return ""
+
+    def keep_from_children(self) -> None:
+        """Leave the memory out of processes that are forked from this one.
+
+        Else each page that is written after a fork (a DataLoader's workers) is held twice, and a direct read
+        that is under way meanwhile may land in the child's page.
+        """
+        self._mapping.madvise(mmap.MADV_DONTFORK)

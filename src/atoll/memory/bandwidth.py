@@ -1,0 +1,137 @@
+"""What this machine moves and steps, measured on the spot in some tenths of a second.
+
+Each figure is the best of a few trials of what the engine does: another process's work slows one down, and
+nothing makes one faster than it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from atoll.core.errors import ConfigError
+from atoll.moves.timeline import Bandwidths
+from atoll.tensors.elementwise import copy_for
+
+_MOVED = 2**26  # bytes of a copy: past every cache
+_SMALL = 4096  # bytes of a copy of which only the latency is left
+_WRITTEN = 2**25  # bytes on the disk
+_ELEMENTS = 2**22  # that are stepped
+_TRIALS, _SMALL_TRIALS = 3, 20
+
+
+def measure(
+    device: torch.device, optimizer: torch.optim.Optimizer | None = None, folder: str = ""
+) -> Bandwidths:
+    """The bandwidths between `device`, host memory and the disk of `folder` (empty: none), and the pace of
+    `optimizer` on both. Raises ConfigError where nothing can be written to the folder."""
+    to_device, to_host, latency = _copies(device)
+    to_disk, from_disk = _disk(folder) if folder else (0.0, 0.0)
+    on_host = _steps(optimizer, torch.device("cpu"))
+    shared = device.type == "cpu"
+    return Bandwidths(
+        to_device=to_device,
+        to_host=to_host,
+        to_disk=to_disk,
+        from_disk=from_disk,
+        host_steps=on_host,
+        device_steps=on_host if shared else _steps(optimizer, device),
+        latency=latency,
+        shared=shared,
+    )
+
+
+def _copies(device: torch.device) -> tuple[float, float, float]:
+    """Bytes/s to the device and to the host, and the seconds of a copy of no size."""
+    # The host's arena is page-locked in place (memory/arena.py) where there is an accelerator.
+    there = torch.zeros(_MOVED, dtype=torch.uint8, device=device)
+    here = torch.zeros(_MOVED, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+    def seconds(target: torch.Tensor, source: torch.Tensor, trials: int) -> float:
+        def copy() -> None:
+            target.copy_(source)
+            settle(device)
+
+        return _least(copy, trials)
+
+    latency = seconds(there[:_SMALL], here[:_SMALL], _SMALL_TRIALS)
+    to_device = _MOVED / max(seconds(there, here, _TRIALS) - latency, 1e-9)
+    to_host = _MOVED / max(seconds(here, there, _TRIALS) - latency, 1e-9)
+    return to_device, to_host, latency
+
+
+def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
+    """Elements/s that this optimizer steps on `device`, in chunks of `_ELEMENTS`; without one, AdamW."""
+    parameter = nn.Parameter(torch.zeros(_ELEMENTS, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    if optimizer is None:
+        probe: torch.optim.Optimizer = torch.optim.AdamW([parameter], fused=True)
+    else:
+        probe = copy_for(optimizer, optimizer.param_groups[0], [parameter])
+
+    def step() -> None:
+        type(probe).step(probe)
+        settle(device)
+
+    step()  # which makes its state
+    return _ELEMENTS / max(_least(step, _TRIALS), 1e-9)
+
+
+def _disk(folder: str) -> tuple[float, float]:
+    """Bytes/s written to and read from a file there, past the system's cache where the file system can."""
+    with mmap.mmap(-1, _WRITTEN) as memory:
+        memory.write(os.urandom(2**20) * (_WRITTEN // 2**20))  # zeros may be stored as nothing
+        try:
+            descriptor, path = tempfile.mkstemp(dir=folder, prefix=".atoll-probe-")
+            os.close(descriptor)
+            try:
+                return _write_and_read(path, memory)
+            finally:
+                Path(path).unlink()
+        except OSError as error:
+            raise ConfigError(f"disk: {folder}: cannot be written to: {error.strerror}") from None
+
+
+def _write_and_read(path: str, memory: mmap.mmap) -> tuple[float, float]:
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        descriptor = os.open(path, os.O_RDWR | direct)
+    except OSError:  # a file system in memory, say
+        descriptor = os.open(path, os.O_RDWR)
+    try:
+
+        def write() -> None:
+            if os.pwrite(descriptor, memory, 0) != _WRITTEN:
+                raise OSError(28, "no space is left")
+            os.fdatasync(descriptor)
+
+        def read() -> None:
+            os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
+            os.preadv(descriptor, [memory], 0)
+
+        return _WRITTEN / _least(write, _TRIALS), _WRITTEN / _least(read, _TRIALS)
+    finally:
+        os.close(descriptor)
+
+
+def _least(action: Callable[[], None], trials: int) -> float:
+    """The seconds of the fastest of some trials."""
+    least = float("inf")
+    for _ in range(trials):
+        began = time.perf_counter()
+        action()
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,67 @@
+"""`fit`: a model and its optimizer under budgets of memory, with no change to either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from atoll.chunks import lay_out_memory
+from atoll.core.errors import PrepareError
+from atoll.core.memory import Memory
+from atoll.memory import observing, planning
+from atoll.memory.fitted import Fitted, Moving, Resident
+from atoll.memory.initialising import InitialisedParameter
+from atoll.memory.parameters import ChunkParameter
+from atoll.tensors.binding import check_bindable
+
+__all__ = ["Fitted", "fit"]
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Memory) -> Fitted:
+    """Train `model` with `optimizer` within the budgets of `memory`; use both as before, until `close()`.
+
+    Results are those of the plain model, to the bit. Raises ConfigError for budgets that cannot be read,
+    PrepareError for a model or an optimizer that cannot be held in chunks, UserError where the budgets are
+    too small, with the least that would do. Source: S2.
+    """
+    budgets = memory.budgets()
+    parameters = dict(model.named_parameters())
+    _check(model, parameters)
+    plan = planning.choose(model, optimizer, budgets)
+    chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
+    fitted: Fitted
+    if plan.fits:
+        fitted = Resident(model, budgets, plan, chunk_map)
+    else:
+        fitted = Moving(model, optimizer, budgets, plan, chunk_map)
+    observing.tell_fitted(fitted, optimizer)
+    return fitted
+
+
+def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise PrepareError for a model that cannot be held in chunks."""
+    if not parameters:
+        raise PrepareError("memory.fit was given a model without parameters")
+    for name, module in model.named_modules():
+        which = f"module {name or type(module).__name__!r}"
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise PrepareError(
+                f"{which} is compiled: torch.compile bakes in where its parameters lie; give memory.fit the "
+                "model as it is without torch.compile"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PrepareError(f"{which} is a TorchScript module, whose uses of parameters cannot be seen")
+    for name, parameter in parameters.items():
+        if isinstance(parameter, ChunkParameter):
+            raise PrepareError(
+                f"parameter {name!r} is in a model that was fitted already; close() that first"
+            )
+        if type(parameter) not in (nn.Parameter, InitialisedParameter):
+            kind = type(parameter).__name__
+            raise PrepareError(f"parameter {name!r} is a {kind}; memory.fit takes plain nn.Parameters")
+    check_bindable({name: p for name, p in parameters.items() if type(p) is nn.Parameter})
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) > 1:
+        raise PrepareError(f"the model's parameters are on {' and '.join(devices)}; move them to one device")

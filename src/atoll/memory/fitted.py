@@ -1,0 +1,263 @@
+"""A model under budgets: all of it on the device, or chunks that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import Chunk, ChunkMap
+from atoll.core.errors import UserError
+from atoll.core.heap import give_back_freed_memory
+from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory.arena import Arena
+from atoll.memory.disk import PAGE, DiskFile
+from atoll.memory.engine import Engine
+from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.initialising import take
+from atoll.memory.saved import watch_modules
+from atoll.memory.statedicts import StateDicts
+from atoll.memory.stepping import StepCalls, Stepper
+from atoll.memory.store import Store
+from atoll.moves import Cache, Order, StepStatistics, optimum
+from atoll.moves.search import MemoryPlan
+from atoll.tensors.binding import BoundChunk
+
+
+class Fitted:
+    """A model that trains within budgets, until `close`. Use the model and the optimizer as before.
+
+    A context manager: `close` at its end.
+    """
+
+    def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
+        self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
+
+    @property
+    def mover(self) -> Engine | None:
+        """What moves the chunks; None where everything fits."""
+        return None
+
+    def stats(self) -> MemoryFigures:
+        """Budgets, peaks and moves since the beginning."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give the model and the optimizer back as plain ones, their values in ordinary memory."""
+        raise NotImplementedError
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
+
+    def __enter__(self) -> Fitted:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Resident(Fitted):
+    """Everything fits: the parameters lie in the device's arena for good, and all else is plain PyTorch's."""
+
+    def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
+        super().__init__(model, budgets, plan, chunk_map)
+        parameters = dict(model.named_parameters())
+        blocks = sum(map(chunk_map.blocks_of, chunk_map.chunks))
+        self._arena = _device_arena(blocks, plan, parameters)
+        self._chunks = []
+        for chunk, names, held in _members(chunk_map, parameters):
+            memory = self._arena.take(chunk_map.blocks_of(chunk)).view(chunk.extent, held[0].dtype)
+            whole = TrainedChunk(chunk, names, held)
+            for slot, parameter in enumerate(held):
+                take(parameter, whole.run(memory, slot))
+                parameter.data = whole.part(memory, slot)
+            bound = BoundChunk(chunk, names, held)
+            bound.bind(memory)  # where the values are already: each parameter gets a storage of its own
+            self._chunks.append(bound)
+
+    def stats(self) -> MemoryFigures:
+        return MemoryFigures(
+            device_budget=self.budgets.device, device_peak=self._arena.peak, host_budget=self.budgets.host
+        )
+
+    def close(self) -> None:
+        for bound in self._chunks:
+            for parameter in bound.parameters:
+                parameter.data = parameter.data.clone()
+        self._chunks = []
+
+
+class Moving(Fitted):
+    """Chunks come to the device for their use, and are stepped in host memory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        budgets: Budgets,
+        plan: MemoryPlan,
+        chunk_map: ChunkMap,
+    ) -> None:
+        super().__init__(model, budgets, plan, chunk_map)
+        parameters = dict(model.named_parameters())
+        chunks = [TrainedChunk(*each) for each in _members(chunk_map, parameters)]
+        trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
+        self._owners = _Owners(model)
+        self._sizes = {chunk.id: chunk_map.blocks_of(chunk) for chunk in chunk_map.chunks}
+        self._arena = _device_arena(plan.blocks, plan, parameters)
+        self._store = _store(budgets, plan)
+        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
+        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came)
+        self.engine.gradients = self.gradients
+        self._handles = watch_modules(model.modules())
+        self._state_dicts = StateDicts(model)
+        self._stepper: Stepper | None = None
+        self.steps = 0
+        self._statistics, self._latest = (
+            StepStatistics(),
+            (self.engine.moves.copy(), self.engine.nbytes.copy()),
+        )
+        self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._stepped: Sequence[int] = ()
+        self._came: set[int] = set()  # chunks of which gradients have come since the last step
+        try:
+            self.engine.take_over()
+            if optimizer is not None:
+                calls = StepCalls(self._before_step, lambda _: None, self._after_step)
+                self._stepper = Stepper(
+                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
+                )
+                self.engine.wait_stepped = self._stepper.wait_stepped
+                self.engine.edited = self._stepper.values_edited
+            for chunk in plan.resident:
+                self.engine.pin([chunk])
+            give_back_freed_memory()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def mover(self) -> Engine:
+        return self.engine
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        return self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def _gradient_came(self, chunk: int, slot: int) -> None:
+        counted, each = self.engine, self.engine.chunks[chunk]
+        counted.nbytes["to_host"] += each.chunk.slots[slot].numel * each.dtype.itemsize
+        if chunk not in self._came:
+            self._came.add(chunk)
+            counted.moves["to_host"] += 1
+
+    def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
+        self._owners.check()
+        self.engine.write_back()
+        self.engine.out_of_date(chunks)
+        self._stepped = self.engine.next_used(chunks)
+        return self._stepped
+
+    def _after_step(self) -> None:
+        self.engine.refresh(self._stepped)
+        self._statistics.add(self.engine.handle_step_ended())
+        self._store.step_ended()
+        give_back_freed_memory()  # of gradients and copies, whose holes glibc does not fill
+        self._came.clear()
+        self.steps += 1
+        moves, nbytes = self._latest
+        self._latest = self.engine.moves.copy(), self.engine.nbytes.copy()
+        self._step_figures = dict(self._latest[0] - moves), dict(self._latest[1] - nbytes)
+
+    def stats(self) -> MemoryFigures:
+        engine, disk = self.engine, self._store.statistics
+        order = engine.cache.order
+        return MemoryFigures(
+            device_budget=self.budgets.device,
+            device_peak=self._arena.peak,
+            host_budget=self.budgets.host,
+            host_peak=self._store.host.peak,
+            disk_budget=self.budgets.disk,
+            disk_peak=self._store.disk.peak if self._store.disk is not None else 0,
+            steps=self.steps,
+            moves={**engine.moves, "from_disk": disk.from_disk, "to_disk": disk.to_disk},
+            nbytes={**engine.nbytes, "from_disk": disk.bytes_from_disk, "to_disk": disk.bytes_to_disk},
+            step_moves=self._step_figures[0],
+            step_nbytes=self._step_figures[1],
+            written_back=engine.written_back,
+            optimum=None if order is None else self._optimum(order),
+            uses=self._statistics.uses,
+            misses=self._statistics.misses,
+            unforeseen=self._statistics.unforeseen,
+            waited=engine.waited,
+        )
+
+    def _optimum(self, order: Order[int]) -> int | None:
+        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
+        if any(blocks > 1 for blocks in self._sizes.values()):
+            return None
+        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._state_dicts.close()
+        if self._stepper is not None:
+            self._stepper.close()
+        self.engine.close()
+        self.gradients.close()
+        self._store.close()
+
+
+class _Owners:
+    """Which module has which parameter, to see whether one was replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module._parameters, key, f"{prefix}.{key}" if prefix else key, parameter)
+            for prefix, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def check(self) -> None:
+        """Raise UserError, naming it, if a parameter is no longer the one that `fit` saw."""
+        for owner, key, name, parameter in self._places:
+            if owner.get(key) is not parameter:
+                raise UserError(
+                    f"parameter {name!r} was replaced after memory.fit; write new values into it with "
+                    "copy_(), or change the model before memory.fit or after close()"
+                )
+
+
+def _members(
+    chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[Chunk, list[str], list[nn.Parameter]]]:
+    """Each chunk with its parameters' names and the parameters."""
+    names = list(parameters)
+    for chunk in chunk_map.chunks:
+        members = [names[slot.parameter] for slot in chunk.slots]
+        yield chunk, members, [parameters[name] for name in members]
+
+
+def _device_arena(blocks: int, plan: MemoryPlan, parameters: Mapping[str, nn.Parameter]) -> Arena:
+    device = next(iter(parameters.values())).device
+    return Arena(blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
+
+
+def _store(budgets: Budgets, plan: MemoryPlan) -> Store:
+    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole."""
+    if not plan.disk_bytes:
+        return Store(Arena(plan.host_bytes, PAGE, "cpu", "host", alignment=PAGE))
+    host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
+    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes))

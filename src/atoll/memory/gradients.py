@@ -1,0 +1,388 @@
+"""Gradients of chunks that do not stay on the device.
+
+As autograd finishes a parameter's gradient, a hook moves it into its chunk's payload "gradient" and takes it
+away from the device. What the script reads as `p.grad` is a `GradientProxy`: whatever is done with it is done
+with the payload. So `torch.nn.utils.clip_grad_norm_` works, and never holds all gradients. Source: S2, "What
+users of rival systems suffer from": gradient accumulation that drops gradients; no clipping.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import Chunk
+from atoll.core.errors import UserError
+from atoll.memory.payloads import GRADIENT, Payloads
+from atoll.memory.proxies import GradientProxy, OwnSource
+from atoll.tensors.binding import carve
+
+_GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
+
+
+class TrainedChunk:
+    """A chunk that receives gradients: `names[i]` and `parameters[i]` belong to `chunk.slots[i]`.
+
+    To be made while the parameters have memory: their shapes and strides are noted.
+    """
+
+    def __init__(self, chunk: Chunk, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self.chunk, self.names, self.parameters = chunk, list(names), list(parameters)
+        self.extent = chunk.extent  # elements
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.likes = [  # each parameter's shape, strides and dtype
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parameters
+        ]
+
+    def part(self, flat: Tensor, slot: int) -> Tensor:
+        """The part of `flat`, (extent,), that is slot `slot`'s, with its parameter's shape and strides."""
+        like = self.likes[slot]
+        return flat.as_strided(
+            like.shape, like.stride(), flat.storage_offset() + self.chunk.slots[slot].offset
+        )
+
+    def run(self, flat: Tensor, slot: int) -> Tensor:
+        """The same, 1-D, in the order of memory."""
+        place = self.chunk.slots[slot]
+        return flat[place.offset : place.offset + place.numel]
+
+
+class _Slot:
+    """One parameter's gradient, as a proxy asks for it."""
+
+    def __init__(self, chunk: _ChunkGradients, index: int) -> None:
+        self._chunk, self._index = chunk, index
+        self.proxy: weakref.ref[GradientProxy] | None = None
+
+    def show(self) -> GradientProxy:
+        """The proxy: the same object for as long as anybody has it."""
+        proxy = self.proxy() if self.proxy is not None else None
+        if proxy is None:
+            trained = self._chunk.trained
+            proxy = GradientProxy.of(self, trained.likes[self._index], trained.device)
+            self.proxy = weakref.ref(proxy)
+        return proxy
+
+    @contextmanager
+    def lend(self) -> Iterator[Tensor]:
+        kept = self._chunk.kept.get(self._index)
+        if kept is not None:
+            yield kept
+            self._chunk.norms.pop(self._index, None)
+            return
+        trained = self._chunk.trained
+        with self._chunk.settled() as flat:
+            with torch.inference_mode(False):  # a tensor that counts its versions
+                home = carve(flat, trained.chunk.slots[self._index].offset, trained.likes[self._index])
+                lent = home if home.device == trained.device else home.to(trained.device)
+            before = lent._version
+            yield lent
+            if lent._version != before:
+                self._chunk.norms.pop(self._index, None)
+                with self._chunk.borrow(writes=True):
+                    if lent is not home:
+                        home.copy_(lent)
+
+    def keep(self) -> Tensor:
+        kept = self._chunk.kept.get(self._index)
+        if kept is None:
+            like, device = self._chunk.trained.likes[self._index], self._chunk.trained.device
+            with self.lend() as gradient, torch.inference_mode(False):
+                kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+                self._chunk.kept[self._index] = kept.copy_(gradient)
+        return kept
+
+    def leave(self) -> None:
+        """This gradient is replaced: whoever has a view or the proxy has the old one for himself."""
+        proxy = self.proxy() if self.proxy is not None else None
+        if proxy is not None:
+            proxy.source = OwnSource(self.keep())
+        self.proxy = None
+        self._chunk.kept.pop(self._index, None)
+
+
+class _ChunkGradients:
+    """What is known of one chunk's gradients; their values are in the payload."""
+
+    def __init__(self, trained: TrainedChunk, payloads: Payloads) -> None:
+        self.trained, self.payloads = trained, payloads
+        self.key = trained.chunk.id, GRADIENT
+        payloads.add(self.key, trained.chunk.numel, trained.dtype)
+        self.filled = False  # there is something in the payload
+        self.present = [False] * len(trained.parameters)
+        self.slots = [_Slot(self, index) for index in range(len(trained.parameters))]
+        # By slot: a copy in memory of its own that counts as the gradient, while the script has views of it.
+        self.kept: dict[int, Tensor] = {}
+        # What the values in the payload are still to be multiplied by, and in which slots.
+        self.factors: list[tuple[Tensor, list[bool]]] = []
+        self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
+        self.wait: Callable[[int], None] = lambda _: None  # until no step of it is under way
+        self.stepping = False  # a step that is under way will still read the payload
+
+    @contextmanager
+    def borrow(self, *, writes: bool) -> Iterator[Tensor]:
+        """The payload, (extent,), with the factors applied; the padding between slots is zero."""
+        filled, self.filled = self.filled, True
+        factors, self.factors = self.factors, []
+        with (
+            torch.no_grad(),
+            self.payloads.pin(self.key, writes=writes or bool(factors), overwrites=not filled) as payload,
+        ):
+            flat = payload[: self.trained.extent]
+            if not filled:
+                self._clear_padding(flat)
+            for factor, present in factors:
+                for slot, here in enumerate(present):
+                    if here:
+                        self.trained.run(flat, slot).mul_(factor)
+            yield flat
+
+    def _clear_padding(self, flat: Tensor) -> None:
+        end = 0
+        for slot in self.trained.chunk.slots:
+            flat[end : slot.offset].zero_()
+            end = slot.offset + slot.numel
+
+    @contextmanager
+    def settled(self, *, writes: bool = False) -> Iterator[Tensor]:
+        """The same, once no step reads it any more, with what the script has changed in views."""
+        self.wait(self.trained.chunk.id)
+        with self.borrow(writes=writes or bool(self.kept)) as flat:
+            for index, kept in list(self.kept.items()):
+                self.trained.part(flat, index).copy_(kept)
+                self.norms.pop(index, None)
+                if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) <= 2:  # only we have it
+                    del self.kept[index]
+            yield flat
+
+    def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
+        """Add a gradient that has come."""
+        with self.settled(writes=True) as flat:
+            part = self.trained.part(flat, index)
+            if self.present[index]:
+                part.add_(gradient.to(part.device))
+            else:
+                part.copy_(gradient)
+            if index in self.kept:
+                self.kept[index].copy_(part)
+            self.norms.pop(index, None)
+            if measures is not None:
+                self.norms[index] = torch.linalg.vector_norm(part, measures)
+        self.present[index] = True
+
+    def forget(self, index: int) -> None:
+        """This slot has no gradient any more."""
+        if self.present[index]:
+            self.slots[index].leave()
+            self.present[index] = False
+            self.norms.pop(index, None)
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the payload if nothing in it counts any more."""
+        if not any(self.present) and not self.stepping:
+            self.factors, self.norms, self.filled = [], {}, False
+            self.payloads.drop(self.key)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients, at once or as they are next read."""
+        self.wait(self.trained.chunk.id)
+        self.factors.append((factor, list(self.present)))
+        self.norms.clear()
+        for kept in self.kept.values():
+            kept.mul_(factor.to(kept.device))
+
+    def measure(self, norm_type: float) -> None:
+        """Find the norms that are not known."""
+        missing = {i for i, here in enumerate(self.present) if here and i not in self.norms}
+        missing.update(self.kept)
+        if missing:
+            with self.settled() as flat:
+                for index in missing:
+                    self.norms[index] = torch.linalg.vector_norm(self.trained.part(flat, index), norm_type)
+
+
+class Gradients:
+    """The gradients of all chunks that are trained.
+
+    `payloads(chunk)` says where a chunk's lie. `arrived(chunk, slot)` is told of each gradient that backward
+    has finished, on autograd's thread, after it has moved. Tensors given and taken have the parameter's
+    shape, dtype and device.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[TrainedChunk],
+        payloads: Callable[[int], Payloads],
+        arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
+    ) -> None:
+        self._chunks = {each.chunk.id: _ChunkGradients(each, payloads(each.chunk.id)) for each in chunks}
+        self._arrived = arrived
+        self._places = {
+            id(parameter): (each, index)
+            for each in self._chunks.values()
+            for index, parameter in enumerate(each.trained.parameters)
+        }
+        self._measures: float | None = None  # the kind of norm that is taken as gradients come
+        self.latest_norm: Tensor | None = None  # the global norm when it was last asked for, before clipping
+        self._handles = []
+        for each, index in self._places.values():
+            parameter = each.trained.parameters[index]
+            hook = self._hook(each, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            if _own_gradient(parameter) is not None:
+                self._take(each, index)
+
+    def close(self) -> None:
+        """Leave the gradients to the parameters as plain tensors."""
+        for handle in self._handles:
+            handle.remove()
+        for each, index in self._places.values():
+            if each.present[index]:
+                gradient = each.slots[index].keep()
+                each.forget(index)
+                _set_own_gradient(each.trained.parameters[index], gradient)
+        self._places.clear()
+
+    def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What `parameter.grad` is: None, or a `GradientProxy`."""
+        place = self._places.get(id(parameter))
+        if place is None:
+            return _own_gradient(parameter)
+        each, index = place
+        return each.slots[index].show() if each.present[index] else None
+
+    def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """`parameter.grad = gradient`, whose values are copied."""
+        place = self._places.get(id(parameter))
+        if place is None:
+            _set_own_gradient(parameter, gradient)
+            return
+        each, index = place
+        if gradient is not None and self.grad_of(parameter) is gradient:
+            return  # `p.grad *= 2`
+        if gradient is None:
+            each.forget(index)
+            return
+        name, like = each.trained.names[index], each.trained.likes[index]
+        if gradient.shape != like.shape or gradient.dtype != like.dtype:
+            raise UserError(
+                f"{name}.grad was set to a tensor of shape {tuple(gradient.shape)} and {gradient.dtype}; "
+                f"the parameter has {tuple(like.shape)} and {like.dtype}"
+            )
+        check_usable(name, gradient)
+        values = gradient.detach().clone() if isinstance(gradient, GradientProxy) else gradient
+        each.forget(index)
+        each.take(index, values, None)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before.
+
+        Gradients are read a chunk at a time, and are multiplied as they are next read: by the step.
+        """
+        norm = self.norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"the global norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be "
+                "clipped; set error_if_nonfinite=False to go on regardless"
+            )
+        factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        if float(factor) != 1.0:
+            for each in self._chunks.values():
+                if any(each.present):
+                    each.scale(factor)
+        return norm
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The global norm, a scalar on the CPU: per-parameter norms, combined in registration order."""
+        norm_type = float(norm_type)
+        if norm_type != self._measures:
+            self._measures = norm_type
+            for each in self._chunks.values():
+                each.norms.clear()
+        norms: dict[int, Tensor] = {}
+        for each in self._chunks.values():
+            each.measure(norm_type)
+            for index, norm in each.norms.items():
+                norms[each.trained.chunk.slots[index].parameter] = norm
+        if not norms:
+            return torch.tensor(0.0)
+        first = norms[min(norms)]
+        stacked = torch.stack([norms[parameter].to(first.device) for parameter in sorted(norms)])
+        self.latest_norm = torch.linalg.vector_norm(stacked, norm_type)
+        return self.latest_norm
+
+    def steps_wait(self, chunk: int, wait: Callable[[int], None]) -> None:
+        """Whoever steps a chunk says how to wait until no step of it is under way."""
+        self._chunks[chunk].wait = wait
+
+    def present(self, chunk: int) -> tuple[bool, ...]:
+        """Which slots of a chunk have a gradient."""
+        return tuple(self._chunks[chunk].present)
+
+    def begin_step(self, chunk: int) -> tuple[bool, ...]:
+        """The chunk's gradients as they are now are to be stepped with; which slots have one."""
+        each = self._chunks[chunk]
+        if each.kept:
+            with each.settled():
+                pass
+        each.stepping = True
+        return tuple(each.present)
+
+    @contextmanager
+    def stepped_with(self, chunk: int) -> Iterator[Tensor]:
+        """Those gradients, (extent,), to be read; at the end the chunk's step is over."""
+        each = self._chunks[chunk]
+        try:
+            with each.borrow(writes=False) as flat:
+                yield flat
+        finally:
+            each.stepping = False
+            each.release()
+
+    def _hook(self, each: _ChunkGradients, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            self._take(each, index)
+            self._arrived(each.trained.chunk.id, index)
+
+        return on_gradient
+
+    def _take(self, each: _ChunkGradients, index: int) -> None:
+        """Move the gradient that autograd has left at the parameter. A parameter used in a reentrant
+        checkpoint is served twice in a backward: each time what came since the last."""
+        parameter = each.trained.parameters[index]
+        gradient = _own_gradient(parameter)
+        assert gradient is not None
+        check_usable(each.trained.names[index], gradient)
+        each.take(index, gradient, self._measures)
+        _set_own_gradient(parameter, None)
+
+
+def check_usable(name: str, gradient: Tensor) -> None:
+    """Raise UserError for a gradient that cannot lie in a chunk."""
+    if gradient.requires_grad:
+        raise UserError(
+            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
+            "take second derivatives with torch.autograd.grad"
+        )
+    if gradient.layout != torch.strided:
+        raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
+
+
+def _own_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What autograd has left at the parameter, whatever its class makes of `grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = _GRAD.__get__(parameter)
+        return gradient
+
+
+def _set_own_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, gradient)

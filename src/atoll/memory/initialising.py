@@ -1,0 +1,420 @@
+"""Building a model that does not fit: a parameter leaves memory as soon as others need the room.
+
+While `init` is active, a hook of torch's sees every parameter that a module registers and makes it an
+`InitialisedParameter`, whose value may lie in memory, or in a file; any use brings it back. So code that
+initialises weights runs as it is, in its order and with its random numbers, and later code that
+initialises them once more (`model.apply(...)`) finds them. Source: S2, "What users of rival systems suffer
+from": host memory blown up by initialisation.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from atoll.core.errors import UserError
+from atoll.core.heap import give_back_freed_memory
+from atoll.core.memory import Budgets, Memory
+from atoll.core.units import format_bytes
+from atoll.memory.spillfile import Piece, SpillFile
+from atoll.memory.statedicts import lazily
+from atoll.tensors.binding import is_dense
+
+_PLAIN = torch._C.DisableTorchFunctionSubclass
+_OWN_USES = 2  # of a storage: the parameter's, and that of the object that asks
+# What is right while a parameter's value is elsewhere, or has nothing to do with it.
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim",
+    "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_mkldnn", "nbytes", "itemsize",
+    "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_METHODS = (
+    "requires_grad_", "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
+    "is_complex", "__len__", "__hash__", "register_hook", "register_post_accumulate_grad_hook",
+    "is_inference", "get_device",
+)  # fmt: skip
+_VALUELESS: set[Any] = {
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(
+        getattr(getattr(Tensor, n), does)
+        for n in _ATTRIBUTES
+        for does in ("__get__", "__set__", "__delete__")
+    ),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+_TRIM = 8  # the part of the host's budget that may be free, and not yet given back
+_LAYOUT = {Tensor.stride, Tensor.is_contiguous}
+
+
+class _Place:
+    """Where one parameter's value is when it is not in the parameter: in `copy`, in `piece`, or nowhere."""
+
+    def __init__(self, room: _Room, parameter: nn.Parameter) -> None:
+        self.room = room
+        self.parameter = weakref.ref(parameter)
+        self.pins = 0
+        self.note(parameter)
+        self.absent = False
+        self.copy: Tensor | None = None  # flat, in host memory; for parameters on an accelerator
+        self.piece: Piece | None = None
+        self.gone: weakref.finalize[Any, Any] | None = None
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Its memory may be another one: `.data` was assigned, or it was converted."""
+        self.shape, self.stride = tuple(parameter.shape), tuple(parameter.stride())
+        self.dtype, self.device, self.nbytes = parameter.dtype, parameter.device, parameter.nbytes
+
+
+class InitialisedParameter(nn.Parameter):
+    """A parameter made under `init`: its value lies in ordinary memory, or in a file, from which any use
+    brings it back. `take` makes it an `nn.Parameter` again."""
+
+    _atoll_place: _Place
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _VALUELESS:
+            with _PLAIN():
+                return func(*args, **kwargs)
+        if func in _LAYOUT and args[0]._atoll_place.absent:
+            place = args[0]._atoll_place
+            return func(torch.empty_strided(place.shape, place.stride, device="meta"), *args[1:], **kwargs)
+        if func is Tensor.detach:
+            if (lazy := lazily(args[0])) is not None:
+                return lazy
+            if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                return args[0]._again()
+        used = {id(p): p for p in _initialised((args, kwargs))}.values()
+        with _present(list(used)), _PLAIN(), _saved_apart():
+            return func(*args, **kwargs)
+
+    def stored_value(self) -> Tensor:
+        """The value, in host memory of its own."""
+        return self._atoll_place.room.value(self)
+
+    def _again(self) -> Tensor:
+        """A second parameter on the same memory: `nn.Parameter(self)`, as parametrisations do, asks for a
+        `detach()` of the same class, and for no other has one."""
+        with _present([self]), _PLAIN():
+            made = nn.Parameter(self.data, self.requires_grad)
+            self._atoll_place.room.adopt(made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            made = nn.Parameter(self.stored_value().to(self.device), self.requires_grad)
+            self._atoll_place.room.adopt(made)
+            memo[id(self)] = made
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = nn.Parameter(self.stored_value().to(self.device), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class _Room:
+    """The memory that parameters made under one `init` share, and the file for what exceeds it."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
+        self._file: SpillFile | None = None
+        self._lock = threading.RLock()
+        self._present: OrderedDict[int, _Place] = OrderedDict()  # by id; least recently used first
+        self._held = {"host": 0, "device": 0}  # bytes of values, copies included
+        self._freed = 0  # bytes, since the allocator was last asked to give them back
+        if budgets.disk:
+            self._file = SpillFile(budgets.folder, budgets.disk)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Take over a parameter that has a value."""
+        with self._lock, torch.no_grad():
+            place = _Place(self, parameter)
+            self._make_room(parameter.device, place.nbytes)
+            parameter.__class__ = InitialisedParameter
+            parameter._atoll_place = place  # type: ignore[attr-defined]
+            place.gone = weakref.finalize(parameter, self.forget, place)
+            place.gone.atexit = False
+            self._enter(place)
+
+    def pin(self, parameter: InitialisedParameter) -> None:
+        """Bring the value into the parameter, where it stays until `unpin`; pins count."""
+        with self._lock, torch.no_grad(), _PLAIN():
+            place = parameter._atoll_place
+            place.pins += 1
+            if not place.absent:
+                self._present.move_to_end(id(place))
+                return
+            try:
+                self._make_room(place.device, place.nbytes)
+                value = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
+                self._read_elsewhere(place, _run(value))
+            except BaseException:
+                place.pins -= 1
+                raise
+            self._drop_elsewhere(place)
+            parameter.data = value
+            place.absent = False
+            self._enter(place)
+
+    def unpin(self, parameter: InitialisedParameter) -> None:
+        with self._lock, _PLAIN():
+            place = parameter._atoll_place
+            place.pins -= 1
+            if not place.absent:
+                self._leave(place)
+                place.note(parameter)
+                self._enter(place)
+
+    def value(self, parameter: InitialisedParameter) -> Tensor:
+        """A copy of the value in host memory; nothing is evicted."""
+        with self._lock, torch.no_grad(), _PLAIN():
+            place = parameter._atoll_place
+            if not place.absent:
+                return parameter.data.to("cpu", copy=True)
+            value = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+            self._read_elsewhere(place, _run(value))
+            return value
+
+    def copy_into(self, parameter: InitialisedParameter, into: Tensor) -> None:
+        """Copy the value into `into`, 1-D and contiguous, in the order of memory; nothing is evicted."""
+        with self._lock, torch.no_grad(), _PLAIN():
+            place = parameter._atoll_place
+            if place.absent:
+                self._read_elsewhere(place, into)
+            else:
+                into.copy_(_run(parameter.data))
+
+    def _read_elsewhere(self, place: _Place, into: Tensor) -> None:
+        if place.copy is not None:
+            into.copy_(place.copy)
+            return
+        assert self._file is not None
+        assert place.piece is not None
+        if into.device.type == "cpu" and into.dtype == place.dtype:
+            self._file.copy_into(place.piece, into)
+            return
+        staged = torch.empty(into.numel(), dtype=place.dtype)
+        self._file.copy_into(place.piece, staged)
+        into.copy_(staged)
+
+    def release(self, parameter: InitialisedParameter) -> None:
+        """Let the parameter go, with no value: a plain one."""
+        with self._lock, torch.no_grad(), _PLAIN():
+            place = parameter._atoll_place
+            assert place.gone is not None
+            place.gone.detach()
+            del parameter._atoll_place
+            self.forget(place)
+            parameter.data = _no_value(place)
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def forget(self, place: _Place) -> None:
+        """The parameter is gone, or another's: its room is free."""
+        with self._lock:
+            if id(place) in self._present:
+                self._leave(place)
+            self._drop_elsewhere(place)
+
+    def _enter(self, place: _Place) -> None:
+        self._present[id(place)] = place
+        self._held[_tier(place.device)] += place.nbytes
+
+    def _leave(self, place: _Place) -> None:
+        del self._present[id(place)]
+        self._held[_tier(place.device)] -= place.nbytes
+
+    def _drop_elsewhere(self, place: _Place) -> None:
+        if place.copy is not None:
+            self._held["host"] -= place.copy.nbytes
+            place.copy = None
+        if place.piece is not None and self._file is not None:
+            self._file.free(place.piece)
+            place.piece = None
+
+    def _budget(self, tier: str) -> int | None:
+        return self._budgets.device if tier == "device" else self._budgets.host
+
+    def _make_room(self, device: torch.device, nbytes: int) -> None:
+        """Evict, least recently used first, until `nbytes` more may lie in this device's memory."""
+        tier = _tier(device)
+        budget = self._budget(tier)
+        if budget is None:
+            return
+        for place in list(self._present.values()):
+            if self._held[tier] + nbytes <= budget:
+                break
+            if _tier(place.device) == tier:
+                self._evict(place)
+        if self._freed > budget // _TRIM:
+            self._freed = 0
+            give_back_freed_memory()
+        if self._held[tier] + nbytes > budget:
+            raise UserError(self._too_small(tier, nbytes))
+
+    def _evict(self, place: _Place) -> None:
+        """Take the value away from its parameter, if nobody uses it or has a view of it."""
+        parameter = place.parameter()
+        if parameter is None or place.pins:
+            return
+        with _PLAIN():
+            value = parameter.data
+            storage = value.untyped_storage()
+            # `value` is a use too: what remains is somebody else's.
+            is_held = torch._C._storage_Use_Count(storage._cdata) > _OWN_USES + 1
+            if is_held or not is_dense(value):
+                return
+            place.note(parameter)
+            if not self._put_away(place, _run(value)):
+                return
+            self._leave(place)
+            self._freed += place.nbytes if _tier(place.device) == "host" else 0
+            place.absent = True
+            parameter.data = _no_value(place)
+
+    def _put_away(self, place: _Place, value: Tensor) -> bool:
+        """Keep `value` where there is room: in host memory, if it comes from a device, or on disk."""
+        host = self._budgets.host
+        if _tier(place.device) == "device" and (host is None or self._held["host"] + value.nbytes <= host):
+            place.copy = value.to("cpu")
+            self._held["host"] += value.nbytes
+            return True
+        if self._file is None:
+            return False
+        place.piece = self._file.keep(value.to("cpu"))
+        return True
+
+    def _too_small(self, tier: str, nbytes: int) -> str:
+        budget = self._budget(tier)
+        needed = format_bytes(self._held[tier] + nbytes)
+        assert budget is not None
+        where = f"{tier}: the budget of {format_bytes(budget)}"
+        if nbytes > budget:
+            return f"{where} cannot hold a parameter of {format_bytes(nbytes)}; give at least that"
+        if self._file is None:
+            return f"{where} holds no more of the model, which needs {needed} by now; give more, or a disk"
+        return (
+            f"{where} is taken by parameters that are used together, or of which somebody keeps a view; "
+            f"give at least {needed}"
+        )
+
+
+@contextmanager
+def init(memory: Memory) -> Iterator[None]:
+    """Build models within: together their parameters never hold more than the budgets of `memory`.
+
+    Values are to the bit those of a plain construction. What exceeds the host's budget lies in a file in the
+    disk's folder, until `fit` takes it, and is brought back by any use. Parameters count on the device
+    where the script makes them; buffers are left as they are. Raises UserError, with the least budget that
+    would do, where a parameter does not fit, and where there is no disk and all of them do not.
+    """
+    room = _Room(memory.budgets())
+    thread = threading.get_ident()
+
+    def adopt(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        # A subclass has rules of its own, as lazy ones do; and what has no memory takes none.
+        if type(parameter) is nn.Parameter and not parameter.is_meta and threading.get_ident() == thread:
+            room.adopt(parameter)
+
+    handle = register_module_parameter_registration_hook(adopt)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def take(parameter: nn.Parameter, into: Tensor) -> None:
+    """Copy a parameter's value into `into`, wherever it lies, and let go of its own.
+
+    `into` is 1-D, contiguous, of the parameter's numel and dtype, and gets the elements in their order in
+    memory. The parameter is an `nn.Parameter` then, without a value (NaN, strides 0) until its `data` is set.
+    """
+    if isinstance(parameter, InitialisedParameter):
+        room = parameter._atoll_place.room
+        room.copy_into(parameter, into)
+        room.release(parameter)
+        return
+    with torch.no_grad():
+        into.copy_(_run(parameter.data))
+        parameter.data = _stand_in(tuple(parameter.shape), parameter.dtype, parameter.device)
+
+
+def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """How many bytes of these lie in memory now.
+
+    Who takes those with the most first never holds more, of what is taken and what is not, than the budgets.
+    """
+    return sum(
+        0 if isinstance(p, InitialisedParameter) and p._atoll_place.absent else p.nbytes for p in parameters
+    )
+
+
+@contextmanager
+def _present(parameters: Sequence[InitialisedParameter]) -> Iterator[None]:
+    """Within, these have their values, all at once."""
+    pinned: list[InitialisedParameter] = []
+    try:
+        for parameter in parameters:
+            parameter._atoll_place.room.pin(parameter)
+            pinned.append(parameter)
+        yield
+    finally:
+        for parameter in pinned:
+            parameter._atoll_place.room.unpin(parameter)
+
+
+def _saved_apart() -> AbstractContextManager[object]:
+    """What autograd saves of a parameter itself is saved as a view of its memory: the parameter's own may be
+    taken away before backward, and a view's may not."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_detached, lambda tensor: tensor)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _initialised(value: Any) -> Iterator[InitialisedParameter]:
+    """The parameters made under `init` in a call's arguments, nested ones included."""
+    if isinstance(value, InitialisedParameter):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _initialised(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _initialised(item)
+
+
+def _run(value: Tensor) -> Tensor:
+    """The elements of a dense tensor, 1-D, in the order of memory."""
+    return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+def _no_value(place: _Place) -> Tensor:
+    return _stand_in(place.shape, place.dtype, place.device)
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element for all: a use that was missed finds NaN, and never old memory."""
+    fill: Any = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
+
+
+def _tier(device: torch.device) -> str:
+    return "host" if device.type == "cpu" else "device"

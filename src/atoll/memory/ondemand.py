@@ -1,0 +1,114 @@
+"""`optimizer.state` where the states lie elsewhere."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from atoll.tensors.optimizer import State
+
+
+class StatesOnDemand(defaultdict[nn.Parameter, State]):
+    """Holds what the script has asked for or put there, until the next step takes it over.
+
+    `parameters` are those that have states elsewhere; `fetch(parameter)` copies one, {} where there is none.
+    What is asked for whole (`items()`, `len()`, a pickle) is fetched for all of them. Other parameters'
+    states (frozen ones, of a run before) are simply kept.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], fetch: Callable[[nn.Parameter], State]) -> None:
+        super().__init__(dict)
+        self._elsewhere = dict.fromkeys(parameters, True)  # False: cleared by the script
+        self._fetch = fetch
+
+    def taken(self) -> dict[nn.Parameter, State]:
+        """What the script has changed, or may have; nothing that lies elsewhere is held from here on."""
+        changed: dict[nn.Parameter, State] = {}
+        for parameter, elsewhere in self._elsewhere.items():
+            state = super().pop(parameter, None if elsewhere else {})
+            if state is not None:
+                changed[parameter] = state
+        self._elsewhere = dict.fromkeys(self._elsewhere, True)
+        return changed
+
+    def become(self, states: Mapping[Any, State], *, whole: bool) -> None:
+        """Hold these states; `whole`: what is not among them is not elsewhere either."""
+        states = dict(states)
+        super().clear()
+        self._elsewhere = dict.fromkeys(self._elsewhere, not whole)
+        self.update(states)
+
+    def held(self) -> set[nn.Parameter]:
+        """Those whose states are here."""
+        return set(super().keys())
+
+    def keep(self, parameters: set[nn.Parameter]) -> None:
+        """Let go of what was fetched for others, unchanged."""
+        for parameter in self.held() - parameters:
+            super().pop(parameter)
+
+    def __missing__(self, parameter: nn.Parameter) -> State:
+        state = self[parameter] = self._fetch(parameter) if self._elsewhere.get(parameter) else {}
+        return state
+
+    def fill(self, fetch: Callable[[nn.Parameter], State] | None = None) -> None:
+        """Fetch all that is not here, with another `fetch` if one is given."""
+        fetch = fetch or self._fetch
+        for parameter, elsewhere in self._elsewhere.items():
+            if elsewhere and not super().__contains__(parameter):
+                state = fetch(parameter)
+                if state:
+                    self[parameter] = state
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        found = parameter in self
+        return self[parameter] if found else default
+
+    def pop(self, parameter: Any, *default: Any) -> Any:
+        found = self.get(parameter)
+        if found is None:
+            return super().pop(parameter, *default)
+        if parameter in self._elsewhere:
+            self._elsewhere[parameter] = False
+        return super().pop(parameter)
+
+    def clear(self) -> None:
+        self._elsewhere = dict.fromkeys(self._elsewhere, False)
+        super().clear()
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        self.pop(parameter)
+
+    def __contains__(self, parameter: object) -> bool:
+        if super().__contains__(parameter):
+            return True
+        return bool(
+            isinstance(parameter, nn.Parameter) and self._elsewhere.get(parameter) and self._fetch(parameter)
+        )
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.fill()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self.fill()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        self.fill()
+        return super().keys()
+
+    def values(self) -> Any:
+        self.fill()
+        return super().values()
+
+    def items(self) -> Any:
+        self.fill()
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled, it is what plain torch has."""
+        return defaultdict, (dict, dict(self.items()))

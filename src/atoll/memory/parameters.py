@@ -1,0 +1,296 @@
+"""Parameters whose memory comes and goes.
+
+`fit` turns a model's parameters into ChunkParameters, by their class alone: the objects, their names and
+their shapes stay, so modules, optimizers and the script's own references keep working. PyTorch hands every
+operation on one of them to `__torch_function__`, wherever it is called, which brings the chunks of all
+ChunkParameters among the arguments to the device and then runs the operation as on plain parameters.
+
+What tells only of shape, dtype or autograd's bookkeeping moves nothing. What gives out the memory past
+autograd's count of changes (`.data`, `data_ptr`) marks the chunk as one that may have been written into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from atoll.core.errors import UserError
+from atoll.memory import statedicts
+from atoll.memory.saved import Place, entered
+
+if TYPE_CHECKING:
+    from atoll.memory.engine import Engine
+
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+
+_BASE: Any = torch.Tensor  # whose attributes' descriptors are not typed
+
+# Attributes that are computed from the values, or give them out.
+_OF_VALUES = {"H", "T", "mH", "mT", "data", "real", "imag", "__cuda_array_interface__"}
+
+
+def _attributes() -> set[Any]:
+    found = set()
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if hasattr(attribute, "__get__") and hasattr(attribute, "__set__") and name not in _OF_VALUES:
+            found |= {attribute.__get__, attribute.__set__, attribute.__delete__}
+    return found
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name)}
+
+
+# True of an absent parameter too: nothing is moved for them.
+_PASSED: frozenset[Any] = frozenset(
+    _attributes()
+    | _methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device")
+    | _methods("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "__hash__")
+    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
+    | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
+    | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}
+)
+# Asked of a tensor without memory that is laid out as the parameter is.
+_LAYOUT: frozenset[Any] = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
+# What they give may be written through, and autograd's count would not tell.
+_GIVE_OUT: frozenset[Any] = frozenset(
+    {_BASE.data.__get__}
+    | _methods("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type")
+    | _methods("numpy", "__array__", "__dlpack__", "tolist")
+)
+_REPLACE: frozenset[Any] = frozenset(_methods("set_", "resize_", "resize_as_", "share_memory_", "swap_"))
+
+
+class ChunkParameter(nn.Parameter):
+    """A parameter whose values lie in a chunk; made of an `nn.Parameter` by `take_over`."""
+
+    _atoll: Place
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Arguments = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if func in _PASSED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        parameters = list(_chunk_parameters((args, kwargs)))
+        if func in _LAYOUT:
+            return func(_engine(parameters[0]).like(parameters[0]._atoll), *args[1:], **kwargs)
+        if func in _REPLACE:
+            engine, place = _engine(parameters[0]), parameters[0]._atoll
+            raise UserError(
+                f"{getattr(func, '__name__', func)}() would replace the memory of parameter "
+                f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
+                "close()"
+            )
+        used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
+        try:
+            with entered():
+                if any(kind is not cls and kind is not Tensor for kind in types):
+                    with _plain(parameters):  # so that the other kinds' own handling comes into its own
+                        return func(*args, **kwargs)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        finally:
+            _unpin(used)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, wherever it lies; edits of it count."""
+        return _engine(self).gradients.grad_of(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _engine(self).gradients.set_grad(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _engine(self).gradients.set_grad(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the present values; it lies in ordinary memory and belongs to no chunk."""
+        if id(self) not in memo:
+            memo[id(self)] = self._plain_copy()
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter.__reduce_ex__(self._plain_copy(), protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self._plain_copy())
+
+    def stored_value(self) -> Tensor:
+        """A copy of the present values, in ordinary memory; nothing becomes resident."""
+        return _engine(self).value(self).cpu()
+
+    def store_value(self, value: Tensor) -> None:
+        """Write new values, (shape), past the device."""
+        _engine(self).assign(self, value)
+
+    def _plain_copy(self) -> nn.Parameter:
+        return nn.Parameter(_engine(self).value(self), self.requires_grad)
+
+
+def take_over(parameter: nn.Parameter, place: Place) -> None:
+    """Make a plain parameter a ChunkParameter at `place`."""
+    parameter.__class__ = ChunkParameter
+    assert isinstance(parameter, ChunkParameter)
+    parameter._atoll = place
+
+
+def give_back(parameter: nn.Parameter, value: Tensor) -> None:
+    """Make it a plain parameter again, with memory of its own."""
+    assert isinstance(parameter, ChunkParameter)
+    del parameter._atoll
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.data = value
+
+
+def place_of(parameter: nn.Parameter) -> Place | None:
+    """The place of a ChunkParameter; None for others."""
+    return parameter._atoll if isinstance(parameter, ChunkParameter) else None
+
+
+def put(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Let a ChunkParameter lie in `memory`; autograd's count of changes stays."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = memory
+
+
+def version(parameter: nn.Parameter) -> int:
+    """How often a ChunkParameter was written into, by autograd's count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
+
+
+def _engine(parameter: ChunkParameter) -> Engine:
+    engine: Engine = parameter._atoll.owner  # type: ignore[assignment]
+    return engine
+
+
+def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
+    """All ChunkParameters in nested tuples, lists and dictionaries."""
+    if isinstance(arguments, dict):
+        arguments = arguments.values()
+    for each in arguments:
+        if type(each) is ChunkParameter:
+            yield each
+        elif isinstance(each, (tuple, list, dict)):
+            yield from _chunk_parameters(each)
+
+
+def _writes(func: Any, kwargs: Keywords) -> bool:
+    """Whether it writes into an argument, by its name. Autograd counts most, not a fused step."""
+    name: str = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+
+
+def _pin(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> dict[Engine, list[int]]:
+    """Make their chunks resident together until `_unpin`."""
+    used: dict[Engine, list[int]] = {}
+    for parameter in parameters:
+        used.setdefault(_engine(parameter), []).append(parameter._atoll.chunk)
+    pinned: dict[Engine, list[int]] = {}
+    try:
+        for engine, chunks in used.items():
+            engine.pin(chunks, gives_out=gives_out)
+            pinned[engine] = chunks
+    except BaseException:
+        _unpin(pinned)
+        raise
+    return used
+
+
+def _unpin(used: dict[Engine, list[int]]) -> None:
+    for engine, chunks in used.items():
+        engine.unpin(chunks)
+
+
+@contextmanager
+def _plain(parameters: Sequence[ChunkParameter]) -> Iterator[None]:
+    """They are plain parameters within."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.__class__ = ChunkParameter
+
+
+def _assign(_func: Any, args: Arguments, _kwargs: Keywords) -> None:
+    """`parameter.data = value`: its values are copied, so that the parameter stays in its chunk."""
+    parameter, value = args
+    if type(parameter) is ChunkParameter:
+        _engine(parameter).assign(parameter, value)
+    else:  # plain.data = parameter: a copy, or the chunk could never leave
+        parameter.data = _engine(value).value(value)
+
+
+def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
+    """For a state_dict what is read when it is used, for all else a view."""
+    (parameter,) = args
+    lazy = statedicts.lazily(parameter)
+    if lazy is not None:
+        return lazy
+    used = _pin([parameter], gives_out=False)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            view: Tensor = func(parameter)
+            return view
+    finally:
+        _unpin(used)
+
+
+def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
+    """`parameter.backward(...)`: by autograd's own function, so that every use in backward reaches us."""
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    gradient = given.pop("gradient", None)
+    torch.autograd.backward(args[0], gradient, **given)
+
+
+def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """`torch.autograd.grad` with ChunkParameters among its inputs, which are named by their edge in the graph
+    instead: so that the backward runs outside of `__torch_function__`, and every use in it reaches us."""
+    names = (
+        "outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
+        "is_grads_batched", "materialize_grads",
+    )  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = [given["outputs"]] if isinstance(given["outputs"], Tensor) else given["outputs"]
+    inputs = given["inputs"]
+    keys = list(inputs) if isinstance(inputs, dict) else None
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs.values() if keys is not None else inputs)
+    materialize = given.pop("materialize_grads", False)
+    if given.get("allow_unused") is None:
+        given["allow_unused"] = materialize
+    with torch._C.DisableTorchFunctionSubclass():
+        given["inputs"] = [get_gradient_edge(p) if type(p) is ChunkParameter else p for p in wanted]
+    given["outputs"] = [o.view_as(o) if type(o) is ChunkParameter else o for o in outputs]
+    # What the backward itself saves for another one gives its chunks free too.
+    with entered() if given.get("create_graph") else nullcontext():
+        found: Sequence[Tensor | None] = func(**given)
+    if materialize:
+        found = [torch.zeros_like(w) if g is None else g for g, w in zip(found, wanted, strict=True)]
+    return dict(zip(keys, found, strict=True)) if keys is not None else tuple(found)
+
+
+_SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
+    _BASE.data.__set__: _assign,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
+    torch.Tensor.backward: _backward,
+    torch.autograd.grad: _gradient_of,
+}

@@ -1,0 +1,153 @@
+"""Records a step of a model as it computes: which parameters are used in which order, and for how long.
+
+The model is not changed. Forward's uses are seen by a mode of PyTorch's functions (`TorchFunctionMode`),
+backward's by hooks on saved tensors; where the model's chunks move, by what the engine derives for backward.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from atoll.memory.bandwidth import settle
+from atoll.memory.engine import Engine
+from atoll.memory.saved import Place
+from atoll.moves.search import Use
+
+# Calls that need no value of their arguments.
+_CHEAP = {"__get__", "__set__", "__len__", "size", "dim", "numel", "stride", "is_floating_point", "zero_"}
+
+
+class Recorder(TorchFunctionMode):
+    """Records from `start` to `stop`, on the thread that calls both and in the backward that it runs.
+
+    `engine` is the one that moves the model's chunks, if one does; what it waits for moves and steps is no
+    compute. On an accelerator time is that of its events, and what a kernel waits for there counts as
+    compute. A composite function, such as multi-head attention, is one use of all its parameters.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine | None = None) -> None:
+        super().__init__()
+        parameters = list(model.parameters())
+        self._parameters = parameters
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._starts: list[int] = []  # addresses of the parameters' memory, ascending; with the next two
+        self._ends: list[int] = []
+        self._at: list[int] = []  # whose
+        self._engine = engine
+        self._device = parameters[0].device
+        self._marks: list[tuple[tuple[int, ...], bool]] = []
+        self._times: list[Any] = []
+        self._saved: Any = None
+        self._running = False
+
+    def start(self) -> None:
+        """Begin to record, from no uses on."""
+        self._marks, self._times, self._running = [], [], True
+        if self._engine is None:
+            self._find_addresses()
+            self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved.__enter__()
+        else:
+            self._engine.unpacked = self._derived
+        self._handle = register_module_forward_pre_hook(self._again)
+        self._mark(())  # what comes before the first use is computing too
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> tuple[Use, ...]:
+        """The uses since `start`, in order."""
+        self._mark(())
+        self._running = False
+        self._handle.remove()
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._engine is None:
+            self._saved.__exit__(None, None, None)
+        else:
+            self._engine.unpacked = None
+        times = self._seconds()
+        return tuple(
+            Use(parameters, max(0.0, after - at), backward)
+            for (parameters, backward), at, after in zip(self._marks, times, times[1:], strict=False)
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._running and getattr(func, "__name__", "") not in _CHEAP:
+            used = self._found((*args, *kwargs.values()))
+            if used:
+                self._mark(used)
+        return func(*args, **kwargs)
+
+    def _again(self, module: nn.Module, _args: Any) -> None:
+        """Modes are off while backward runs: what a checkpoint computes again is told by its modules."""
+        if self._running and torch._C._current_graph_task_id() != -1:
+            used = self._found(module._parameters.values())
+            if used:
+                self._mark(used)
+
+    def _found(self, values: Iterable[Any]) -> tuple[int, ...]:
+        """The parameters among arguments, in lists too."""
+        used: dict[int, None] = {}
+        for value in values:
+            if isinstance(value, Tensor):
+                index = self._indices.get(id(value))
+                if index is not None:
+                    used[index] = None
+            elif isinstance(value, list | tuple):
+                used.update(dict.fromkeys(self._found(value)))
+        return tuple(used)
+
+    def _find_addresses(self) -> None:
+        held = [(p.data_ptr(), p.nbytes, index) for index, p in enumerate(self._parameters) if p.nbytes]
+        held.sort()
+        self._starts = [start for start, _, _ in held]
+        self._ends = [start + nbytes for start, nbytes, _ in held]
+        self._at = [index for _, _, index in held]
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        # By its address: a transposed weight is saved as a view.
+        address = tensor.data_ptr()
+        place = bisect.bisect_right(self._starts, address) - 1
+        inside = place >= 0 and address < self._ends[place]
+        return tensor, self._at[place] if inside else None
+
+    def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
+        tensor, index = packed
+        if index is not None and self._running:
+            self._mark((index,), backward=True)
+        return tensor
+
+    def _derived(self, place: Place) -> None:
+        assert self._engine is not None
+        parameter = self._engine.chunks[place.chunk].parameters[place.slot]
+        if self._running and id(parameter) in self._indices:
+            self._mark((self._indices[id(parameter)],), backward=True)
+
+    def _mark(self, used: tuple[int, ...], *, backward: bool | None = None) -> None:
+        if backward is None:
+            backward = torch._C._current_graph_task_id() != -1
+        self._marks.append((used, backward))
+        if self._device.type == "cpu":
+            waited = 0.0 if self._engine is None else self._engine.waited
+            self._times.append(time.perf_counter() - waited)
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            self._times.append(event)
+
+    def _seconds(self) -> list[float]:
+        """When each mark was reached, from the first on."""
+        first = self._times[0]
+        if self._device.type == "cpu":
+            return [at - first for at in self._times]
+        settle(self._device)
+        return [first.elapsed_time(event) / 1e3 for event in self._times]

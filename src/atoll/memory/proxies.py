@@ -1,0 +1,143 @@
+"""What a script reads as `p.grad` where the gradient lies elsewhere.
+
+A `GradientProxy` has the gradient's shape, dtype and device, and no memory of its own. Each function that it
+is given to gets the gradient itself, for the length of the call; what the call changes there counts. Lists of
+gradients (`torch._foreach_mul_`) are served one by one, so that they are never all in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
+_CHEAP: set[Any] = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_sparse",
+        "is_sparse_csr", "is_cuda", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes",
+    )
+}  # fmt: skip
+_CHEAP |= {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__",
+    )
+}  # fmt: skip
+_ITSELF: set[Any] = {
+    _TENSOR.data.__get__,
+    torch.Tensor.detach,
+    torch.Tensor.detach_,
+    torch.Tensor.requires_grad_,
+}
+# What gives out the memory in another form than a tensor.
+_ESCAPES = (
+    "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__",
+    "__reduce_ex__", "_reduce_ex_internal",
+)  # fmt: skip
+_LISTS = ("_foreach_", "_amp_foreach_")
+
+
+class Source(Protocol):
+    """Where a proxy's gradient is."""
+
+    def lend(self) -> AbstractContextManager[Tensor]:
+        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own."""
+
+    def keep(self) -> Tensor:
+        """The gradient in memory that nobody takes away, and that counts as the gradient from now on."""
+
+
+class OwnSource:
+    """A gradient that counts for nobody else any more."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def lend(self) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._gradient)
+
+    def keep(self) -> Tensor:
+        return self._gradient
+
+
+class GradientProxy(torch.Tensor):
+    """A gradient that lies elsewhere; see the module."""
+
+    source: Source
+
+    @staticmethod
+    def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
+        """A proxy with the shape and dtype of `like`."""
+        with torch.inference_mode(False), torch.no_grad():
+            # NaN: if anything reads the proxy itself, it does not read a plausible gradient.
+            value = torch.full((), float("nan"), dtype=like.dtype, device=device).expand(like.shape)
+            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, value)
+        proxy.source = source
+        return proxy
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CHEAP:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _ITSELF:
+            return args[0]
+        if func.__name__.startswith(_LISTS):
+            return _one_by_one(func, args, kwargs)
+        return _with_gradients(func, args, kwargs)
+
+
+def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A function of lists of equal length, called for each place in them."""
+    count = len(args[0])
+    results: list[Any] = []
+    for index in range(count):
+        these = [[arg[index]] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        named = {key: [arg[index]] if isinstance(arg, (list, tuple)) else arg for key, arg in kwargs.items()}
+        result = _with_gradients(func, tuple(these), named)
+        results += result if isinstance(result, (list, tuple)) else []
+    return results or None
+
+
+def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func` with the gradients in their proxies' places."""
+    proxies = {
+        id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, GradientProxy)
+    }
+    with ExitStack() as stack:
+        if func.__name__ in _ESCAPES:
+            lent = {key: proxy.source.keep() for key, proxy in proxies.items()}
+        else:
+            lent = {key: stack.enter_context(proxy.source.lend()) for key, proxy in proxies.items()}
+        given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
+        result = func(*given, **named)  # which other arguments may have an own way with
+        of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
+        same = {id(lent[key]): proxies[key] for key in proxies}
+        return pytree.tree_map(lambda leaf: _handed_out(leaf, same, of_memory), result)
+
+
+def _handed_out(leaf: Any, same: Mapping[int, GradientProxy], of_memory: Mapping[int, GradientProxy]) -> Any:
+    """A result as the script gets it: nothing that lies in memory which was only lent."""
+    if id(leaf) in same:
+        return same[id(leaf)]
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
+        return leaf
+    proxy = of_memory.get(leaf.untyped_storage().data_ptr())
+    if proxy is None:
+        return leaf
+    kept = proxy.source.keep()
+    again = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return again.set_(kept.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())

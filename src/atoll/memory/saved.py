@@ -1,0 +1,174 @@
+"""What autograd saves for backward while parameters' memory moves.
+
+Many operations save a parameter, or a view of it, for backward: `F.linear` its weight, `w.t()` a view. A
+saved tensor whose memory is a parameter's in a chunk is packed to what it was made of (the parameter, dtype,
+size, stride, offset), so that the chunk may leave, and is derived again when backward unpacks it. Everything
+else is kept as it is. Source: S2, "Traps that are known".
+
+The hooks are `torch.autograd.graph.saved_tensors_hooks`. They are entered around the forward of the model and
+of each of its modules that is called by itself (`watch_modules`), and by each operation that uses a
+parameter (`entered`), unless hooks of somebody else are active, such as those of a checkpoint: what those
+keep is a view, and a chunk with a view of it stays where it is (engine.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+
+class Owner(Protocol):
+    """Whose chunks they are: an engine."""
+
+    def derive(self, packed: Packed) -> Tensor:
+        """The tensor that was packed, from the parameter's memory as it lies now."""
+
+    def version(self, place: Place) -> int:
+        """The version of the parameter there: how often it was written into."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter's place: slot `slot` of chunk `chunk` of `owner`."""
+
+    owner: Owner
+    chunk: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A saved tensor that lies in a parameter's memory. Sizes, strides and the offset count elements of
+    `dtype`; `whole`: it is the parameter itself, saved while its chunk was away."""
+
+    place: Place
+    version: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    whole: bool = False
+
+
+class Addresses:
+    """Whose memory begins at an address: a parameter's, while its chunk is resident, or what stands in for
+    one that is away. An engine that nobody has any more is forgotten."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[weakref.ref[Owner], int, int, bool]] = {}
+
+    def add(self, address: int, place: Place, *, absent: bool = False) -> None:
+        """`place`'s memory, or its stand-in, begins here. Memory of no length has no address."""
+        if address:
+            self._places[address] = weakref.ref(place.owner), place.chunk, place.slot, absent
+
+    def remove(self, address: int) -> None:
+        self._places.pop(address, None)
+
+    def pack(self, tensor: Tensor) -> object:
+        """What is kept of a tensor that is saved."""
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # no memory of its own: sparse, or made by a transform
+            return tensor
+        found = self._places.get(address)
+        if found is None:
+            return tensor, tensor._version
+        owner = found[0]()
+        if owner is None:
+            del self._places[address]
+            return tensor, tensor._version
+        place = Place(owner, found[1], found[2])
+        return Packed(
+            place,
+            owner.version(place),  # what was derived, and is saved again, has a count of its own
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            whole=found[3],
+        )
+
+
+ADDRESSES = Addresses()
+
+
+def unpack(kept: object) -> Tensor:
+    """The tensor again. Raises RuntimeError, as autograd does without hooks, if it was changed in between."""
+    if isinstance(kept, Packed):
+        _check_version(kept.version, kept.place.owner.version(kept.place))
+        return kept.place.owner.derive(kept)
+    if isinstance(kept, Tensor):
+        return kept
+    assert isinstance(kept, tuple)
+    tensor: Tensor = kept[0]
+    _check_version(kept[1], tensor._version)
+    return tensor
+
+
+def _check_version(saved: int, now: int) -> None:
+    if saved != now:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"it is at version {now}; expected version {saved} instead"
+        )
+
+
+_NOTHING = nullcontext()
+
+
+def hooks_are_active() -> bool:
+    """Whether saved-tensor hooks are, ours or another's. No public function tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def entered() -> AbstractContextManager[Any]:
+    """A context in which what is saved for backward gives its chunk free; nothing where hooks are active."""
+    if torch.is_grad_enabled() and not hooks_are_active():
+        return saved_tensors_hooks(ADDRESSES.pack, unpack)
+    return _NOTHING
+
+
+class _Open(threading.local):
+    """How many of the watched modules are in their forward, and what the first of them has entered."""
+
+    depth = 0
+    context: AbstractContextManager[Any] = _NOTHING
+
+
+_OPEN = _Open()
+
+
+# Functions of this module, so that a model can be copied and pickled with its hooks.
+def _before(_module: nn.Module, _inputs: Any) -> None:
+    if _OPEN.depth == 0:
+        _OPEN.context = entered()
+        _OPEN.context.__enter__()
+    _OPEN.depth += 1
+
+
+def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+    _OPEN.depth = max(_OPEN.depth - 1, 0)
+    if _OPEN.depth == 0:
+        context, _OPEN.context = _OPEN.context, _NOTHING
+        context.__exit__(None, None, None)
+
+
+def watch_modules(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Enter the hooks around the forward of each of `modules` that is called by itself, not by another."""
+    handles = []
+    for module in modules:
+        handles += [
+            module.register_forward_pre_hook(_before),
+            module.register_forward_hook(_after, always_call=True),
+        ]
+    return handles

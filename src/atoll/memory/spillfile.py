@@ -1,0 +1,88 @@
+"""A file for what does not fit in memory while a model is built: pieces of any size, each with a checksum."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import RunError, UserError
+from atoll.core.units import format_bytes
+
+
+class Piece(NamedTuple):
+    """Where `nbytes` bytes lie in the file, and their CRC-32."""
+
+    begin: int
+    nbytes: int
+    checksum: int
+
+
+class SpillFile:
+    """At most `budget` bytes in a file of `folder` that has no name there, so that none is left behind.
+
+    Given memory is a contiguous CPU tensor of any dtype.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], budget: int) -> None:
+        self.folder, self.budget = Path(folder), budget
+        self.end = 0  # bytes that the file is long, which is also the most it has held
+        self._free: dict[int, list[int]] = {}  # by size, where pieces were
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise UserError(
+                f"disk: no file can be made in {folder}: {error.strerror}; name another folder"
+            ) from None
+
+    def keep(self, memory: Tensor) -> Piece:
+        """Keep a copy. Raises UserError where the budget or the disk has no more room."""
+        raw = raw_bytes(memory)
+        free = self._free.get(len(raw))
+        begin = free.pop() if free else self.end
+        if begin + len(raw) > self.budget:
+            raise UserError(
+                f"disk: the budget of {format_bytes(self.budget)} in {self.folder} does not hold the "
+                f"parameters; give at least {format_bytes(begin + len(raw))}, and what training adds"
+            )
+        self.end = max(self.end, begin + len(raw))
+        try:
+            done = 0
+            while done < len(raw):
+                done += os.pwrite(self._file.fileno(), raw[done:], begin + done)
+        except OSError as error:
+            raise UserError(f"disk: {self.folder} cannot be written to: {error.strerror}") from None
+        return Piece(begin, len(raw), zlib.crc32(raw))
+
+    def copy_into(self, piece: Piece, into: Tensor) -> None:
+        """Fill `into`, of the piece's size. Raises RunError if these are not the bytes that were written."""
+        raw = raw_bytes(into)
+        done, why = 0, "its checksum is not that of what was written"
+        try:
+            while done < len(raw):
+                got = os.preadv(self._file.fileno(), [raw[done:]], piece.begin + done)
+                if not got:
+                    break
+                done += got
+        except OSError as error:
+            why = str(error.strerror)
+        if done < len(raw) or zlib.crc32(raw) != piece.checksum:
+            raise RunError(
+                f"disk: {piece.nbytes} bytes at {piece.begin} of a file in {self.folder} are damaged: {why}; "
+                "build the model again, on another disk"
+            )
+
+    def free(self, piece: Piece) -> None:
+        """Forget a piece: its room is used again for one of the same size."""
+        self._free.setdefault(piece.nbytes, []).append(piece.begin)
+
+
+def raw_bytes(memory: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    raw: memoryview = memory.detach().reshape(-1).view(torch.uint8).numpy().data
+    return raw

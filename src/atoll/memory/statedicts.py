@@ -1,0 +1,66 @@
+"""A state_dict of a model that does not fit: its tensors have no memory, and are read when they are used.
+
+`nn.Module.state_dict` calls `detach()` on each parameter. Hooks of torch's tell, around that, whose calls
+these are; so whoever calls `state_dict`, of the model or of a part of it, gets `LazyTensor`s for what may lie
+elsewhere, and nothing becomes resident.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from atoll.tensors.lazy import LazyTensor
+
+
+class StoredParameter(Protocol):
+    """What a parameter offers whose value may lie elsewhere."""
+
+    def stored_value(self) -> Tensor:
+        """The present value, in memory of its own; nothing becomes resident."""
+
+
+class _Asked(threading.local):
+    """The parameters of the module whose state_dict is being made on this thread."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, Any] = {}
+
+
+_asked = _Asked()
+
+
+class StateDicts:
+    """Makes the state_dicts of `model` and of its parts lazy for parameters that are `StoredParameter`s,
+    until `close`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._handles: list[RemovableHandle] = []
+        module: Any  # torch's hooks are not typed
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(_begin))
+            self._handles.append(module.register_state_dict_post_hook(_end))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def lazily(parameter: Any) -> Tensor | None:
+    """What `parameter.detach()` gives to a state_dict; None where it was not one that called."""
+    if _asked.parameters.pop(id(parameter), None) is not parameter:
+        return None
+    return LazyTensor(parameter.stored_value, parameter.shape, parameter.dtype)
+
+
+def _begin(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    own = () if keep_vars else module._parameters.values()
+    _asked.parameters = {id(p): p for p in own if p is not None and hasattr(p, "stored_value")}
+
+
+def _end(_module: nn.Module, *_: Any) -> None:
+    _asked.parameters = {}

@@ -1,0 +1,226 @@
+"""One chunk's optimizer state in payloads, and its step.
+
+What the optimizer keeps for each element of a parameter ("exp_avg") is a payload of the chunk; what it keeps
+for each parameter ("step") stays here. A chunk is stepped in flat segments, runs of slots whose update
+depends on the same things; tensors/optimizer.py does the same with chunks that never leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from atoll.memory.gradients import TrainedChunk
+from atoll.memory.payloads import MASTER, VALUES, Payloads, state_kind
+from atoll.tensors.optimizer import State, comparable, copied, ends_run
+
+Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
+# The optimizer's own code: takes settings, parameters and their state, and gives their state.
+Run: TypeAlias = Callable[
+    [Settings, list[nn.Parameter], dict[nn.Parameter, State]], Mapping[nn.Parameter, State]
+]
+
+
+class ChunkStates:
+    """A chunk that an optimizer trains with its param group `group`.
+
+    `elementwise` is what `elementwise_keys` found, `device` and `dtype` where and what it is stepped
+    in: where that is not the values' own dtype, there is a master.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedChunk,
+        payloads: Payloads,
+        elementwise: set[str],
+        group: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.trained, self.group, self._device = trained, group, device
+        self._payloads, self._elementwise, self.dtype = payloads, elementwise, dtype
+        self._master = dtype if dtype != trained.dtype else None
+        slots = len(trained.parameters)
+        self._numbers: list[State] = [{} for _ in range(slots)]  # by slot: what is not element-wise
+        self._kept: list[frozenset[str]] = [frozenset()] * slots  # by slot: what is
+        self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
+        self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
+        self._cut_for: tuple[object, ...] | None = None  # what they were cut for
+        if self._master is not None:
+            payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, dtype)
+            with self._pin(VALUES) as values, self._pin(MASTER, overwrites=True) as precise:
+                precise.copy_(values)
+
+    def _pin(
+        self, kind: str, *, writes: bool = False, overwrites: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        return self._payloads.pin((self.trained.chunk.id, kind), writes=writes, overwrites=overwrites)
+
+    def step(
+        self,
+        settings: Settings,
+        gradients: Tensor,
+        present: tuple[bool, ...],
+        run: Run,
+    ) -> None:
+        """Step the slots that are `present` with `gradients`, (extent,)."""
+        with ExitStack() as stack, torch.no_grad():
+            values = stack.enter_context(self._pin(VALUES, writes=True))
+            stepped = values
+            if self._master is not None:
+                stepped = stack.enter_context(self._pin(MASTER, writes=True))
+            if not self._runs or self._cut_for != (present, bool(settings.get("fused"))):
+                self._cut(present, bool(settings.get("fused")))
+            used = frozenset[str]().union(*(self._kept[first] for first, _ in self._runs))
+            elements = {key: stack.enter_context(self._pin(state_kind(key), writes=True)) for key in used}
+            parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
+            state = self._segment_states(parameters, elements)
+            new = run(self._settings(settings), parameters, {**state})
+            for parameter, bounds in zip(parameters, self._runs, strict=True):
+                parameter.grad = None
+                self._adopt(bounds, state.get(parameter, {}), new.get(parameter, {}))
+            if self._master is not None:
+                for first, last in self._runs:
+                    start, end = self._bounds(first, last)
+                    values[start:end].copy_(stepped[start:end])
+
+    def _settings(self, settings: Settings) -> Settings:
+        """Settings as they are where the chunk is stepped."""
+        there = {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in settings.items()}
+        if self._device.type == "cpu" and there.get("capturable"):  # of graphs on the script's device
+            there["capturable"] = False
+        return there
+
+    def _bounds(self, first: int, last: int) -> tuple[int, int]:
+        slots = self.trained.chunk.slots
+        return slots[first].offset, slots[last].offset + slots[last].numel
+
+    def _segment(self, stepped: Tensor, gradients: Tensor, first: int, last: int) -> nn.Parameter:
+        start, end = self._bounds(first, last)
+        parameter = nn.Parameter(stepped[start:end])
+        parameter.grad = gradients[start:end].to(self.dtype)
+        return parameter
+
+    def _segment_states(
+        self, parameters: Sequence[nn.Parameter], elements: Mapping[str, Tensor]
+    ) -> dict[nn.Parameter, State]:
+        """What the optimizer keeps for each segment, where it keeps anything."""
+        states: dict[nn.Parameter, State] = {}
+        for parameter, (first, last) in zip(parameters, self._runs, strict=True):
+            start, end = self._bounds(first, last)
+            state = dict(self._numbers[first])
+            state.update({key: elements[key][start:end] for key in self._kept[first]})
+            if state:
+                states[parameter] = state
+        return states
+
+    def _cut(self, present: tuple[bool, ...], fused: bool) -> None:
+        """Find the runs of slots that step alike, and let each have numbers of its own."""
+        runs: list[list[int]] = []
+        last: object = None
+        for slot, here in enumerate(present):
+            if not here:
+                last = None
+                continue
+            signature = (
+                self._kept[slot],
+                [(k, comparable(v, False)) for k, v in sorted(self._numbers[slot].items())],
+            )
+            if last is None or signature != last:
+                runs.append([])
+            runs[-1].append(slot)
+            nbytes = self.trained.chunk.slots[slot].numel * self.dtype.itemsize
+            last = None if ends_run(nbytes, self.dtype, self._device, fused) else signature
+        self._runs = [(run[0], run[-1]) for run in runs]
+        self._cut_for = present, fused
+        for first, end in self._runs:
+            numbers = {key: copied(value) for key, value in self._numbers[first].items()}
+            self._numbers[first : end + 1] = [numbers] * (end + 1 - first)
+
+    def _adopt(self, bounds: tuple[int, int], before: State, after: State) -> None:
+        """Keep what the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`."""
+        start, end = self._bounds(*bounds)
+        numbers, kept = {}, set()
+        for key, value in after.items():
+            if self._is_elementwise(key, value, end - start):
+                kept.add(key)
+                if value is not before.get(key):
+                    with self._elements(key, value.dtype) as elements:
+                        elements[start:end].copy_(value)
+            else:
+                numbers[key] = value
+        count = bounds[1] + 1 - bounds[0]
+        self._numbers[bounds[0] : bounds[1] + 1] = [numbers] * count
+        self._kept[bounds[0] : bounds[1] + 1] = [frozenset(kept)] * count
+
+    def _is_elementwise(self, key: str, value: Any, numel: int) -> bool:
+        return isinstance(value, Tensor) and (
+            (key in self._elementwise and value.numel() == numel) or (value.numel() == numel > 1)
+        )
+
+    def _elements(self, key: str, dtype: torch.dtype) -> AbstractContextManager[Tensor]:
+        """The payload of the element-wise state `key`, to be changed; made, of `dtype`, if there is none."""
+        if key not in self._dtypes:
+            self._dtypes[key] = dtype
+            self._payloads.add((self.trained.chunk.id, state_kind(key)), self.trained.chunk.numel, dtype)
+        return self._pin(state_kind(key), writes=True)
+
+    def numbers(self, slot: int) -> State:
+        """What is kept for a parameter as a whole ("step"), in copies."""
+        return {key: copied(value) for key, value in self._numbers[slot].items()}
+
+    def kept(self, slot: int) -> dict[str, torch.dtype]:
+        """What is kept for each of its elements, by key; with a master, that too, as "master"."""
+        kept = {key: self._dtypes[key] for key in sorted(self._kept[slot])}
+        if self._master is not None and (kept or self._numbers[slot]):
+            kept[MASTER] = self._master
+        return kept
+
+    def elements(self, slot: int, key: str) -> Tensor:
+        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        with self._pin(MASTER if key == MASTER else state_kind(key)) as elements:
+            return self.trained.part(elements, slot).clone()
+
+    def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
+        """Take a parameter's state from plain torch's form; with {}, it has none.
+
+        `settings`, its param group's, where dtypes and devices are to be as `load_state_dict` makes them.
+        """
+        numbers, kept = {}, set()
+        for key, value in state.items():
+            if key == MASTER and self._master is not None:
+                with self._pin(MASTER, writes=True) as precise:
+                    self.trained.part(precise, slot).copy_(value)
+            elif self._is_elementwise(key, value, self.trained.chunk.slots[slot].numel):
+                kept.add(key)
+                self._load_elements(key, value, slot, settings is not None)
+            else:
+                numbers[key] = self._number(key, value, settings)
+        self._numbers[slot], self._kept[slot] = numbers, frozenset(kept)
+        self._cut_for = None
+
+    def _load_elements(self, key: str, value: Tensor, slot: int, cast: bool) -> None:
+        exact = self._master is None and not cast
+        with self._elements(key, value.dtype if exact else self.dtype) as elements:
+            self.trained.part(elements, slot).copy_(value)
+
+    def _number(self, key: str, value: Any, settings: Settings | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if settings is None or not value.is_floating_point():
+            return value.detach().clone()
+        if key != "step":
+            return value.detach().to(self._device, self.dtype, copy=True)
+        counts_there = settings.get("fused") or settings.get("capturable")
+        return value.detach().to(self._device if counts_there else "cpu", copy=True)
+
+    def follow_values(self) -> None:
+        """Where the values are not what they were rounded to, they are the master now."""
+        if self._master is None:
+            return
+        with self._pin(VALUES) as values, self._pin(MASTER, writes=True) as precise, torch.no_grad():
+            torch.where(precise.to(values.dtype) == values, precise, values.to(precise.dtype), out=precise)

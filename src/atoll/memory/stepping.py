@@ -1,0 +1,431 @@
+"""The user's optimizer, stepping chunk by chunk where their state lies.
+
+The optimizer object stays the user's own. Its `step` runs on no parameter that lies in a chunk; its
+hyperparameters and its own attributes are noted, and on a thread of this module's the same code then steps a
+copy of it on flat segments of one chunk after another, in host memory. `step` returns at once; whoever needs
+a chunk's values calls `wait_stepped` first. Source: S2, part 7.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.errors import DeadlineError
+from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.ondemand import StatesOnDemand
+from atoll.memory.payloads import Payloads
+from atoll.memory.states import ChunkStates, Settings
+from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
+
+_DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """What a `Stepper` asks and tells.
+
+    `before(chunks)`: `optimizer.step()` was called on the script's thread, and these chunks are about to be
+    stepped: their payloads "values" must be up to date, and any copy elsewhere will be old. It gives the
+    order to step them in, that of their next use. `stepped(chunk)`: its payloads are new; on the stepping
+    thread, and it must not wait for the script's. `after()`: `optimizer.step()` is about to return.
+    """
+
+    before: Callable[[Sequence[int]], Sequence[int]]
+    stepped: Callable[[int], None]
+    after: Callable[[], None]
+
+
+@dataclass
+class StepFigures:
+    """What stepping has cost so far."""
+
+    steps: int = 0  # of the optimizer
+    chunks: int = 0  # stepped
+    seconds: float = 0.0  # spent on stepping them
+    waited: float = 0.0  # seconds that `wait_stepped` has waited
+
+
+@dataclass
+class _Step:
+    """A call of `optimizer.step()`: what it found, for the chunks that are still to be stepped."""
+
+    own: dict[str, Any]  # the optimizer's attributes
+    groups: list[Settings]
+    present: dict[int, tuple[bool, ...]]
+    waiting: deque[int] = field(default_factory=deque)
+    under_way: int | None = None
+
+    def has(self, chunk: int) -> bool:
+        return chunk == self.under_way or chunk in self.waiting
+
+    @property
+    def is_over(self) -> bool:
+        return self.under_way is None and not self.waiting
+
+
+class Stepper:
+    """Makes `optimizer` step those of `chunks` that it trains.
+
+    `payloads(chunk)` says where a chunk's values, gradient and state lie; "values" must be there. `at_once`
+    are chunks that are stepped before `step` returns, by the thread that calls it: those on an accelerator.
+    With `master`, chunks in half precision have a payload "master" in single precision, which is what is
+    stepped, and the values are rounded from it. Raises PrepareError for an optimizer that is not
+    element-wise.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        chunks: Sequence[TrainedChunk],
+        gradients: Gradients,
+        payloads: Callable[[int], Payloads],
+        calls: StepCalls,
+        *,
+        at_once: Collection[int] = (),
+        master: bool = False,
+    ) -> None:
+        elementwise = elementwise_keys(optimizer)
+        self.optimizer, self._gradients, self._calls = optimizer, gradients, calls
+        self._at_once = frozenset(at_once)
+        self._group_parameters = [list(group["params"]) for group in optimizer.param_groups]
+        group_of = {id(p): index for index, params in enumerate(self._group_parameters) for p in params}
+        self._chunks = {
+            each.chunk.id: ChunkStates(
+                each,
+                payloads(each.chunk.id),
+                elementwise,
+                group_of[id(each.parameters[0])],
+                each.device if each.chunk.id in self._at_once else torch.device("cpu"),
+                stepped_dtype(each.dtype, master),
+            )
+            for each in chunks
+            if id(each.parameters[0]) in group_of
+        }
+        self._slots = {
+            id(parameter): (states, index)
+            for states in self._chunks.values()
+            for index, parameter in enumerate(states.trained.parameters)
+        }
+        self.figures = StepFigures()
+        self._loading = False  # a `load_state_dict` runs whose states have been taken
+        self._call: FrameType | None = None  # of `step`, while it runs
+        self._left_out = False  # the param groups are empty, while `step` runs
+        self._step: _Step | None = None  # the latest
+        self._next: _Step | None = None  # what `step` is about to begin
+        self._error: BaseException | None = None  # what a step has raised
+        self._condition = threading.Condition()
+        self._closed = False
+        self._parameters = [p for states in self._chunks.values() for p in states.trained.parameters]
+        self._shown = StatesOnDemand(self._parameters, self._plain)
+        self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
+        self._take_over()
+        for chunk in self._chunks:
+            gradients.steps_wait(chunk, self.wait_stepped)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(lambda _: self._before_state_dict()),
+            optimizer.register_state_dict_post_hook(lambda _, __: self._shown.keep(self._held)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load(state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+        ]
+        self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
+
+    def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
+        """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
+
+        Raises DeadlineError after `seconds`, and whatever a step has raised.
+        """
+        with self._condition:
+            step = self._step
+            if step is not None and chunk in step.waiting:
+                step.waiting.remove(chunk)
+                step.waiting.appendleft(chunk)
+            self._wait(lambda: step is None or not step.has(chunk), seconds, f"chunk {chunk}")
+
+    def wait_all(self, seconds: float = _DEADLINE) -> None:
+        """The same for all chunks."""
+        with self._condition:
+            step = self._step
+            self._wait(lambda: step is None or step.is_over, seconds, "the optimizer's chunks")
+
+    def _wait(self, over: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for `over`, holding the condition."""
+        began = time.monotonic()
+        while self._error is None and not over():
+            left = began + seconds - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"waited {seconds:.0f} s for the step of {what}, which has not ended")
+            self._condition.wait(left)
+        self.figures.waited += time.monotonic() - began
+        if self._error is not None:
+            raise self._error
+
+    def values_edited(self, chunk: int) -> None:
+        """The script has changed the payload "values": take over into "master" what it changed."""
+        if chunk in self._chunks:
+            self.wait_stepped(chunk)
+            self._chunks[chunk].follow_values()
+
+    def close(self) -> None:
+        """Make what is under way, and leave the optimizer to the user as a plain one with its state."""
+        try:
+            self._restore()
+            self.wait_all()
+            self._take_over()
+            self.optimizer.state = defaultdict(dict, self._shown.items())
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._end()
+            atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """End the thread, once it has stepped the chunk that it is at."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join(_DEADLINE)
+
+    # The optimizer's step, on the script's thread.
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        call = sys._getframe(1)
+        if self._is_within(call):  # a subclass's step that calls its superclass's, which torch hooks too
+            return args, kwargs
+        self._restore()
+        self._call = call
+        args, kwargs = call_closure_now(args, kwargs)
+        check_groups(optimizer, self._group_parameters, "the optimizer was fitted")
+        self.wait_all()
+        self._take_over()  # what the script has put there
+        present = {}
+        for chunk in self._chunks:
+            if any(self._gradients.present(chunk)):
+                present[chunk] = self._gradients.begin_step(chunk)
+        groups = [_noted(group, without="params") for group in optimizer.param_groups]
+        self._next = _Step(_noted(optimizer.__dict__), groups, present)
+        self._leave_out()
+        return args, kwargs
+
+    def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if sys._getframe(1) is not self._call:
+            return
+        self._restore()
+        step, self._next = self._next, None
+        assert step is not None
+        order = self._calls.before(list(step.present))
+        # Each parameter's version counter tells autograd that a value saved for backward is another now.
+        torch.autograd.graph.increment_version(
+            [
+                parameter
+                for chunk, present in step.present.items()
+                for parameter, here in zip(self._chunks[chunk].trained.parameters, present, strict=True)
+                if here
+            ]
+        )
+        self.figures.steps += 1
+        for chunk in order:
+            if chunk in self._at_once:
+                self._step_chunk(step, chunk)
+        with self._condition:
+            step.waiting.extend(chunk for chunk in order if chunk not in self._at_once)
+            self._step = step
+            self._condition.notify_all()
+        self._calls.after()
+
+    def _is_within(self, call: FrameType | None) -> bool:
+        """Whether `call` was made by a step that is under way: one that raised is not."""
+        while self._call is not None and call is not None:
+            if call is self._call:
+                return True
+            call = call.f_back
+        return False
+
+    def _leave_out(self) -> None:
+        self._left_out = True
+        for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
+            group["params"] = [p for p in parameters if id(p) not in self._slots]
+
+    def _restore(self) -> None:
+        """Undo what a step that failed left behind."""
+        self._call = None
+        if self._left_out:
+            self._left_out = False
+            for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
+                group["params"] = list(parameters)
+
+    # The chunks' steps, on the stepping thread.
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._closed and (self._step is None or not self._step.waiting):
+                    self._condition.wait()
+                if self._closed:
+                    return
+                step = self._step
+                assert step is not None
+                chunk = step.under_way = step.waiting.popleft()
+            try:
+                self._step_chunk(step, chunk)
+            except BaseException as error:  # whatever it is, the script's thread is to raise it
+                self._error = error
+            with self._condition:
+                step.under_way = None
+                self._condition.notify_all()
+            if self._error is not None:
+                return
+
+    def _step_chunk(self, step: _Step, chunk: int) -> None:
+        began = time.monotonic()
+        states = self._chunks[chunk]
+        run = partial(run_step, type(self.optimizer), step.own)
+        with self._gradients.stepped_with(chunk) as gradients:
+            states.step(step.groups[states.group], gradients, step.present[chunk], run)
+        self.figures.chunks += 1
+        self.figures.seconds += time.monotonic() - began
+        self._calls.stepped(chunk)
+
+    # The state, as plain torch shows it.
+
+    def _plain(self, parameter: nn.Parameter) -> State:
+        """A copy of one parameter's state as plain torch has it."""
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        return {**states.numbers(slot), **{key: states.elements(slot, key) for key in states.kept(slot)}}
+
+    def _lazy(self, parameter: nn.Parameter) -> State:
+        """The same, with tensors that are copied when they are read."""
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        lazy = {
+            key: LazyTensor(
+                partial(self._read, parameter, key), parameter.shape, dtype, states.trained.device
+            )
+            for key, dtype in states.kept(slot).items()
+        }
+        return {**states.numbers(slot), **lazy}
+
+    def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self._closed:
+            kept: Tensor = self.optimizer.state[parameter][key]
+            return kept.clone()
+        states, slot = self._slots[id(parameter)]
+        self.wait_stepped(states.trained.chunk.id)
+        return states.elements(slot, key).to(states.trained.device)
+
+    def _show(self) -> None:
+        shown: Any = self._shown
+        self.optimizer.state = shown
+
+    def _take_over(self) -> None:
+        """Move into payloads the states that the script has put into `optimizer.state`, or changed there."""
+        if self.optimizer.state is not self._shown:  # the script's own: what is not there is nowhere
+            self._shown.become(self.optimizer.state, whole=True)
+            self._show()
+        changed = self._shown.taken()
+        for parameter, state in changed.items():
+            states, slot = self._slots[id(parameter)]
+            states.load(slot, state)
+
+    def _before_state_dict(self) -> None:
+        self._restore()
+        self._held = self._shown.held()
+        self._shown.fill(self._lazy)
+
+    def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
+        self._restore()
+        self.wait_all()
+        saved = [list(group["params"]) for group in state_dict["param_groups"]]
+        if [len(each) for each in saved] != [len(each) for each in self._group_parameters]:
+            return state_dict  # torch says what is wrong
+        rest = dict(state_dict["state"])
+        for indices, parameters, group in zip(
+            saved, self._group_parameters, state_dict["param_groups"], strict=True
+        ):
+            for index, parameter in zip(indices, parameters, strict=True):
+                if id(parameter) in self._slots:
+                    states, slot = self._slots[id(parameter)]
+                    states.load(slot, rest.pop(index, {}), group)
+        self._loading = True
+        return {**state_dict, "state": rest}
+
+    def _loaded(self) -> None:
+        """After `load_state_dict`, which has made a state of what it was left."""
+        if self._loading:
+            self._loading = False
+            self._shown.become(self.optimizer.state, whole=False)
+            self._show()
+
+
+def stepped_dtype(dtype: torch.dtype, master: bool) -> torch.dtype:
+    """What a parameter of `dtype` is stepped in: single precision for a half one that has a master."""
+    return torch.float32 if master and dtype in _HALF else dtype
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What the optimizer keeps for each element of a parameter of `dtype`, by key: for sizes in a plan.
+
+    Raises PrepareError for an optimizer that is not element-wise.
+    """
+    elementwise = elementwise_keys(optimizer)
+    own = _noted(optimizer.__dict__)
+    found: dict[str, torch.dtype] = {}
+    for group in optimizer.param_groups:
+        parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        kept = run_step(type(optimizer), own, _noted(group, without="params"), [parameter], {})
+        state = kept.get(parameter, {})
+        found.update({key: state[key].dtype for key in elementwise if isinstance(state.get(key), Tensor)})
+    return found
+
+
+def run_step(
+    class_: type[torch.optim.Optimizer],
+    own: Mapping[str, Any],
+    settings: Settings,
+    parameters: list[nn.Parameter],
+    state: dict[nn.Parameter, State],
+) -> Mapping[nn.Parameter, State]:
+    """An optimizer's own code on `parameters`; gives what it then keeps for them.
+
+    `own` are the attributes of the optimizer whose step it is.
+    """
+    copy = object.__new__(class_)
+    copy.__dict__.update(_noted(own))
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(copy, hooks, OrderedDict())
+    copy.param_groups = [{**_noted(settings), "params": parameters}]
+    states: defaultdict[Any, State] = defaultdict(dict, state)
+    copy.state = states
+    step: Any = class_.step
+    # Not through torch's wrapper: hooks on all optimizers have run for the script's own call.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
+    return states
+
+
+def _noted(values: Mapping[str, Any], without: str = "") -> dict[str, Any]:
+    """A copy that no later change of `values` shows in."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in values.items()
+        if key != without
+    }

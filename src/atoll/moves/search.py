@@ -1,0 +1,432 @@
+"""The search for a plan: from a profile of the model, measured bandwidths and budgets, how memory is used.
+
+S2, "Search for the plan". Each candidate is run through an event model of compute, copies each way and the
+optimizer's steps (`moves/timeline.py`); the one with the shortest step wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from atoll.chunks import Chunk, ChunkMap, ParameterSpec, itemsize, lay_out_memory, sizes_worth_trying
+from atoll.core.errors import UserError
+from atoll.core.memory import Budgets, Pins
+from atoll.core.units import format_bytes, format_seconds
+from atoll.moves.timeline import DIRECTIONS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
+
+PAGE = 4096  # bytes: payloads in host memory begin on one
+SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
+LARGEST = 2**30  # bytes of a chunk
+SIZES = 10  # chunk sizes that are tried, at most
+SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
+
+
+class Use(msgspec.Struct, frozen=True):
+    """One call that needs parameters (indices of `Profile.specs`) at once, and the seconds that it computes
+    and those up to the next. `backward` where it is backward's."""
+
+    parameters: tuple[int, ...]
+    seconds: float = 0.0
+    backward: bool = False
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of a model, as it computes without moves.
+
+    `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
+    `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
+    seconds are not known, and are 0.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    uses: tuple[Use, ...]
+    state_bytes: tuple[int, ...] = ()
+    master_bytes: int = 0
+    measured: bool = True
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A step by the event model, from the second on. Peaks are the arenas', in bytes; `nbytes` are by
+    direction, as in `MemoryFigures`; `computing` are the seconds of compute in `seconds`."""
+
+    seconds: float
+    computing: float
+    device_peak: int
+    host_peak: int
+    disk_peak: int
+    nbytes: dict[str, int]
+    moves: dict[str, int]
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is held. `blocks` of `chunk_bytes` make the device's arena: `cache_blocks` of them are for
+    chunks that come and go, the rest for the chunks in `resident`, which stay, and for gradient and state of
+    those in `steps_on_device`. `fits`: all of it stays on the device, and nothing moves."""
+
+    chunk_bytes: int
+    blocks: int
+    cache_blocks: int
+    resident: tuple[int, ...]  # chunk ids of the layout with `chunk_bytes`
+    steps_on_device: tuple[int, ...]  # which are resident too
+    fits: bool
+    host_bytes: int  # of the host's arena
+    disk_bytes: int  # of the disk's file
+    sharding: str  # "none" with one member
+    predicted: Prediction
+    reason: str
+
+
+def search_plan(
+    profile: Profile, bandwidths: Bandwidths, budgets: Budgets, *, split: bool = False
+) -> MemoryPlan:
+    """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
+
+    `split`: some chunks may step on the device while others step on the host. Deterministic. Raises UserError
+    that names the tier and the least budget that would do.
+    """
+    shapes = [_Shape(profile, size) for size in _sizes(profile, budgets)]
+    plans: list[tuple[MemoryPlan, _Shape]] = []
+    refused: list[_LeastError] = []
+    for shape in shapes:
+        try:
+            plans.append((_plan(shape, bandwidths, budgets), shape))
+        except _LeastError as least:
+            refused.append(least)
+    if not plans:
+        raise UserError(_least_of(refused))
+    plans.sort(key=lambda pair: _rank(pair[0]))
+    best, by_size = plans[0][0], {plan.chunk_bytes: plan.predicted.seconds for plan, _ in plans}
+    if split and not best.fits and budgets.pins.steps_on is None:
+        for _, shape in plans[:SPLIT]:
+            for quarters in range(1, 5):
+                other = _moving(shape, bandwidths, budgets, quarters)
+                best = min(best, other, key=_rank) if other is not None else best
+    return msgspec.structs.replace(best, reason=_reason(best, by_size, profile, bandwidths, budgets.pins))
+
+
+def _rank(plan: MemoryPlan) -> tuple[float, int, int]:
+    """The shortest step; of equals the one that takes least memory."""
+    return plan.predicted.seconds, plan.blocks * plan.chunk_bytes, plan.chunk_bytes
+
+
+class _LeastError(Exception):
+    """A candidate that a tier is too small for: which, and what would do."""
+
+    def __init__(self, tier: str, nbytes: int, why: str) -> None:
+        super().__init__(why)
+        self.tier, self.nbytes, self.why = tier, nbytes, why
+
+
+class _Shape:
+    """A profile in chunks of one size."""
+
+    def __init__(self, profile: Profile, chunk_bytes: int) -> None:
+        self.profile = profile
+        self.map: ChunkMap = lay_out_memory(profile.specs, chunk_bytes=chunk_bytes)
+        self.chunk_bytes = self.map.chunk_bytes
+        self.costs = [self._costs(chunk) for chunk in self.map.chunks]
+        self.calls = _calls(profile, self.map)
+
+    def _costs(self, chunk: Chunk) -> ChunkCosts:
+        size, profile = itemsize(chunk.dtype), self.profile
+        payloads = {"values": _paged(chunk.extent * size)}
+        trained = self.map.groups[chunk.group].trainable
+        if trained:
+            payloads["gradient"] = payloads["values"]
+            if profile.master_bytes > size:
+                payloads["master"] = _paged(chunk.extent * profile.master_bytes)
+            for number, nbytes in enumerate(profile.state_bytes):
+                payloads[f"state {number}"] = _paged(chunk.extent * nbytes)
+        return ChunkCosts(
+            blocks=self.blocks_of(chunk.nbytes),
+            nbytes=chunk.extent * size,
+            elements=chunk.used if trained else 0,
+            payloads=payloads,
+        )
+
+    def blocks_of(self, nbytes: int) -> int:
+        return -(-nbytes // self.chunk_bytes)
+
+    def on_device(self, chunk: int) -> int:
+        """Blocks of a chunk that steps on the device."""
+        return sum(self.blocks_of(nbytes) for nbytes in self.costs[chunk].payloads.values())
+
+    def rounded(self) -> list[ChunkCosts]:
+        """Where the host is a cache over the disk, its arena has blocks of the chunks' size too."""
+        return [
+            msgspec.structs.replace(
+                cost, payloads={k: self.blocks_of(v) * self.chunk_bytes for k, v in cost.payloads.items()}
+            )
+            for cost in self.costs
+        ]
+
+    @property
+    def most_at_once(self) -> int:
+        """Blocks that a call needs."""
+        return max((sum(self.costs[c].blocks for c in call.chunks) for call in self.calls), default=1)
+
+    def largest(self) -> str:
+        """The largest parameter, for people."""
+        spec = max(self.profile.specs, key=lambda spec: spec.nbytes)
+        return f"{spec.name!r} of {format_bytes(spec.nbytes)}"
+
+
+def _calls(profile: Profile, layout: ChunkMap) -> list[Call]:
+    """The uses in chunks, those that follow one another with the same chunks as one; and which gradients
+    each makes whole: after the last use of a chunk in backward, or where none is known, at all."""
+    calls: list[tuple[tuple[int, ...], float, bool]] = []
+    for use in profile.uses:
+        chunks = tuple(dict.fromkeys(layout.places[index][0] for index in use.parameters))
+        if calls and calls[-1][0] == chunks and calls[-1][2] == use.backward:
+            calls[-1] = (chunks, calls[-1][1] + use.seconds, use.backward)
+        else:
+            calls.append((chunks, use.seconds, use.backward))
+    trained = {chunk.id for chunk in layout.trainable}
+    last: dict[int, int] = {}
+    for backward in (False, True):
+        last |= {
+            chunk: position
+            for position, (chunks, _, back) in enumerate(calls)
+            if back == backward
+            for chunk in chunks
+        }
+    ended: dict[int, list[int]] = {}
+    for chunk, position in last.items():
+        if chunk in trained:
+            ended.setdefault(position, []).append(chunk)
+    return [
+        Call(chunks, seconds, tuple(sorted(ended.get(position, ()))))
+        for position, (chunks, seconds, _) in enumerate(calls)
+    ]
+
+
+def _sizes(profile: Profile, budgets: Budgets) -> Sequence[int]:
+    if budgets.pins.chunk_bytes is not None:
+        return (budgets.pins.chunk_bytes,)
+    # Whatever the budget is: the least one that an error names finds the size that it was named for.
+    total = sum(spec.nbytes for spec in profile.specs)
+    smallest = _paged(max(1, total // SMALLEST_PART))
+    largest = max(smallest, min(LARGEST, _paged(total)))
+    sizes = sizes_worth_trying(profile.specs, smallest=smallest, largest=largest)
+    every = -(-len(sizes) // SIZES)
+    return sizes[::-every][::-1]
+
+
+def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan:
+    """The plan with one chunk size, where no chunk steps on the device unless all do. Raises _LeastError
+    where a budget is too small for it."""
+    pins = budgets.pins
+    every = sum(shape.on_device(chunk) for chunk in range(len(shape.costs)))
+    searched = pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None
+    searched = searched and not shape.profile.master_bytes  # of which the optimizer by itself knows nothing
+    if every * shape.chunk_bytes <= budgets.device and searched:
+        return _whole(shape, bandwidths, every)
+    if pins.steps_on == "device":
+        why = "to step there it holds parameters, gradients and optimizer state"
+        raise _LeastError("device", every * shape.chunk_bytes, why)
+    plan = _moving(shape, bandwidths, budgets, 0)
+    assert plan is not None
+    return plan
+
+
+def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
+    """Everything stays on the device."""
+    seconds = sum(call.seconds for call in shape.calls)
+    elements = sum(cost.elements for cost in shape.costs)
+    ids = tuple(range(len(shape.costs)))
+    return MemoryPlan(
+        chunk_bytes=shape.chunk_bytes,
+        blocks=blocks,
+        cache_blocks=0,
+        resident=ids,
+        steps_on_device=tuple(c for c in ids if shape.costs[c].elements),
+        fits=True,
+        host_bytes=0,
+        disk_bytes=0,
+        sharding="none",
+        predicted=Prediction(
+            seconds=seconds + elements / bandwidths.device_steps,
+            computing=seconds,
+            device_peak=blocks * shape.chunk_bytes,
+            host_peak=0,
+            disk_peak=0,
+            nbytes=dict.fromkeys(DIRECTIONS, 0),
+            moves=dict.fromkeys(DIRECTIONS, 0),
+        ),
+        reason="",
+    )
+
+
+def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: int) -> MemoryPlan | None:
+    """Chunks come and go. `quarters` of what is left beside the least cache is for chunks that step on the
+    device; None where that is none."""
+    blocks, pins = budgets.device // shape.chunk_bytes, budgets.pins
+    least = shape.most_at_once
+    if blocks < least:
+        raise _LeastError(
+            "device",
+            least * shape.chunk_bytes,
+            f"a call needs all its parameters at once, and the largest is {shape.largest()}",
+        )
+    stepping = _chosen(shape, (blocks - least) * quarters // 4, shape.on_device, trained=True)
+    if quarters and not stepping:
+        return None
+    blocks -= sum(shape.on_device(c) for c in stepping)
+    staying: frozenset[int] = frozenset()
+    if pins.resident is not None:
+        total = sum(cost.blocks for cost in shape.costs)
+        staying = _chosen(shape, math.floor(pins.resident * total), lambda c: shape.costs[c].blocks)
+        held = sum(shape.costs[c].blocks for c in staying)
+        if blocks - held < least:
+            raise _LeastError(
+                "device",
+                (held + least) * shape.chunk_bytes,
+                f"{pins.resident:g} of the parameters stay on it",
+            )
+        blocks -= held
+    others = sum(cost.blocks for c, cost in enumerate(shape.costs) if c not in staying | stepping)
+    cache = min(blocks, max(others, least))
+    if pins.cache_blocks is not None:
+        if pins.cache_blocks > blocks or pins.cache_blocks < least:
+            raise _LeastError(
+                "device",
+                max(pins.cache_blocks, least) * shape.chunk_bytes,
+                f"a cache of {pins.cache_blocks} blocks, where a call needs {least}",
+            )
+        cache = pins.cache_blocks
+    return _predict(shape, bandwidths, budgets, cache, staying, stepping)
+
+
+def _predict(
+    shape: _Shape,
+    bandwidths: Bandwidths,
+    budgets: Budgets,
+    cache: int,
+    staying: frozenset[int],
+    stepping: frozenset[int],
+) -> MemoryPlan:
+    """The plan with this much cache, these chunks on the device for good, and these stepping there."""
+    costs, host, disk = _homes(shape, budgets, stepping)
+    timeline = Timeline(
+        costs, shape.calls, bandwidths, blocks=cache, host=host, pinned=staying, on_device=stepping
+    )
+    outcome = timeline.run()
+    there = sum(shape.costs[c].blocks for c in staying) + sum(shape.on_device(c) for c in stepping)
+    return MemoryPlan(
+        chunk_bytes=shape.chunk_bytes,
+        blocks=cache + there,
+        cache_blocks=cache,
+        resident=tuple(sorted(staying | stepping)),
+        steps_on_device=tuple(sorted(stepping)),
+        fits=False,
+        host_bytes=timeline.host_need if host is None else host,
+        disk_bytes=disk,
+        sharding="none",
+        predicted=_prediction(shape, outcome, timeline, there),
+        reason="",
+    )
+
+
+def _homes(
+    shape: _Shape, budgets: Budgets, stepping: frozenset[int]
+) -> tuple[list[ChunkCosts], int | None, int]:
+    """The chunks' costs as they lie in host memory, the bytes of its arena where it is a cache over the disk
+    (None: it holds all), and those of the disk's file."""
+    need = sum(sum(cost.payloads.values()) for c, cost in enumerate(shape.costs) if c not in stepping)
+    if budgets.host is None or need <= budgets.host:
+        return shape.costs, None, 0
+    costs = shape.rounded()
+    need = sum(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
+    if not budgets.disk:
+        raise _LeastError(
+            "host",
+            sum(sum(cost.payloads.values()) for cost in shape.costs),
+            "parameters, gradients and optimizer state lie there, and there is no disk",
+        )
+    at_once = max(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
+    host = budgets.host // shape.chunk_bytes * shape.chunk_bytes
+    if host < at_once:
+        raise _LeastError(
+            "host", at_once, "a chunk steps with its parameters, gradient and state there at once"
+        )
+    if need > budgets.disk:
+        raise _LeastError(
+            "disk", need, "parameters, gradients and optimizer state of all chunks have a place there"
+        )
+    return costs, host, need
+
+
+def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int) -> Prediction:
+    return Prediction(
+        seconds=outcome.seconds,
+        computing=sum(call.seconds for call in shape.calls),
+        device_peak=(timeline.device_peak + there) * shape.chunk_bytes,
+        host_peak=outcome.host_peak,
+        disk_peak=outcome.disk_peak,
+        nbytes=outcome.nbytes,
+        moves=outcome.moves,
+    )
+
+
+def _chosen(
+    shape: _Shape, blocks: int, blocks_of: Callable[[int], int], *, trained: bool = False
+) -> frozenset[int]:
+    """Chunks that take at most so many blocks, those that are used first of all: the next step waits for
+    their update soonest."""
+    chosen: set[int] = set()
+    for chunk in dict.fromkeys(c for call in shape.calls for c in call.chunks):
+        taken = blocks_of(chunk)
+        if taken <= blocks and (shape.costs[chunk].elements or not trained):
+            chosen.add(chunk)
+            blocks -= taken
+    return frozenset(chosen)
+
+
+def _least_of(refused: Sequence[_LeastError]) -> str:
+    """What to say where no chunk size does: of the tier that is too small, by the size that asks least."""
+    # A size that only the host or the disk is too small for has passed the device's budget.
+    tier = next(tier for tier in ("disk", "host", "device") if any(r.tier == tier for r in refused))
+    least = min((r for r in refused if r.tier == tier), key=lambda r: r.nbytes)
+    more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
+    return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
+
+
+def _reason(
+    plan: MemoryPlan, by_size: Mapping[int, float], profile: Profile, rates: Bandwidths, pins: Pins
+) -> str:
+    """Why this one, in a line."""
+    if plan.fits:
+        return "parameters, gradients and optimizer state fit on the device: nothing moves"
+    sizes = f"the shortest step of {len(by_size)} chunk sizes"
+    if pins.chunk_bytes is not None:
+        sizes = "the chunk size was given"
+    elif len(by_size) > 1:
+        worst = max(by_size, key=lambda size: by_size[size])
+        sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
+    bound, seconds = _longest(plan, profile, rates)
+    told = "" if profile.measured else "; compute is not measured yet, and taken as none"
+    return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
+
+
+def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths) -> tuple[str, float]:
+    """What would take longest of a step if nothing else did."""
+    predicted = plan.predicted
+    stepped = sum(spec.numel for spec in profile.specs if spec.trainable)
+    parts = {
+        "compute": predicted.computing,
+        "the optimizer's steps": stepped / rates.host_steps,
+        "copies to the device": predicted.nbytes["to_device"] / rates.to_device,
+        "copies to the host": predicted.nbytes["to_host"] / rates.to_host,
+    }
+    if plan.disk_bytes:
+        parts["reads from disk"] = predicted.nbytes["from_disk"] / rates.from_disk
+        parts["writes to disk"] = predicted.nbytes["to_disk"] / rates.to_disk
+    longest = max(parts, key=lambda part: parts[part])
+    return longest, parts[longest]
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

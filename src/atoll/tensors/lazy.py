@@ -1,0 +1,93 @@
+"""Tensors that have no memory: each is read where its values lie whenever something is done with it.
+
+They carry state_dicts and checkpoints of models that do not fit: what goes over their entries one by one
+never holds more than one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from atoll.core.errors import UserError
+
+_DETACH = torch.ops.aten.detach.default
+
+
+class LazyTensor(Tensor):
+    """A tensor of `shape` and `dtype` on `device` whose values `source()` gives, each time anew, in memory
+    that nobody else has.
+
+    Any operation on it reads it, runs on what was read, and gives a plain tensor; below autograd, so that
+    it does not matter who calls. Pickled or deep-copied it is a plain tensor. Raises UserError where an
+    operation would write into it.
+    """
+
+    source: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        source: Callable[[], Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> LazyTensor:
+        made: LazyTensor = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device or torch.device("cpu")
+        )
+        made.source = source
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DETACH:
+            lazy = args[0]
+            return LazyTensor(lazy.source, lazy.shape, lazy.dtype, lazy.device)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if _is_written(argument) and isinstance(value, LazyTensor):
+                raise UserError(
+                    f"{func}: tensors of a state_dict of a model in chunks can only be read; "
+                    "change the parameter, or a clone() of the tensor"
+                )
+        args, kwargs = tree_map_only(LazyTensor, read_whole, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.source())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.source()
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole: Any = self.source()
+        return whole.__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.source().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.source().tolist()
+
+
+def read_whole(tensor: Tensor) -> Tensor:
+    """A plain tensor with the values of `tensor`: itself, unless it is lazy."""
+    return tensor.source() if isinstance(tensor, LazyTensor) else tensor
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

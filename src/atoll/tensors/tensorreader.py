@@ -1,0 +1,166 @@
+"""Files of tensors in the safetensors format, read one tensor at a time.
+
+What comes from the file is checked before anything is allocated by it: every offset and shape is held
+against the file's length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError
+from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.tensorfile import CHECKSUM, DTYPES, checksum_place
+
+_LENGTH = 8  # bytes before the header, which say how long it is
+_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+_BLOCK = 2**22  # bytes
+_KNOWN = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: its bytes are `begin` to `end` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """A file of tensors that is open: `entries` by name. A context manager: closes it.
+
+    Raises CheckpointError, one line that begins with `path`, where the file is missing, cut off or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        try:
+            self.nbytes = os.fstat(self._file.fileno()).st_size
+            self._head = self._read_head()
+            self.entries, self._metadata = self._parsed(self._head)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the file, on the CPU."""
+        entry = self.entries[name]
+        held = torch.empty(entry.shape, dtype=entry.dtype)
+        self._fill(held.reshape(-1).view(torch.uint8).numpy().data, entry.begin)
+        return held
+
+    def lazy(self, name: str) -> LazyTensor:
+        """The same, read when it is used, as long as the file is open."""
+        entry = self.entries[name]
+        return LazyTensor(lambda: self.tensor(name), entry.shape, entry.dtype)
+
+    def verify(self) -> None:
+        """Read all of the file, and compare its checksum if it has one (`put_checked_tensors`)."""
+        place = checksum_place(self._head)
+        expected = self._metadata.get(CHECKSUM)
+        head = bytearray(self._head)
+        if expected is not None:
+            head[place : place + 8] = b"00000000"
+        checksum = zlib.crc32(head)
+        block = memoryview(bytearray(min(_BLOCK, self.nbytes)))
+        for begin in range(len(head), self.nbytes, _BLOCK):
+            part = block[: min(_BLOCK, self.nbytes - begin)]
+            self._fill(part, begin)
+            checksum = zlib.crc32(part, checksum)
+        if expected is not None and expected != f"{checksum:08x}":
+            raise self._damaged("its checksum is not that of what was written")
+
+    def _fill(self, into: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(into):
+            try:
+                got = os.preadv(self._file.fileno(), [into[done:]], begin + done)
+            except OSError as error:
+                raise self._damaged(str(error.strerror)) from None
+            if not got:
+                raise self._damaged(
+                    f"it ends at {begin + done} bytes, and had {self.nbytes} when it was opened"
+                )
+            done += got
+
+    def _read_head(self) -> bytes:
+        if self.nbytes < _LENGTH:
+            raise self._damaged(f"{self.nbytes} bytes are no file of tensors")
+        length = bytearray(_LENGTH)
+        self._fill(memoryview(length), 0)
+        header = int.from_bytes(length, "little")
+        if header > min(_LONGEST_HEADER, self.nbytes - _LENGTH):
+            raise self._damaged(f"a header of {header} bytes in a file of {self.nbytes}")
+        head = bytearray(_LENGTH + header)
+        self._fill(memoryview(head), 0)
+        return bytes(head)
+
+    def _parsed(self, head: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
+        try:
+            header = json.loads(head[_LENGTH:], object_pairs_hook=_without_twice)
+            metadata = header.pop("__metadata__", {})
+            entries = {str(name): _entry(fields, len(head)) for name, fields in header.items()}
+            checksum = metadata.get(CHECKSUM)
+            if checksum is not None and not (
+                checksum_place(head) > 0 and re.fullmatch("[0-9a-f]{8}", checksum)
+            ):
+                raise ValueError("a checksum that is none")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header is not one of tensors: {error}") from None
+        end = len(head)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+            if entry.begin != end:
+                raise self._damaged(f"{name!r} begins at {entry.begin} bytes, where {end} was expected")
+            end = entry.end
+        if end != self.nbytes:
+            raise self._damaged(f"{self.nbytes} bytes, and its header speaks of {end}")
+        return entries, metadata
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: damaged: {why}; take another file")
+
+
+def read_lazily(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file, read when they are used; it is open for as long as any of them is there."""
+    file = TensorFile(path)
+    return {name: file.lazy(name) for name in file.entries}
+
+
+def _entry(fields: Any, start: int) -> Entry:
+    dtype, shape = _KNOWN[fields["dtype"]], fields["shape"]
+    begin, end = fields["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in [*shape, begin, end]):
+        raise ValueError("sizes and places are whole numbers")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{shape} of {fields['dtype']} in {end - begin} bytes")
+    return Entry(dtype, tuple(shape), start + begin, start + end)
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found

@@ -1,0 +1,222 @@
+"""The search for a plan of memory: within its budgets, by the bounds of arithmetic, the same each time."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.chunks import ParameterSpec, lay_out_memory
+from atoll.core.errors import UserError
+from atoll.core.memory import Budgets, Pins
+from atoll.moves.search import Bandwidths, MemoryPlan, Profile, Use, search_plan
+from atoll.moves.timeline import Call, ChunkCosts, Timeline, next_uses
+
+RATES = Bandwidths(
+    to_device=10e9, to_host=8e9, to_disk=1.5e9, from_disk=1e9, host_steps=1e9, device_steps=20e9, latency=1e-5
+)
+
+
+def profile_of(sizes: list[int], seconds: float = 1e-3, frozen: frozenset[int] = frozenset()) -> Profile:
+    """Forward through all parameters, and back."""
+    specs = tuple(
+        ParameterSpec(f"p{i}", (n,), "float32", trainable=i not in frozen) for i, n in enumerate(sizes)
+    )
+    forward = [Use((i,), seconds) for i in range(len(sizes))]
+    back = [Use((i,), 2 * seconds, True) for i in reversed(range(len(sizes)))]
+    return Profile(specs=specs, uses=(*forward, *back), state_bytes=(4, 4))
+
+
+def need_of(profile: Profile) -> int:
+    """Bytes of parameters, gradients and state, without alignment."""
+    per = 1 + (1 + len(profile.state_bytes))
+    return sum(spec.nbytes * (per if spec.trainable else 1) for spec in profile.specs)
+
+
+profiles = st.builds(
+    profile_of,
+    st.lists(st.integers(1, 300_000), min_size=1, max_size=24),
+    st.sampled_from([0.0, 1e-5, 1e-3]),
+    st.frozensets(st.integers(0, 23), max_size=8),
+)
+rates = st.builds(
+    Bandwidths,
+    to_device=st.floats(1e8, 1e11),
+    to_host=st.floats(1e8, 1e11),
+    to_disk=st.floats(1e8, 1e10),
+    from_disk=st.floats(1e8, 1e10),
+    host_steps=st.floats(1e7, 1e10),
+    device_steps=st.floats(1e8, 1e11),
+    latency=st.floats(0, 1e-4),
+    shared=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles, rates, st.floats(0.02, 1.5), st.sampled_from([None, 0.3, 0.7, 1.5]), st.booleans())
+def test_a_plan_keeps_within_its_budgets_and_the_bounds_of_arithmetic(
+    profile: Profile, bandwidths: Bandwidths, device: float, host: float | None, split: bool
+) -> None:
+    need = need_of(profile)
+    budgets = Budgets(
+        device=max(1, int(need * device)),
+        host=None if host is None else max(1, int(need * host)),
+        disk=20 * need + 2**22 if host is not None and host < 1 else 0,
+        folder="/scratch",
+    )
+    try:
+        plan = search_plan(profile, bandwidths, budgets, split=split)
+    except UserError as error:
+        said = str(error)
+    else:
+        check_plan(plan, profile, bandwidths, budgets)
+        assert search_plan(profile, bandwidths, budgets, split=split) == plan
+        return
+    assert re.search(r"^the budget of the (device|host) is too small: .*; \d+ bytes \(.*\) would do", said)
+
+
+def check_plan(plan: MemoryPlan, profile: Profile, bandwidths: Bandwidths, budgets: Budgets) -> None:
+    predicted = plan.predicted
+    assert predicted.device_peak <= plan.blocks * plan.chunk_bytes <= budgets.device
+    assert budgets.host is None or predicted.host_peak <= plan.host_bytes <= budgets.host
+    assert predicted.disk_peak <= plan.disk_bytes <= budgets.disk
+    assert set(plan.steps_on_device) <= set(plan.resident)
+    compute = sum(use.seconds for use in profile.uses)
+    assert predicted.computing == pytest.approx(compute)
+    stepped = sum(spec.numel for spec in profile.specs if spec.trainable)
+    moving = [
+        predicted.nbytes[way] / getattr(bandwidths, way) + predicted.moves[way] * bandwidths.latency
+        for way in ("to_device", "to_host", "to_disk", "from_disk")
+        if predicted.moves[way]
+    ]
+    slowest = stepped / min(bandwidths.host_steps, bandwidths.device_steps)
+    # Not faster than the longest part, nor slower than all of it, one after the other.
+    assert predicted.seconds >= max([compute, *moving]) * (1 - 1e-9)
+    assert compute * (1 - 1e-9) <= predicted.seconds <= (compute + sum(moving) + slowest) * 1.5 + 1e-9
+    if plan.fits:
+        assert not any(predicted.moves.values())
+        assert plan.host_bytes == plan.disk_bytes == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(profiles, st.floats(0.001, 0.1), st.floats(0.01, 0.5), st.booleans())
+def test_the_least_budget_that_an_error_names_would_do(
+    profile: Profile, device: float, host: float, disk: bool
+) -> None:
+    need = need_of(profile)
+    budgets = Budgets(
+        device=max(1, int(need * device)), host=max(1, int(need * host)), disk=disk, folder="/scratch" * disk
+    )
+    for _ in range(3):  # once for each tier
+        try:
+            plan = search_plan(profile, RATES, budgets)
+        except UserError as error:
+            tier, least = re.findall(r"^the budget of the (\w+) .*; (\d+) bytes", str(error))[0]
+            assert int(least) > (getattr(budgets, tier) or 0)
+            budgets = msgspec.structs.replace(budgets, **{tier: int(least)})
+        else:
+            break
+    else:
+        plan = search_plan(profile, RATES, budgets)
+    check_plan(plan, profile, RATES, budgets)
+
+
+def test_all_that_fits_moves_nothing_and_a_byte_less_moves() -> None:
+    profile = profile_of([100_000] * 20)
+    plan = search_plan(profile, RATES, Budgets(device=2**30))
+    assert plan.fits
+    assert plan.cache_blocks == 0
+    assert "nothing moves" in plan.reason
+    enough = plan.blocks * plan.chunk_bytes
+    assert search_plan(profile, RATES, Budgets(device=enough)).fits
+    less = search_plan(profile, RATES, Budgets(device=need_of(profile) - 1))
+    assert not less.fits
+    assert less.predicted.nbytes["to_device"] >= 20 * 400_000
+    assert less.predicted.seconds > plan.predicted.seconds
+
+
+def test_a_larger_cache_of_equal_chunks_never_moves_more() -> None:
+    costs = [ChunkCosts(blocks=1, nbytes=100, elements=0, payloads={"values": 100}) for _ in range(8)]
+    order = [0, 1, 2, 0, 3, 1, 4, 5, 6, 7, 5, 3, 1, 0]
+    moves = []
+    for blocks in range(1, 9):
+        timeline = Timeline(costs, [Call((c,), 1.0) for c in order], RATES, blocks=blocks, host=None)
+        moves.append(timeline.run().moves["to_device"])
+    assert moves == sorted(moves, reverse=True)
+    assert moves[-1] == 0  # frozen chunks that are all there stay there
+    assert moves[0] == len(order) - 1  # the last use of a step and the first of the next are the same chunk
+
+
+def test_pins_are_kept_to() -> None:
+    profile = profile_of([100_000] * 20)
+    pins = Pins(chunk_bytes=800_000, cache_blocks=3, resident=0.25)
+    plan = search_plan(profile, RATES, Budgets(device=16_000_000, pins=pins))
+    layout = lay_out_memory(profile.specs, chunk_bytes=800_000)
+    assert plan.chunk_bytes == layout.chunk_bytes
+    assert plan.cache_blocks == 3
+    held = sum(layout.chunks[c].nbytes for c in plan.resident)
+    assert 0.1 <= held / layout.nbytes <= 0.25
+    assert not plan.fits
+    there = search_plan(profile, RATES, Budgets(device=2**30, pins=Pins(steps_on="host")))
+    assert not there.fits
+    assert there.steps_on_device == ()
+    with pytest.raises(UserError, match="to step there it holds parameters, gradients and optimizer state"):
+        search_plan(profile, RATES, Budgets(device=2**23, pins=Pins(steps_on="device")))
+
+
+def test_chunks_step_on_the_device_where_that_is_faster_and_there_is_room() -> None:
+    profile = profile_of([100_000] * 20, seconds=1e-4)
+    budgets = Budgets(device=need_of(profile) * 3 // 4)
+    slow_host = msgspec.structs.replace(RATES, host_steps=1e8)
+    assert search_plan(profile, slow_host, budgets, split=True).steps_on_device
+    assert not search_plan(profile, slow_host, budgets, split=False).steps_on_device
+
+
+def test_a_step_that_nothing_delays_takes_its_compute() -> None:
+    """Frozen chunks that are brought one after the other, each copy half as long as a compute."""
+    costs = [ChunkCosts(blocks=1, nbytes=1000, elements=0, payloads={"values": 1000}) for _ in range(10)]
+    half = msgspec.structs.replace(RATES, to_device=2000.0, latency=0.0)
+    calls = [Call((c,), 1.0) for c in (*range(10), *reversed(range(10)))]
+    assert Timeline(costs, calls, half, blocks=2, host=None).run().seconds == pytest.approx(20.0)
+    # And with copies twice as long as a compute, the copies decide: 16 of 20 calls find their chunk absent. At
+    # the two turns nothing can be brought while both blocks are in use.
+    slow = msgspec.structs.replace(half, to_device=500.0)
+    outcome = Timeline(costs, calls, slow, blocks=2, host=None).run()
+    assert outcome.seconds == pytest.approx(2.0 * 16 + 4.0)
+    assert outcome.moves["to_device"] == 16
+
+
+def test_the_next_use_in_a_cyclic_order() -> None:
+    assert next_uses([["a"], ["b", "a"], ["c"]]) == [(1,), (3, 2), (3,)]
+
+
+def test_a_disk_that_the_host_is_a_cache_of_is_read_and_written_each_step() -> None:
+    profile = profile_of([100_000] * 20, seconds=1e-5)
+    need = need_of(profile)
+    budgets = Budgets(device=need // 8, host=need // 2, disk=4 * need, folder="/scratch")
+    plan = search_plan(profile, RATES, budgets)
+    # What the host cannot hold of the state, the largest part, goes out and comes back: all of it changes.
+    assert plan.predicted.nbytes["from_disk"] >= need * 0.3
+    assert plan.predicted.nbytes["to_disk"] >= need * 0.3
+    assert "disk" in plan.reason
+    whole = search_plan(profile, RATES, msgspec.structs.replace(budgets, host=2 * need))
+    assert whole.disk_bytes == 0
+    assert whole.predicted.seconds < plan.predicted.seconds
+
+
+def test_the_search_is_under_a_second() -> None:
+    """GPT-2 XL's shapes, in this process's own time."""
+    width, layers = 1600, 48
+    sizes = [50257 * width, 1024 * width]
+    for _ in range(layers):
+        sizes += [width, width, 3 * width * width, 3 * width, width * width, width, width, width]
+        sizes += [4 * width * width, 4 * width, 4 * width * width, width]
+    profile = profile_of([*sizes, width, width])
+    began = time.process_time()
+    plan = search_plan(profile, RATES, Budgets(device=2**31))
+    assert time.process_time() - began < 1.0
+    assert plan.predicted.moves["to_device"] > 0

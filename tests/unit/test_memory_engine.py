@@ -1,0 +1,324 @@
+"""Chunked memory says no in one clear line, leaves everything as it was, and keeps what it promises."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.core.errors import ConfigError, PrepareError, UserError
+from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
+from atoll.memory.fit import fit
+from atoll.memory.fitted import Moving, Resident
+from atoll.memory.parameters import ChunkParameter
+from atoll.memory.saved import ADDRESSES, hooks_are_active
+
+BLOCK = 4096  # bytes, and a layer's weight of 32 x 32
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ATOLL_POISON", "1")
+    rates = measure(torch.device("cpu"), None, "")
+    monkeypatch.setattr(planning, "measure", lambda *_: rates)
+    yield
+    assert not hooks_are_active()
+
+
+class Layers(nn.Module):
+    """Vectors (batch, 32) through `count` linear layers of a block each."""
+
+    def __init__(self, count: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def layers(blocks: int = 3, count: int = 8, **options: Any) -> tuple[Layers, torch.optim.Optimizer, Moving]:
+    """Layers of a block each, of which `blocks` fit on the device."""
+    torch.manual_seed(0)
+    model = Layers(count)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fitted = fit(model, optimizer, memory=memory(blocks), **options)
+    assert isinstance(fitted, Moving)
+    return model, optimizer, fitted
+
+
+def memory(blocks: int) -> Memory:
+    return Memory(device=str(blocks * BLOCK), host="1GiB", chunk=str(BLOCK), step="host")
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_use_that_needs_more_than_the_budget_says_the_least_that_would_do() -> None:
+    model, _, fitted = layers(blocks=3)
+    with pytest.raises(UserError, match=r"too small to use parameter 'layers\.\d\.weight'") as error:
+        torch.cat([layer.weight for layer in model.layers])
+    least = int(one_line(error).split("(")[1].split(" bytes")[0])
+    assert model(torch.ones(1, 32)).isfinite().all()  # nothing is stuck
+    fitted.close()
+    for _ in range(8):  # the least grows by what the next use finds to be held, up to what is really needed
+        model, _, fitted = layers(blocks=least // BLOCK)
+        try:
+            torch.cat([layer.weight for layer in model.layers])
+            break
+        except UserError as again:
+            more = int(str(again).split("(")[1].split(" bytes")[0])
+            assert more > least
+            least = more
+        finally:
+            fitted.close()
+    assert least == 8 * BLOCK
+
+
+def test_a_budget_below_the_largest_parameter_is_refused_with_the_least() -> None:
+    model = nn.Sequential(nn.Linear(32, 256, bias=False), nn.Linear(256, 32, bias=False))
+    with pytest.raises(UserError, match=r"largest is '0\.weight'") as error:
+        fit(model, None, memory=memory(4))
+    one_line(error)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_what_cannot_be_fitted() -> None:
+    linear = nn.Linear(32, 32)
+    with pytest.raises(ConfigError, match="device: the device's budget is missing"):
+        fit(linear, None, memory=Memory(host="1GiB"))
+    with pytest.raises(PrepareError, match="without parameters"):
+        fit(nn.ReLU(), None, memory=memory(4))
+    with pytest.raises(PrepareError, match="is compiled: torch.compile bakes in"):
+        fit(torch.compile(linear), None, memory=memory(4))
+    with pytest.raises(PrepareError, match="TorchScript"):
+        fit(torch.jit.trace(linear, torch.ones(1, 32)), None, memory=memory(4))
+    model, _, fitted = layers()
+    with pytest.raises(PrepareError, match=r"'layers.0.weight' is in a model that was fitted already"):
+        fit(model, None, memory=memory(4))
+    fitted.close()
+    with pytest.raises(PrepareError, match="LBFGS is not element-wise"):
+        fit(model, torch.optim.LBFGS(model.parameters()), memory=memory(3))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def replace(model: Any) -> None:
+    model.layers[3].weight = nn.Parameter(torch.zeros(32, 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replace, r"'layers\.3\.weight' was replaced after memory\.fit"),
+        (lambda model: model.half(), r"'layers\.0\.weight' got data of another dtype"),
+        (
+            lambda model: setattr(model.layers[1].weight, "data", torch.zeros(3)),
+            r"'layers\.1\.weight' got data of another shape",
+        ),
+        (lambda model: model.layers[2].weight.resize_(64, 16), r"memory of parameter 'layers\.2\.weight'"),
+    ],
+)
+def test_a_change_that_would_take_a_parameter_out_of_its_chunk(
+    change: Callable[[Layers], None], words: str
+) -> None:
+    model, optimizer, fitted = layers()
+    before = model.layers[0].weight.clone()
+
+    def change_and_step() -> None:
+        change(model)
+        step(model, optimizer)
+
+    with pytest.raises(UserError, match=words) as error:
+        change_and_step()
+    one_line(error)
+    assert torch.equal(model.layers[0].weight, before)
+    fitted.close()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_was_frozen_can_be_trained_later_and_so_can_what_is_no_part_of_the_model(fused: bool) -> None:
+    results = []
+    for fits in (False, True):
+        torch.manual_seed(0)
+        model, scale = Layers(), nn.Parameter(torch.ones(32))
+        model.layers[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=0.01, fused=fused)
+        fitted = fit(model, optimizer, memory=memory(3)) if fits else None
+        for number in range(6):
+            model.layers[0].requires_grad_(number > 2)
+            optimizer.zero_grad()
+            (model(torch.ones(2, 32)) * scale).sum().backward()
+            optimizer.step()
+        if fitted is not None:
+            fitted.close()
+        results.append([*model.parameters(), scale])
+    assert all(map(torch.equal, *results))
+
+
+def test_everything_fits_needs_no_hooks() -> None:
+    torch.manual_seed(0)
+    model, plain = Layers(), Layers()
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), fused=True) for each in (model, plain)]
+    fitted = fit(model, optimizers[0], memory=Memory(device="1MiB", host="1GiB"))
+    assert isinstance(fitted, Resident)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    addresses = sorted(p.data_ptr() for p in model.parameters())
+    assert addresses[-1] - addresses[0] <= fitted.stats().device_peak <= fitted.stats().device_budget
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        step(each, optimizer)
+    fitted.close()
+    step(model, optimizers[0])
+    step(plain, optimizers[1])
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_parameter_that_is_away_is_nan_for_whoever_comes_past_the_hooks() -> None:
+    model, _, fitted = layers()
+    model(torch.ones(1, 32))
+    away = model.layers[0].weight
+    assert isinstance(away, ChunkParameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert away.shape == (32, 32)
+        assert away.isnan().all()
+        blind = F.linear(torch.ones(1, 32), away)
+    assert blind.isnan().all()
+    assert away.isfinite().all()
+    fitted.close()
+
+
+def test_what_tells_of_shapes_moves_nothing() -> None:
+    model, _, fitted = layers()
+    moves = fitted.stats().moves.get("to_device", 0)
+    for parameter in model.parameters():
+        assert parameter.shape == (32, 32)
+        assert parameter.stride() == (32, 1)
+        assert parameter.is_contiguous()
+        assert parameter.numel() == parameter.nelement() == 1024
+        assert (parameter.dtype, parameter.device.type, parameter.ndim) == (torch.float32, "cpu", 2)
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+        assert parameter.grad is None
+        assert isinstance(hash(parameter), int)
+    assert sum(p.numel() for p in model.parameters()) == 8 * 1024
+    assert fitted.stats().moves.get("to_device", 0) == moves
+    fitted.close()
+
+
+def test_a_view_keeps_its_chunk_and_lets_it_go() -> None:
+    model, _, fitted = layers(blocks=3)
+    views = [model.layers[index].weight[0].detach() for index in range(2)]
+    seen = [view.clone() for view in views]
+    model(torch.ones(1, 32))
+    assert all(map(torch.equal, views, seen))
+    views.append(model.layers[2].weight.data)
+    with pytest.raises(UserError, match=r"views are kept"):
+        model(torch.ones(1, 32))
+    del views
+    assert model(torch.ones(1, 32)).isfinite().all()
+    fitted.close()
+
+
+def test_a_saved_weight_that_is_written_into_is_found() -> None:
+    """As in plain torch: a backward through values that are not there any more is an error."""
+    model, _, fitted = layers()
+    out = model(torch.ones(1, 32)).sum()
+    with torch.no_grad():
+        model.layers[4].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+    hidden = torch.tanh(model.layers[0](torch.ones(1, 32)))
+    hidden.exp_() if hidden.is_leaf else hidden.detach().exp_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+    fitted.close()
+
+
+def test_a_graph_does_not_outlive_close() -> None:
+    model, _, fitted = layers()
+    out = model(torch.ones(1, 32)).sum()
+    fitted.close()
+    with pytest.raises(UserError, match="this graph was made before close"):
+        out.backward()
+    model(torch.ones(1, 32)).sum().backward()
+
+
+def test_the_second_step_makes_no_more_moves_than_the_optimum() -> None:
+    model, optimizer, fitted = layers(blocks=4)
+    for _ in range(4):
+        step(model, optimizer)
+    figures = fitted.stats()
+    assert figures.optimum is not None
+    assert figures.step_moves["to_device"] == figures.optimum
+    assert figures.unforeseen == 0
+    assert figures.steps == 4
+    assert figures.device_peak <= figures.device_budget
+    fitted.close()
+
+
+def test_a_model_is_pickled_whole() -> None:
+    model, optimizer, fitted = layers()
+    step(model, optimizer)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(type(p) is nn.Parameter for p in loaded.parameters())
+    assert torch.equal(loaded(torch.ones(1, 32)), model(torch.ones(1, 32)))
+    fitted.close()
+
+
+def test_autograd_grad_by_parameters() -> None:
+    torch.manual_seed(0)
+    plain = Layers()
+    model, _, fitted = layers()
+    model.load_state_dict(plain.state_dict())
+    for unused in (False, True):
+        found = []
+        for each in (model, plain):
+            weights = [layer.weight for layer in each.layers]
+            out = weights[0] @ weights[1].t() if unused else each(torch.ones(2, 32))
+            found.append(torch.autograd.grad(out.sum(), weights, allow_unused=True, materialize_grads=unused))
+        assert all(map(torch.equal, *found))
+    fitted.close()
+
+
+def test_an_engine_that_nobody_has_goes() -> None:
+    known = len(ADDRESSES._places)
+    model, optimizer, fitted = layers()
+    step(model, optimizer)
+    fitted.close()
+    del model, optimizer, fitted
+    gc.collect()
+    assert len(ADDRESSES._places) == known
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    model, optimizer, fitted = layers()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 31))
+    assert not hooks_are_active()
+    step(model, optimizer)
+    fitted.close()

@@ -1,0 +1,131 @@
+"""`atoll memory plan` on scripts, in this process: what it prints, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atoll.cli.app import app
+from atoll.core.errors import RunError, UserError
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import atoll
+
+assert __name__ == "__main__"
+torch.manual_seed(0)
+layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.Tanh())]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+steps = int(sys.argv[2])
+with atoll.memory.fit(model, optimizer, memory=atoll.Memory(device=sys.argv[1], host="1GiB")):
+    for step in range(steps):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", step)
+print("the script has come to its end")
+"""
+SESSION = """
+import torch
+from torch import nn
+import atoll
+
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with atoll.join() as session:
+    session.prepare(model, optimizer, memory=atoll.Memory(device="24KiB"))
+    for _ in range(100):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+Plan = Callable[..., str]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Runs the command on a script's text; gives what it has printed."""
+
+    def run(text: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        app(["memory", "plan", *options, str(script), *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_plan_of_a_script_that_does_not_fit(plan: Plan) -> None:
+    argv, path = list(sys.argv), list(sys.path)
+    said = plan(SCRIPT, "48KiB", "100")
+    assert (sys.argv, sys.path) == (argv, path)
+    assert "train.py: device 48.0 KiB, host 1.0 GiB" in said
+    for name in (
+        "device",
+        "optimizer",
+        "sharding",
+        "peaks",
+        "a step",
+        "time",
+        "as run",
+        "reason",
+        "to pin it",
+    ):
+        assert f"\n  {name} " in said, name
+    assert "to the device (" in said
+    assert " predicted, " in said
+    assert "the script has come to its end" not in said
+    assert "step 0" not in said  # the script's own words go to standard error
+
+
+def test_the_plan_as_an_object_keeps_within_the_budgets(plan: Plan) -> None:
+    told = json.loads(plan(SCRIPT, "48KiB", "100", options=("--json",)))
+    assert told["measured"]
+    assert told["budgets"]["device"] == 48 * 1024
+    predicted = told["plan"]["predicted"]
+    assert predicted["device_peak"] <= 48 * 1024
+    assert predicted["host_peak"] <= 2**30
+    assert 0 < predicted["computing"] <= predicted["seconds"]
+    assert predicted["nbytes"]["to_device"] >= 6 * 64 * 65 * 4
+    assert told["as_run"]["measured_seconds"] > 0
+    assert told["as_run"]["predicted_seconds"] > 0
+
+
+def test_the_plan_of_a_script_that_fits_and_of_one_that_ends_early(plan: Plan) -> None:
+    assert "everything fits, nothing moves" in plan(SCRIPT, "1GiB", "100")
+    early = plan(SCRIPT, "48KiB", "2")
+    assert "not predicted: the script ended before its third step" in early
+    assert "compute is not measured yet" in early
+
+
+def test_the_plan_of_a_session(plan: Plan) -> None:
+    assert "device 24.0 KiB, host without a bound" in plan(SESSION)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "error", "said"),
+    [
+        ("print(1)", (), UserError, "ended without a call of atoll.memory.fit"),
+        (SCRIPT, ("1KiB", "3"), UserError, "the budget of the device is too small"),
+        (SCRIPT, ("many", "3"), UserError, "device: 'many' is not a size"),
+        ("1 / 0", (), RunError, "train.py failed before its plan was known: ZeroDivisionError"),
+        ("raise SystemExit(3)", (), UserError, "train.py ended by itself with status 3"),
+    ],
+)
+def test_what_ends_without_a_plan_is_one_line(
+    plan: Plan, script: str, arguments: tuple[str, ...], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        plan(script, *arguments)
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"^nowhere\.py: there is no such script"):
+        app(["memory", "plan", "nowhere.py"], standalone_mode=False)

@@ -1,0 +1,131 @@
+"""A session of one worker whose model lies in tiers of memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Config, Run, Sync
+from atoll.core.errors import ConfigError, NonFiniteGradientError, UserError
+from atoll.core.memory import Memory
+from atoll.observe.memory import memory_lines
+from atoll.observe.summary import Summary, read_summary
+from atoll.train.memory import memory_for
+from atoll.train.place import Place
+from atoll.train.strategies import OverRing, Strategy
+
+HALF = "48KiB"  # of the 80 KiB that the model's parameters take
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(64, 64), nn.Tanh())))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def train(memory: Memory | None, config: Config | None = None, steps: int = 4) -> list[torch.Tensor]:
+    """The losses of some steps with clipping, and the parameters after them."""
+    model, optimizer = build()
+    kept = []
+    with atoll.join(config or Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=memory)
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+            loss.backward()
+            session.clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(loss.detach().clone())
+        assert session.iteration == steps
+        kept += [value.clone() for value in model.state_dict().values()]
+    return kept
+
+
+@pytest.mark.parametrize("device", [HALF, "1GiB"])
+def test_a_session_in_tiers_trains_as_one_without(device: str) -> None:
+    plain, tiered = train(None), train(Memory(device=device))
+    assert all(torch.equal(a, b) for a, b in zip(plain, tiered, strict=True))
+
+
+def test_the_table_of_the_configuration_counts_and_the_summary_has_what_moved(tmp_path: Path) -> None:
+    config = Config(run=Run(directory=str(tmp_path / "run")), memory=Memory(device=HALF, host="1GiB"))
+    train(None, config)
+    summary = read_summary(tmp_path / "run" / "summary.json")
+    (memory,) = summary.memory
+    assert memory.worker == 0
+    assert memory.device_budget == 48 * 2**10
+    assert 0 < memory.device_peak <= memory.device_budget
+    assert 0 < memory.host_peak <= 2**30
+    assert memory.moves["to_device"] > memory.step_moves["to_device"] > 0
+    assert memory.nbytes["to_device"] >= memory.step_nbytes["to_device"] > 0
+    (decided,) = [event for event in summary.events if event.get("what") == "memory"]
+    assert decided["choice"].startswith("device 48.0 KiB, host 1.0 GiB: ")
+    assert "chunk sizes" in decided["reason"]
+    (line,) = memory_lines(summary)
+    assert line.startswith("memory of worker 0: device ")
+    assert "moves to the device in the last step" in line
+
+
+def test_a_summary_without_tiers_has_no_memory(tmp_path: Path) -> None:
+    train(None, Config(run=Run(directory=str(tmp_path / "run"))), steps=1)
+    assert "memory" not in json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert memory_lines(Summary("ring", 1, 1, 0, 0.0, 0.0, 0, 0.0, {}, [], [])) == []
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+@pytest.mark.parametrize("device", [HALF, "1GiB"])
+def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device: str) -> None:
+    model, optimizer = build()
+    with atoll.join(Config(sync=Sync(nonfinite=policy)), place=Place()) as session:  # type: ignore[arg-type]
+        session.prepare(model, optimizer, memory=Memory(device=device))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(torch.full((2, 64), torch.nan)).sum().backward()
+        if policy == "stop":
+            with pytest.raises(NonFiniteGradientError, match="'8.bias' on worker 0 holds NaN or infinity"):
+                optimizer.step()
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_who_is_not_alone_is_refused_in_one_line() -> None:
+    class Ring(OverRing):
+        def __init__(self) -> None:
+            pass
+
+    ring: Strategy = Ring()
+    for given, config in ((Memory(device="1GiB"), Config()), (None, Config(memory=Memory(device="1GiB")))):
+        with pytest.raises(
+            UserError, match="is for a worker that is alone, and this one is of 2 by strategy 'ring'"
+        ):
+            memory_for(config, given, ring, 2)
+    assert memory_for(Config(), None, ring, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (Memory(device="2 apples"), "^device: '2 apples' is not a size"),
+        (Memory(host="1GiB"), "^device: the device's budget is missing"),
+        (Memory(device="1KiB"), "^the budget of the device is too small: .*'0.weight' of 16.0 KiB"),
+        (Memory(device="1GiB", disk="/nowhere:1GiB"), "^disk: /nowhere does not exist"),
+    ],
+)
+def test_wrong_budgets_are_told_of_before_the_model_is_touched(memory: Memory, said: str) -> None:
+    model, optimizer = build()
+    session = atoll.join(Config(), place=Place())
+    with pytest.raises(UserError, match=said):
+        session.prepare(model, optimizer, memory=memory)
+    with pytest.raises(ConfigError, match=r"^memory\.device"):
+        atoll.join(Config(memory=Memory(host="1GiB")), place=Place())
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
