@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Fitted
+from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import FAMILIES, batch, build, loss_of
 from atoll.testing.models import TinyGPT
 
@@ -22,9 +26,17 @@ BUDGETS = (0.25, 0.5, 0.75)  # of the need
 Scenario = Callable[["Run"], list[Any]]
 
 
+@functools.cache
+def _rates() -> Bandwidths:
+    """Measured once for all fits."""
+    return measure(torch.device("cpu"), None, "")
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ATOLL_POISON", "1")
+    rates = _rates()
+    monkeypatch.setattr(planning, "measure", lambda *_: rates)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

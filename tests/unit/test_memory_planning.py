@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.bandwidth import measure
-from atoll.memory.planning import assumed_uses, choose, profile_of, specs_for
+from atoll.memory.planning import assumed_uses, choose, profile_of
 from atoll.memory.profile import Recorder
 from atoll.moves.search import Use, search_plan
 from atoll.moves.timeline import Bandwidths
@@ -94,13 +94,16 @@ def test_a_recorded_profile_gives_a_plan_of_what_was_used() -> None:
 
 
 def test_uses_are_assumed_to_go_forward_and_back() -> None:
-    uses = assumed_uses(specs_for(nn.Linear(2, 3), None))
-    assert [(use.parameters, use.backward) for use in uses] == [
-        ((0,), False),
-        ((1,), False),
-        ((1,), True),
-        ((0,), True),
-    ]
+    uses = assumed_uses(Tied())
+    assert order(uses, backward=False) == [(0,), (1,), (2,), (3, 4)]
+    assert order(uses, backward=True) == [(3, 4), (2,), (1,), (0,)]
+    attention = nn.MultiheadAttention(8, 2)
+    assert order(assumed_uses(attention), backward=False) == [(0, 1, 2, 3)]
+    bare = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    assert order(assumed_uses(bare), backward=False) == [(0,), (1,)]
+    shared = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shared[1].weight = shared[0].weight
+    assert order(assumed_uses(shared), backward=False) == [(0, 1), (0, 2)]
 
 
 def test_a_plan_for_a_model_without_a_profile() -> None:

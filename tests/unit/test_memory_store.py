@@ -312,7 +312,31 @@ def test_without_a_disk_it_holds_what_fits_and_says_what_would_do() -> None:
             "give it at least 28672 bytes (28.0 KiB), or a disk tier"
         )
         store.drop(keys[0])
-        assert not store.get((4, "values")).any()
+        assert not store.get(keys[0]).any()
+
+
+def test_what_comes_back_without_a_disk_finds_its_place() -> None:
+    """Gradients of several sizes come and go each step in a host arena that all payloads just fill."""
+    sizes = [NUMEL, 3 * NUMEL, 2 * NUMEL, 4 * NUMEL]
+    with store_of(2 * sum(sizes) // NUMEL, 0) as store:
+        for number, numel in enumerate(sizes):
+            store.add((number, "gradient"), numel, torch.float32)
+            store.add((number, "state"), numel, torch.float32)
+        for step in range(3):
+            for number in reversed(range(len(sizes))):
+                with store.pin((number, "gradient"), overwrites=True) as gradient:
+                    gradient.fill_(step + number)
+            for number in range(len(sizes)):
+                with (
+                    store.pin((number, "gradient")) as gradient,
+                    store.pin((number, "state"), writes=True) as sum_,
+                ):
+                    sum_.add_(gradient)
+                store.drop((number, "gradient"))
+            store.step_ended()
+        for number in range(len(sizes)):
+            assert store.get((number, "state")).eq(3 + 3 * number).all()
+            assert not store.get((number, "gradient")).any()
 
 
 def test_the_least_host_budget_is_named_and_is_enough() -> None:

@@ -59,7 +59,6 @@ class Engine:
         self._pins = [0] * len(self.chunks)
         self._closed = False
         self._absent = [stand_ins(each) for each in self.chunks]
-        self._trained = {id(p) for each in self.chunks for p in each.parameters if p.requires_grad}
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
         device = arena.device
@@ -401,12 +400,3 @@ class Engine:
     def version(self, place: Place) -> int:
         """How often the parameter was written into."""
         return version(self.chunks[place.chunk].parameters[place.slot])
-
-    def check_trainable(self, parameter: nn.Parameter, wanted: bool) -> None:
-        """Raise UserError where a parameter that was frozen at `fit` is to be trained."""
-        place = place_of(parameter)
-        if wanted and place is not None and id(parameter) not in self._trained:
-            raise UserError(
-                f"parameter {self.name(place)!r} was frozen when memory.fit laid the model out, and has no "
-                "room for a gradient; set requires_grad before memory.fit, or after close()"
-            )

@@ -29,7 +29,6 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Me
     budgets = memory.budgets()
     parameters = dict(model.named_parameters())
     _check(model, parameters)
-    _check_optimizer(optimizer, parameters)
     plan = planning.choose(model, optimizer, budgets)
     chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
     fitted: Fitted
@@ -66,15 +65,3 @@ def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise PrepareError(f"the model's parameters are on {' and '.join(devices)}; move them to one device")
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise PrepareError for parameters that the optimizer would train and the model has not."""
-    known = {id(parameter) for parameter in parameters.values()}
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise PrepareError(
-                    f"the optimizer's param group {index} has a parameter of shape {tuple(parameter.shape)} "
-                    "that is not the model's; give memory.fit a module that holds all that is trained"
-                )

@@ -20,7 +20,7 @@ from atoll.memory.saved import watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
-from atoll.moves import Cache, StepStatistics, optimum
+from atoll.moves import Cache, Order, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
@@ -132,7 +132,9 @@ class Moving(Fitted):
             self.engine.take_over()
             if optimizer is not None:
                 calls = StepCalls(self._before_step, lambda _: None, self._after_step)
-                self._stepper = Stepper(optimizer, trained, self.gradients, lambda _: self._store, calls)
+                self._stepper = Stepper(
+                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
+                )
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
             for chunk in plan.resident:
@@ -190,12 +192,18 @@ class Moving(Fitted):
             step_moves=self._step_figures[0],
             step_nbytes=self._step_figures[1],
             written_back=engine.written_back,
-            optimum=None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1],
+            optimum=None if order is None else self._optimum(order),
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
             waited=engine.waited,
         )
+
+    def _optimum(self, order: Order[int]) -> int | None:
+        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
+        if any(blocks > 1 for blocks in self._sizes.values()):
+            return None
+        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
 
     def close(self) -> None:
         for handle in self._handles:

@@ -52,7 +52,7 @@ _PASSED: frozenset[Any] = frozenset(
     _attributes()
     | _methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "get_device")
     | _methods("is_floating_point", "is_complex", "is_signed", "is_same_size", "is_inference", "__hash__")
-    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+    | _methods("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_")
     | {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size}
     | {torch.result_type, torch._has_compatible_shallow_copy_type, torch.is_inference}
 )
@@ -93,7 +93,7 @@ class ChunkParameter(nn.Parameter):
                 f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
                 "close()"
             )
-        used = _pin(parameters, gives_out=func in _GIVE_OUT)
+        used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
         try:
             with entered():
                 if any(kind is not cls and kind is not Tensor for kind in types):
@@ -190,6 +190,12 @@ def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
             yield from _chunk_parameters(each)
 
 
+def _writes(func: Any, kwargs: Keywords) -> bool:
+    """Whether it writes into an argument, by its name. Autograd counts most, not a fused step."""
+    name: str = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+
+
 def _pin(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> dict[Engine, list[int]]:
     """Make their chunks resident together until `_unpin`."""
     used: dict[Engine, list[int]] = {}
@@ -247,15 +253,6 @@ def _detach(func: Any, args: Arguments, _kwargs: Keywords) -> Tensor:
         _unpin(used)
 
 
-def _requires_grad(func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """`parameter.requires_grad = ...` and `requires_grad_(...)`."""
-    parameter = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    _engine(parameter).check_trainable(parameter, wanted)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
 def _backward(_func: Any, args: Arguments, kwargs: Keywords) -> None:
     """`parameter.backward(...)`: by autograd's own function, so that every use in backward reaches us."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -294,8 +291,6 @@ _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
-    _BASE.requires_grad.__set__: _requires_grad,
-    torch.Tensor.requires_grad_: _requires_grad,
     torch.Tensor.backward: _backward,
     torch.autograd.grad: _gradient_of,
 }

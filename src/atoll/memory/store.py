@@ -180,12 +180,15 @@ class Store:
 
     def drop(self, key: Key) -> None:
         """What it holds is of no use any more: its memory is free, nothing is written. It stays known, as
-        zeros."""
+        zeros. Without a disk it keeps its place: all payloads have one, and in an arena that they just fill
+        one that comes back would find no run of blocks as long as it needs."""
         with self._lock:
             payload = self._payloads[key]
             if payload.pinned_by:
                 raise ValueError(f"payload {key} is dropped while it is pinned")
             payload.is_set = payload.is_stored = False
+            if self.disk is None:
+                return
             if not payload.is_moving:  # else it leaves, with no write, when others need the room
                 self._give_slots(payload)
                 payload.transfers.clear()
