@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,49 @@ def test_a_model_that_was_built_under_budgets_trains_like_a_plain_one(family: st
     assert train(family, model, optimizer, range(3)) == expected
     fitted.close()
     assert_same(values_of(model), values_of(plain))
+
+
+_STREAM = """
+import pathlib, re, sys, torch
+from torch import nn
+import atoll
+from atoll.core.config import Config
+from atoll.core.memory import Memory
+from atoll.memory import init, load, save
+from atoll.train.place import Place
+def resident(what):
+    return int(re.search(what + r":\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
+torch.set_num_threads(1)
+folder = sys.argv[1]
+memory = Memory(device="16MiB", host="32MiB", disk=folder + ":1GiB", chunk="4MiB", step="host")
+with init(memory):
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))  # 4 MiB each
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+session = atoll.join(Config(), place=Place())
+session.prepare(model, optimizer, memory=memory)
+for _ in range(2):
+    model(torch.ones(2, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for call in (
+    lambda: session.save(folder + "/checkpoint"),
+    lambda: session.load(folder + "/checkpoint"),
+    lambda: save(model, folder + "/weights"),
+    lambda: load(model, folder + "/weights"),
+):
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
+    call()
+    print((resident("VmHWM") - before) * 1024)
+print(sum(f.stat().st_size for f in pathlib.Path(folder, "checkpoint").iterdir()))
+"""
+
+
+def test_checkpoints_and_weights_hold_a_tensor_or_two_beside_the_budgets(tmp_path: Path) -> None:
+    """192 MiB of parameters and states: what process memory grows by in each call is a few layers' worth."""
+    command = [sys.executable, "-c", _STREAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *grown, written = map(int, done.stdout.split())
+    assert written > 192 * 2**20
+    assert max(grown) <= 3 * 4 * 2**20, grown

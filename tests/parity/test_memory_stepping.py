@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.chunks import lay_out
 from atoll.core.errors import DeadlineError, PrepareError, UserError
+from atoll.core.memory import Memory
+from atoll.memory.fit import fit
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.payloads import GRADIENT, VALUES, TensorPayloads
 from atoll.memory.stepping import StepCalls, Stepper, state_dtypes
@@ -685,3 +688,35 @@ def test_what_an_optimizer_keeps() -> None:
     assert set(state_dtypes(torch.optim.SGD(parameters, lr=1.0, momentum=0.5), torch.float32)) == {
         "momentum_buffer"
     }
+
+
+def test_masters_through_fit_on_the_store_and_from_disk(tmp_path: Path) -> None:
+    """As test_single_precision_master_of_bfloat16_values, with what is planned for it."""
+    torch.set_num_threads(1)
+    reference, model = MODELS["gpt"].build(torch.bfloat16), MODELS["gpt"].build(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in reference.parameters()]
+    plain, optimizer = adamw(masters), adamw(model.parameters())
+    with fit(
+        model, optimizer, memory=Memory(device="8KiB", host="64KiB", disk=f"{tmp_path}:1MiB", master=True)
+    ):
+        for step in range(3):
+            batch = MODELS["gpt"].batch(0, step, dtype=torch.bfloat16)
+            for each in (reference, model):
+                MODELS["gpt"].loss(each, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad, parameter.grad = parameter.grad.float(), None
+            plain.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for master, parameter in zip(masters, reference.parameters(), strict=True):
+                    parameter.copy_(master)
+            for parameter, got in zip(reference.parameters(), model.parameters(), strict=True):
+                assert_same(parameter.detach().clone(), got.detach().clone())
+    saved = optimizer.state_dict()
+    for index, master in enumerate(masters):
+        assert_same(master.detach(), saved["state"][index].pop("master"))
+    assert_same(plain.state_dict()["state"], saved["state"])

@@ -24,6 +24,9 @@ from atoll.memory.saved import ADDRESSES, hooks_are_active
 BLOCK = 4096  # bytes, and a layer's weight of 32 x 32
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ATOLL_POISON", "1")

@@ -32,12 +32,14 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of each tier. `host` None: as much as is needed; `disk` 0: there is none, nor a `folder`."""
+    """Bytes of each tier. `host` None: as much as is needed; `disk` 0: there is none, nor a `folder`.
+    `master`: trained parameters in half precision are stepped in copies of single precision."""
 
     device: int
     host: int | None = None
     disk: int = 0
     folder: str = ""
+    master: bool = False
     pins: Pins = Pins()
 
     def describe(self) -> str:
@@ -93,6 +95,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     resident: str = "auto"  # the share of the parameters that stays on the device
     sharding: Sharding = "auto"  # over a group's members
     step: StepsOn = "auto"  # where optimizers step
+    master: bool = False  # parameters in half precision are stepped in single precision
 
     def budgets(self, prefix: str = "") -> Budgets:
         """These texts as numbers. Raises ConfigError, one line that begins with the key (after `prefix`)."""
@@ -104,12 +107,17 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         _check_choice(prefix + "sharding", self.sharding, get_args(Sharding))
         _check_choice(prefix + "step", self.step, get_args(StepsOn))
+        if self.master and self.step == "device":
+            raise ConfigError(
+                f"{prefix}master: masters are stepped in host memory; leave {prefix}step at auto or host"
+            )
         folder, disk = self._disk(prefix)
         return Budgets(
             device=_size(prefix + "device", self.device),
             host=_size(prefix + "host", self.host) if self.host else None,
             disk=disk,
             folder=folder,
+            master=self.master,
             pins=Pins(
                 chunk_bytes=None if self.chunk == "auto" else _size(prefix + "chunk", self.chunk),
                 cache_blocks=self._blocks(prefix),

@@ -132,7 +132,9 @@ class Moving(Fitted):
             self.engine.take_over()
             if optimizer is not None:
                 calls = StepCalls(self._before_step, lambda _: None, self._after_step)
-                self._stepper = Stepper(optimizer, trained, self.gradients, lambda _: self._store, calls)
+                self._stepper = Stepper(
+                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
+                )
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
             for chunk in plan.resident:
@@ -198,7 +200,7 @@ class Moving(Fitted):
         )
 
     def _optimum(self, order: Order[int]) -> int | None:
-        """The least moves in a step of this order; None where chunks differ in size: that knows blocks alone."""
+        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
         if any(blocks > 1 for blocks in self._sizes.values()):
             return None
         return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]

@@ -113,7 +113,7 @@ class Observation:
         model, budgets = fitted.model, fitted.budgets
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder)
-        profile = profile_of(model, optimizer, self._uses)
+        profile = profile_of(model, optimizer, self._uses, master=budgets.master)
         plan = choose(model, optimizer, budgets, profile=profile, bandwidths=bandwidths)
         as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)
         self.seen = Seen(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())

@@ -93,7 +93,7 @@ class ChunkParameter(nn.Parameter):
                 f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
                 "close()"
             )
-        used = _pin(parameters, gives_out=func in _GIVE_OUT)
+        used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
         try:
             with entered():
                 if any(kind is not cls and kind is not Tensor for kind in types):
@@ -188,6 +188,12 @@ def _chunk_parameters(arguments: Any) -> Iterator[ChunkParameter]:
             yield each
         elif isinstance(each, (tuple, list, dict)):
             yield from _chunk_parameters(each)
+
+
+def _writes(func: Any, kwargs: Keywords) -> bool:
+    """Whether it writes into an argument, by its name. Autograd counts most, not a fused step."""
+    name: str = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
 
 def _pin(parameters: Iterable[ChunkParameter], *, gives_out: bool) -> dict[Engine, list[int]]:

@@ -10,7 +10,7 @@ from torch import nn
 from atoll.chunks import ParameterSpec
 from atoll.core.memory import Budgets, check_folder
 from atoll.memory.bandwidth import measure
-from atoll.memory.stepping import state_dtypes
+from atoll.memory.stepping import state_dtypes, stepped_dtype
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
@@ -36,7 +36,8 @@ def choose(
     """
     check_folder(budgets)
     if profile is None:
-        profile = profile_of(model, optimizer, assumed_uses(model), measured=False)
+        uses = assumed_uses(model)
+        profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder)
@@ -48,11 +49,17 @@ def profile_of(
     optimizer: torch.optim.Optimizer | None,
     uses: tuple[Use, ...],
     *,
+    master: bool = False,
     measured: bool = True,
 ) -> Profile:
-    """The model's shapes and its optimizer's state, with these uses."""
-    specs = specs_for(model, optimizer)
-    return Profile(specs=specs, uses=uses, state_bytes=_state_bytes(model, optimizer), measured=measured)
+    """The model's shapes and its optimizer's state, with these uses; `master` as in Budgets."""
+    return Profile(
+        specs=specs_for(model, optimizer),
+        uses=uses,
+        state_bytes=_state_bytes(model, optimizer, master),
+        master_bytes=torch.float32.itemsize if master else 0,
+        measured=measured,
+    )
 
 
 def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterSpec, ...]:
@@ -85,12 +92,12 @@ def assumed_uses(model: nn.Module) -> tuple[Use, ...]:
     return (*forward, *(Use(use.parameters, backward=True) for use in reversed(forward)))
 
 
-def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, ...]:
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool) -> tuple[int, ...]:
     """Bytes of each kind of state for an element; where dtypes differ, of the widest."""
     if optimizer is None:
         return ()
     widest: dict[str, int] = {}
     for dtype in {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}:
-        for key, kept in state_dtypes(optimizer, dtype).items():
+        for key, kept in state_dtypes(optimizer, stepped_dtype(dtype, master)).items():
             widest[key] = max(widest.get(key, 0), kept.itemsize)
     return tuple(widest[key] for key in sorted(widest))

@@ -28,8 +28,8 @@ Run: TypeAlias = Callable[
 class ChunkStates:
     """A chunk that an optimizer trains with its param group `group`.
 
-    `elementwise` is what `elementwise_keys` found, `device` where it is stepped; `master`: the dtype that it
-    is stepped in, where that is not the values' own.
+    `elementwise` is what `elementwise_keys` found, `device` and `dtype` where and what it is stepped
+    in: where that is not the values' own dtype, there is a master.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class ChunkStates:
         elementwise: set[str],
         group: int,
         device: torch.device,
-        master: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
         self.trained, self.group, self._device = trained, group, device
-        self._payloads, self._elementwise, self._master = payloads, elementwise, master
-        self.dtype = master or trained.dtype  # of what is stepped
+        self._payloads, self._elementwise, self.dtype = payloads, elementwise, dtype
+        self._master = dtype if dtype != trained.dtype else None
         slots = len(trained.parameters)
         self._numbers: list[State] = [{} for _ in range(slots)]  # by slot: what is not element-wise
         self._kept: list[frozenset[str]] = [frozenset()] * slots  # by slot: what is
         self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
         self._cut_for: tuple[object, ...] | None = None  # what they were cut for
-        if master is not None:
-            payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, master)
+        if self._master is not None:
+            payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, dtype)
             with self._pin(VALUES) as values, self._pin(MASTER, overwrites=True) as precise:
                 precise.copy_(values)
 

@@ -110,7 +110,7 @@ class Stepper:
                 elementwise,
                 group_of[id(each.parameters[0])],
                 each.device if each.chunk.id in self._at_once else torch.device("cpu"),
-                torch.float32 if master and each.dtype in _HALF else None,
+                stepped_dtype(each.dtype, master),
             )
             for each in chunks
             if id(each.parameters[0]) in group_of
@@ -374,6 +374,11 @@ class Stepper:
             self._loading = False
             self._shown.become(self.optimizer.state, whole=False)
             self._show()
+
+
+def stepped_dtype(dtype: torch.dtype, master: bool) -> torch.dtype:
+    """What a parameter of `dtype` is stepped in: single precision for a half one that has a master."""
+    return torch.float32 if master and dtype in _HALF else dtype
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -243,6 +243,7 @@ def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan
     pins = budgets.pins
     every = sum(shape.on_device(chunk) for chunk in range(len(shape.costs)))
     searched = pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None
+    searched = searched and not shape.profile.master_bytes  # of which the optimizer by itself knows nothing
     if every * shape.chunk_bytes <= budgets.device and searched:
         return _whole(shape, bandwidths, every)
     if pins.steps_on == "device":
