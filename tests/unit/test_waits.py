@@ -75,6 +75,7 @@ A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
 
 # (what is called, on what): the last part of each, and why that is no wait.
 NO_WAITS: dict[tuple[str, str], str] = {
+    **{("put", name): "a table of the cache's decisions, no queue" for name in ("_places", "_ranking")},
     **{
         ("poll", name): "subprocess.Popen.poll: looks, and returns"
         for name in ("process", "_process", "worker", "launcher", "each", "_services")
@@ -218,6 +219,10 @@ REVIEWED: dict[str, str] = {
     "train/node/calculating.py: Calculating._run: self._given.wait()": (
         "the thread that computes waits for the next job; `close` ends it"
     ),
+    "memory/engine.py: Engine.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-bringing')": (
+        "its thread copies chunks, and what it waits for, a chunk's step or its read, has a deadline"
+    ),
+    "memory/engine.py: Engine.close: self._bringing.shutdown()": "the same: at most the copies begun",
     "memory/stepping.py: Stepper._work: self._condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from atoll.memory.fit import Fitted, fit
 from atoll.memory.initialising import init
+from atoll.memory.weights import load, save
 
-__all__ = ["Fitted", "fit", "init"]
+__all__ = ["Fitted", "fit", "init", "load", "save"]

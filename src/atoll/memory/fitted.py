@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
+from atoll.core.heap import give_back_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
@@ -139,6 +140,7 @@ class Moving(Fitted):
                 self.engine.edited = self._stepper.values_edited
             for chunk in plan.resident:
                 self.engine.pin([chunk])
+            give_back_freed_memory()
         except BaseException:
             self.close()
             raise
@@ -170,6 +172,7 @@ class Moving(Fitted):
         self.engine.refresh(self._stepped)
         self._statistics.add(self.engine.handle_step_ended())
         self._store.step_ended()
+        give_back_freed_memory()  # of gradients and copies, whose holes glibc does not fill
         self._came.clear()
         self.steps += 1
         moves, nbytes = self._latest
