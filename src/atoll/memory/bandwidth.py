@@ -35,8 +35,8 @@ def measure(
     most: int = 2 * _MOVED,
 ) -> Bandwidths:
     """The bandwidths between `device`, host memory and the disk of `folder` (empty: none), and the pace of
-    `optimizer` on both. It takes at most about `most` bytes of each for a moment, or 1 MiB. Raises ConfigError
-    where nothing can be written to the folder."""
+    `optimizer` on both. It takes at most about `most` bytes of each for a moment, or 1 MiB. Raises
+    ConfigError where nothing can be written to the folder."""
     most = max(most, _LEAST)
     to_device, to_host, latency = _copies(device, min(_MOVED, most // 2))
     to_disk, from_disk = _disk(folder, min(_WRITTEN, most)) if folder else (0.0, 0.0)
