@@ -151,6 +151,19 @@ def test_a_larger_cache_of_equal_chunks_never_moves_more() -> None:
     assert moves[0] == len(order) - 1  # the last use of a step and the first of the next are the same chunk
 
 
+def test_of_steps_about_as_short_the_one_with_the_fewest_moves_is_taken() -> None:
+    profile = profile_of([100_000] * 20, seconds=1e-2)  # compute decides, whatever the chunks are
+    budgets = Budgets(device=4_000_000)
+    plan = search_plan(profile, RATES, budgets)
+    for size in (400_000, 800_000, 1_600_000):
+        other = search_plan(
+            profile, RATES, msgspec.structs.replace(budgets, pins=Pins(chunk_bytes=size))
+        ).predicted
+        assert plan.predicted.seconds <= other.seconds * 1.021
+        near = other.seconds <= plan.predicted.seconds * 1.01
+        assert not near or sum(plan.predicted.moves.values()) <= sum(other.moves.values())
+
+
 def test_pins_are_kept_to() -> None:
     profile = profile_of([100_000] * 20)
     pins = Pins(chunk_bytes=800_000, cache_blocks=3, resident=0.25)
@@ -182,8 +195,8 @@ def test_a_step_that_nothing_delays_takes_its_compute() -> None:
     half = msgspec.structs.replace(RATES, to_device=2000.0, latency=0.0)
     calls = [Call((c,), 1.0) for c in (*range(10), *reversed(range(10)))]
     assert Timeline(costs, calls, half, blocks=2, host=None).run().seconds == pytest.approx(20.0)
-    # And with copies twice as long as a compute, the copies decide: 16 of 20 calls find their chunk absent. At
-    # the two turns nothing can be brought while both blocks are in use.
+    # And with copies twice as long as a compute, the copies decide: 16 of 20 calls find their chunk absent.
+    # At the two turns nothing can be brought while both blocks are in use.
     slow = msgspec.structs.replace(half, to_device=500.0)
     outcome = Timeline(costs, calls, slow, blocks=2, host=None).run()
     assert outcome.seconds == pytest.approx(2.0 * 16 + 4.0)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
+from atoll.memory import initialising
 from atoll.memory.initialising import init, resident_bytes, take
 from atoll.memory.spillfile import SpillFile
 
@@ -237,6 +238,26 @@ def test_without_a_bound_on_the_host_nothing_moves() -> None:
     assert resident_bytes(list(model.parameters())) == size_of(model)
 
 
+def test_what_leaves_a_device_goes_to_the_host_and_then_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU counts as a device here: each tier holds what its budget says, and values come back."""
+    monkeypatch.setattr(initialising, "_tier", lambda device: "device")
+    plain = plainly(Gpt)
+    with init(Memory(device="200KiB", host="100KiB", disk=f"{tmp_path}:1MiB")):
+        model = plainly(Gpt)
+        room = model.position._atoll_place.room  # type: ignore[union-attr]
+        for held, budget in ((room._held["device"], 200), (room._held["host"], 100), (room._file.end, 1024)):
+            assert 0 < held <= budget * 1024
+    for parameter, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, theirs)
+    for parameter, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        flat = torch.empty(parameter.numel(), dtype=parameter.dtype)
+        take(parameter, flat)
+        assert torch.equal(flat, theirs.flatten())
+    assert room._held == {"device": 0, "host": 0}
+
+
 def test_after_it_parameters_are_plain_again() -> None:
     with init(Memory(device="1MiB")), pytest.raises(KeyError):
         nn.ModuleDict()["no such part"]
@@ -310,6 +331,7 @@ _BUILD = """
 import pathlib, re, sys, torch
 from torch import nn
 from atoll.core.memory import Memory
+from atoll.memory import initialising
 from atoll.memory.initialising import init
 def resident(what):
     return int(re.search(what + r":\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])

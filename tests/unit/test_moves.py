@@ -238,15 +238,25 @@ def test_nothing_is_prefetched_that_will_be_void_before_its_use(there: bool) -> 
 
 def test_an_unforeseen_use_lets_nobody_leave_that_was_brought_for_soon() -> None:
     made: Cache[str] = Cache(3)
-    step(made, "abcdefgh")
+    step(made, "abcdebcf")
     for key in made.resident:
         made.forget(key)
     made.handle_step_ended()
-    assert brought(made) == ["a", "b", "c"]
+    assert brought(made) == ["a", "b", "c"]  # after these uses it is a that is needed latest
     assert made.handle_use("x").evict[0].chunk == "c"
-    assert made.handle_use("a").hit
-    assert brought(made) == ["c"]  # in the place of x
-    assert made.handle_use("b").hit
+    assert [made.handle_use(key).hit for key in "ab"] == [True, True]
+
+
+def test_after_an_unforeseen_use_nothing_is_brought_ahead_until_the_order_is_followed_again() -> None:
+    made: Cache[str] = Cache(2)
+    order = "abc" * cache.TRUST
+    step(made, order)
+    assert brought(made) != []
+    made.handle_use("x")
+    for key in order[: cache.TRUST]:
+        assert brought(made) == []
+        made.handle_use(key)
+    assert brought(made) != []
 
 
 # -- chunks that take several blocks -----------------------------------------------------------------------

@@ -21,6 +21,7 @@ Policy = Literal["belady", "lru", "fifo"]
 
 LONGEST = 1_000_000  # uses of one step that are recorded at most; a longer step leaves the order as it was
 REACH = 8  # a use that comes before its turn is looked for in the next 1/REACH of the order
+TRUST = 16  # uses in a row that must be as foreseen, after one that was not, before anything is brought ahead
 
 
 def nobody(_: object) -> bool:
@@ -117,6 +118,7 @@ class Cache(Generic[K]):
         # what the use at `_seen` needs, and who leaves for it is who would leave then: it costs no move.
         self._position = 0
         self._seen = 0
+        self._trust = TRUST  # uses in a row that were as foreseen
         self._needed: dict[K, int] = {}  # the last use before `_seen` that each key is kept for
         self.statistics = StepStatistics()  # of this step so far
         self._following = StepStatistics()  # the next step's
@@ -167,6 +169,7 @@ class Cache(Generic[K]):
         if writes or fresh:
             self._changed.add(chunk)
         self._record.add(chunk, fresh)
+        self._trust = self._trust + 1 if foreseen and not skipped else 0
         self.statistics.uses += 1
         self.statistics.hits += decision.hit
         self.statistics.unforeseen += not foreseen
@@ -177,10 +180,11 @@ class Cache(Generic[K]):
         """What may be brought now, ahead of its use, with no more moves in all than without; None: nothing.
 
         It is the next miss of the order, and who leaves is who would leave then; so it must wait while that
-        one is still to be used before, or held.
+        one is still to be used before, or held. All this holds if the order does: after a use that was not
+        foreseen nothing is brought ahead until `TRUST` in a row were.
         """
         order = self.order
-        if order is None or not self._see():
+        if order is None or self._trust < TRUST or not self._see():
             return None
         chunk = order.at(self._seen)
         found = self._room(chunk, nobody)
@@ -218,7 +222,7 @@ class Cache(Generic[K]):
             self.order = Order(record.uses, record.fresh, record.voids)
             ended.add(self.statistics)  # made for a step that was expected, and is not any more
             self.statistics = StepStatistics()
-            self._position = 0
+            self._position, self._trust = 0, TRUST
             self._look_anew()
         elif self.order is not None and self._position % len(self.order):
             self._position += -self._position % len(self.order)

@@ -6,6 +6,7 @@ optimizer's steps (`moves/timeline.py`); the one with the shortest step wins.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ PAGE = 4096  # bytes: payloads in host memory begin on one
 SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
 LARGEST = 2**30  # bytes of a chunk
 SIZES = 10  # chunk sizes that are tried, at most
+NEAR = 0.02  # steps that differ by less are about as short: bandwidths are not measured better
 SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
 
 
@@ -97,19 +99,39 @@ def search_plan(
             refused.append(least)
     if not plans:
         raise UserError(_least_of(refused))
-    plans.sort(key=lambda pair: _rank(pair[0]))
-    best, by_size = plans[0][0], {plan.chunk_bytes: plan.predicted.seconds for plan, _ in plans}
-    if split and not best.fits and budgets.pins.steps_on is None:
+    plans.sort(key=lambda pair: pair[0].predicted.seconds)
+    by_size = {plan.chunk_bytes: plan.predicted.seconds for plan, _ in plans}
+    found = [plan for plan, _ in plans]
+    if split and not found[0].fits and budgets.pins.steps_on is None:
         for _, shape in plans[:SPLIT]:
-            for quarters in range(1, 5):
-                other = _moving(shape, bandwidths, budgets, quarters)
-                best = min(best, other, key=_rank) if other is not None else best
+            found += _splits(shape, bandwidths, budgets)
+    best = _best(found)
     return msgspec.structs.replace(best, reason=_reason(best, by_size, profile, bandwidths, budgets.pins))
 
 
-def _rank(plan: MemoryPlan) -> tuple[float, int, int]:
-    """The shortest step; of equals the one that takes least memory."""
-    return plan.predicted.seconds, plan.blocks * plan.chunk_bytes, plan.chunk_bytes
+def _splits(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> list[MemoryPlan]:
+    """Plans in which some chunks step on the device."""
+    found = []
+    for quarters in range(1, 5):
+        with contextlib.suppress(_LeastError):  # a pin that leaves no room for it
+            plan = _moving(shape, bandwidths, budgets, quarters)
+            found += [] if plan is None else [plan]
+    return found
+
+
+def _best(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    """The shortest step. Of those that are about as short, the one with the fewest moves, each of which costs
+    the engine work that the event model does not know; then the one that takes least of the device."""
+    near = min(plan.predicted.seconds for plan in plans) * (1 + NEAR)
+    return min(
+        (plan for plan in plans if plan.predicted.seconds <= near),
+        key=lambda plan: (
+            sum(plan.predicted.moves.values()),
+            plan.blocks * plan.chunk_bytes,
+            plan.predicted.seconds,
+            plan.chunk_bytes,
+        ),
+    )
 
 
 class _LeastError(Exception):
