@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import random
 import re
+import resource
+import signal
 import tempfile
 import threading
 import time
@@ -377,6 +380,35 @@ def test_a_disk_budget_that_is_too_small_is_named() -> None:
             r"with 32768 bytes \(32\.0 KiB\) it holds all",
             str(raised.value),
         )
+        with pytest.raises(UserError) as again:  # and nothing is given out after that
+            store.get((0, "values"))
+        assert str(again.value) == str(raised.value)
+
+
+def test_it_says_how_memory_and_disk_are_used() -> None:
+    pageable = ("memory.host", "pageable", "there is no accelerator whose runtime registers memory")
+    locked = ("memory.host", "page-locked", "it was registered with the accelerator's runtime")
+    with store_of(3, 4) as store:
+        host, disk = store.choices
+        assert host == (locked if torch.cuda.is_available() else pageable)
+        assert disk[:2] in (("memory.disk", "direct"), ("memory.disk", "page cache"))
+    with store_of(3, 0) as store:
+        assert store.choices == [host]
+
+
+def test_a_forked_process_does_not_get_the_host_s_memory() -> None:
+    """Else each page that is written after the fork is held twice."""
+    with store_of(3, 0) as store:
+        store.put((0, "values"), torch.ones(NUMEL))
+        with store.pin((0, "values")) as memory:
+            child = os.fork()
+            if not child:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                faulthandler.disable()
+                ctypes.string_at(memory.data_ptr(), 1)  # which is not there
+                os._exit(0)
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended == -signal.SIGSEGV
 
 
 def test_mistakes_of_callers() -> None:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from atoll.core.errors import DeadlineError, UserError
+from atoll.core.errors import AtollError, DeadlineError, UserError
 from atoll.core.units import format_bytes, format_seconds
 from atoll.memory.arena import Arena, Block, exactly
 from atoll.memory.disk import DISK_SECONDS, PAGE, DiskFile, Transfer
@@ -73,10 +73,11 @@ class StoreStatistics:
 class Store:
     """Payloads in `host`, whose memory it alone gives out; with `disk`, what is not used soon lies there.
 
-    Its methods may be called from several threads at once. With a disk, the arena's blocks must be whole
-    pages (`alignment=PAGE`) of the size of the file's. Raises UserError, with the least budget that would do,
-    where what is pinned at once does not fit into the host, and where all payloads do not fit into both;
-    a transfer's error (see DiskFile) at each pin of what it concerns; DeadlineError after `seconds`.
+    It page-locks the arena where that can be done, and keeps it from forked processes (see Arena). Methods
+    may be called from several threads at once. With a disk, the arena's blocks must be whole pages
+    (`alignment=PAGE`) of the size of the file's. Raises UserError, with the least budget that would do, where
+    what is pinned at once does not fit into the host, and where all payloads do not fit into both; a
+    transfer's error (see DiskFile) at each pin of what it concerns; DeadlineError after `seconds`.
     """
 
     def __init__(
@@ -95,10 +96,15 @@ class Store:
         self._lock = threading.RLock()
         self._unpinned = threading.Condition(self._lock)
         self._pins: Counter[int] = Counter()  # by thread
+        self._broken: AtollError | None = None
         self._blocked: set[int] = set()  # threads that wait for others to unpin
         self.statistics = self._at_step = StoreStatistics()
-        if host.device.type == "cpu":
-            host.keep_from_children()
+        host.keep_from_children()
+        locked, why = host.lock_pages()
+        # What was chosen here, and why: (what, choice, reason), as core.events.Decided has them.
+        self.choices = [("memory.host", "page-locked" if locked else "pageable", why)]
+        if disk is not None:
+            self.choices.append(("memory.disk", "direct" if disk.direct else "page cache", disk.reason))
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
         """A new payload of `numel` elements. It takes no memory before its first pin, which gives zeros."""
@@ -220,6 +226,8 @@ class Store:
 
     def _make_resident(self, payload: _Payload, *, writes: bool, overwrites: bool) -> None:
         """Have `payload` in the host, or on its way there (`payload.transfers`). Holds the lock."""
+        if self._broken is not None:
+            raise self._broken
         self._count(uses=1)
         fresh = overwrites or not payload.is_set
         if self._cache is None:
@@ -286,7 +294,13 @@ class Store:
     def _bring(self, payload: _Payload, decision: Decision[Key]) -> None:
         """Let those leave that must, and begin to fill the place that they leave."""
         assert self.disk is not None
-        left = [each for eviction in decision.evict for each in self._evict(self._payloads[eviction.chunk])]
+        try:
+            left = [
+                each for eviction in decision.evict for each in self._evict(self._payloads[eviction.chunk])
+            ]
+        except AtollError as error:
+            self._broken = error  # the cache takes for done what is not: nobody is served any more
+            raise
         payload.block = self.host.take(self._counts[payload.key], at=decision.place)
         if decision.bring and payload.is_set:
             payload.transfers = [
@@ -351,7 +365,7 @@ class Store:
         payload.slots, payload.is_stored = [], False
 
     def _prefetch(self) -> None:
-        while self._cache is not None:
+        while self._cache is not None and self._broken is None:
             decision = self._cache.poll_prefetch(self._is_held)
             if decision is None:
                 return
