@@ -366,10 +366,16 @@ def main() -> int:
         for case in measure(family, 3 if args.quick else STEPS):
             print(case.line(), flush=True)
             cases.append(case)
+    for name, of_family in itertools.groupby(cases, key=lambda case: case.family):
+        if all(case.equal for case in of_family):
+            print(f"equal under all three policies, with every budget: {name}")
+    wrong = [case.line() for case in cases if not case.unforeseen and case.moved["belady"] > case.least]
     folder = output_folder(args)
     write_results("moves", folder, [case.to_json() for case in cases], quick=args.quick)
     draw(cases, folder / "moves.png")
-    return 0
+    if wrong:
+        print("more than the least, with the order known:", *wrong, sep="\n")
+    return len(wrong)
 
 
 if __name__ == "__main__":

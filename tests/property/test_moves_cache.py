@@ -158,10 +158,12 @@ def lru_resident(uses: Sequence[int], blocks: int) -> list[int]:
 def test_with_large_chunks_the_moves_are_within_the_bound(
     uses: list[int], sizes: dict[int, int], blocks: int
 ) -> None:
-    """Four times the largest for each large chunk that is brought (docs/memory.md derives it)."""
-    cache: Cache[int] = Cache(blocks, sizes)
+    """Four times the largest for each large chunk that is brought (docs/memory.md derives it); the same moves
+    with prefetching."""
+    cache, ahead = Cache[int](blocks, sizes), Cache[int](blocks, sizes)
     order = Order(uses)
     run_step(cache, order, lambda: False)
+    run_step(ahead, order, lambda: True)
     resident = cache.resident
     least = itertools.accumulate(optimum(order, blocks, sizes, steps=STEPS, resident=resident))
     largest = max(sizes.values(), default=0)
@@ -171,7 +173,8 @@ def test_with_large_chunks_the_moves_are_within_the_bound(
             decision = cache.handle_use(key)
             brought += decision.bring * sizes.get(key, 1)
             bound += 4 * largest * (decision.bring and key in sizes)
-        cache.handle_step_ended()
+        moves = cache.handle_step_ended().moves_in
+        assert run_step(ahead, order, lambda: True) == moves
         assert lowest <= brought <= lowest + bound
 
 

@@ -312,8 +312,8 @@ class Cache(Generic[K]):
                 self._count_write_back(statistics, key)
             self._leave(key)
         count = self._sizes.get(chunk, 1)
-        self._places.put(chunk, place, count)
-        self._ranking.put(chunk, 0 if self.order is None else self.order.need_after(chunk, self._seen - 1))
+        self._places.occupy(chunk, place, count)
+        self._ranking.enter(chunk, 0 if self.order is None else self.order.need_after(chunk, self._seen - 1))
         statistics.moves_in += bring
         statistics.blocks_in += count * bring
         return Decision(chunk, False, bring, tuple(evictions), place, reason)
@@ -327,7 +327,7 @@ class Cache(Generic[K]):
 
     def _touch(self, chunk: K) -> None:
         if self._policy != "fifo":
-            self._ranking.put(chunk, self._ranking.score(chunk))
+            self._ranking.enter(chunk, self._ranking.score(chunk))
 
     def _count_write_back(self, statistics: StepStatistics, chunk: K) -> None:
         statistics.write_backs += 1

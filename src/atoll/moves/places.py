@@ -37,7 +37,7 @@ class Places(Generic[K]):
     def used(self) -> int:
         return len(self._owner)
 
-    def put(self, key: K, first: int, count: int) -> None:
+    def occupy(self, key: K, first: int, count: int) -> None:
         """Give `key` these blocks, all of them free."""
         at = bisect_left(self._free, Run(first + 1, 0)) - 1
         run = self._free[at]

@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Ranking(Generic[K]):
-    """Keys by score, the highest first; of equal scores, whose score was put first.
+    """Keys by score, the highest first; of equal scores, who entered first.
 
     A sorted list: O(log n) comparisons a change. The shift of its pointers costs nothing beside a use's hook
     for the thousands of blocks that a cache has.
@@ -35,7 +35,7 @@ class Ranking(Generic[K]):
     def score(self, key: K) -> int:
         return self._entry[key][0]
 
-    def put(self, key: K, score: int) -> None:
+    def enter(self, key: K, score: int) -> None:
         """Add the key, or give it another score; as the newest of its score."""
         if key in self._entry:
             self.remove(key)
