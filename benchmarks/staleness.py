@@ -39,7 +39,7 @@ SERVER, GROUPED, PEERS = "server", "ps-hra", "peers"
 COMPUTING = {
     SERVER: (0.04, 0.04, 0.04, 0.2),
     GROUPED: (0.04, 0.22, 0.04, 0.22),
-    PEERS: (0.04, 0.04, 0.04, 0.12),
+    PEERS: (0.1, 0.1, 0.1, 0.3),
 }
 GROUPS = 2
 LEAST_GROUPED = 0.9  # of the steps, that are made in groups; before are the probe and the move

@@ -126,7 +126,7 @@ class FakeNode:
     def introduce(self, places: Sequence[d.NodeAt], *, late: bool = False) -> None:
         self.cpu.send(d.Introduce(nodes=list(places), late=late))
 
-    def set_up(self, *, digest: str = "d", number: int = 1, iteration: int = 0, batch: float = 0.0) -> None:
+    def set_up(self, *, digest: str = "d", number: int = 1, iteration: int = 0) -> None:
         model = self.model
         plan = plan_memory(model.layout, slots_for(self.stale_max))
         self.memory = HostMemory.create(plan)
@@ -140,7 +140,6 @@ class FakeNode:
             hyperparameters=model.hyperparameters(),
             slots=plan.slots,
             buffers=plan.buffers,
-            batch=batch,
             iteration=iteration,
         )
         self.ready, self.freed, self.taken, self._wanted = None, iteration, 0, -1

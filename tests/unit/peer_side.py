@@ -85,14 +85,14 @@ class FakeSide:
     def say(self, *messages: DeviceMessage) -> None:
         self._to_say += messages
 
-    def publish(self, taken: int, through: int, values: float | None = None) -> None:
+    def publish(self, taken: int, through: int, values: float | None = None, seconds: float = 0.0) -> None:
         """Announce parameters, all of them `values` (None: as they were brought)."""
         assert self.memory is not None
         buffer = self.free.pop(0)
         for flat in self.memory.buffer(buffer).values():
             if values is not None:
                 flat.fill_(values)
-        self.say(Published(buffer=buffer, taken=taken, through=through))
+        self.say(Published(buffer=buffer, taken=taken, through=through, seconds=seconds))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]

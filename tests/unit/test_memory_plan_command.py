@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from atoll.cli.app import app
 from atoll.core.errors import RunError, UserError
@@ -103,6 +104,7 @@ def test_the_plan_of_a_script_that_fits_and_of_one_that_ends_early(plan: Plan) -
     early = plan(SCRIPT, "48KiB", "2")
     assert "not predicted: the script ended before its third step" in early
     assert "compute is not measured yet" in early
+    assert torch.overrides._get_current_function_mode() is None  # nothing goes on recording
 
 
 def test_the_plan_of_a_session(plan: Plan) -> None:

@@ -53,6 +53,37 @@ def test_a_session_in_tiers_trains_as_one_without(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, tiered, strict=True))
 
 
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(HALF, HALF), (HALF, ""), ("", HALF)])
+def test_a_checkpoint_goes_from_tiers_to_tiers_and_to_none(
+    tmp_path: Path, saved_with: str, loaded_with: str
+) -> None:
+    def memory(device: str) -> Memory | None:
+        return Memory(device=device) if device else None
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build()
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=memory(saved_with))
+        steps(0, 2)
+        session.save(tmp_path / "checkpoint")
+        steps(2, 4)
+        expected = [value.clone() for value in model.state_dict().values()]
+    model, optimizer = build()
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=memory(loaded_with))
+        session.load(tmp_path / "checkpoint")
+        assert session.iteration == 2
+        steps(2, 4)
+        found = [value.clone() for value in model.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def test_the_table_of_the_configuration_counts_and_the_summary_has_what_moved(tmp_path: Path) -> None:
     config = Config(run=Run(directory=str(tmp_path / "run")), memory=Memory(device=HALF, host="1GiB"))
     train(None, config)

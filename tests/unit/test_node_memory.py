@@ -30,7 +30,7 @@ from atoll.train.node.memory import (
     plan_memory,
     slots_for,
 )
-from atoll.train.node.overlay import Overlay, pending
+from atoll.train.node.overlay import Overlay, Pending
 
 SPECS = st.lists(
     st.tuples(
@@ -177,7 +177,7 @@ def test_the_formula_is_what_is_there() -> None:
     memory.close()
     given = [[model.contribution(t, node) for node in range(3)] for t in range(3)]
     parameters.apply(0, given[0])
-    waiting = [pending(t, given[t][:2], 16.0, 3) for t in (1, 2)]
+    waiting = [Pending(t, given[t][:2]) for t in (1, 2)]
     Overlay(parameters).write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, waiting)
     used: list[int] = []
     parameters.for_each_chunk(lambda _chunk, scratch: used.append(scratch.nbytes))

@@ -13,7 +13,7 @@ from peer_model import WEIGHTS, PeerModel
 from torch import Tensor
 
 from atoll.train.node.globals import Contribution, GlobalParameters
-from atoll.train.node.overlay import Overlay, Pending, pending
+from atoll.train.node.overlay import Overlay, Pending
 from atoll.train.node.state import pack_globals
 from atoll.wire.device import Clip
 
@@ -25,7 +25,6 @@ KINDS: list[tuple[type[torch.optim.Optimizer], list[dict[str, Any]]]] = [
     (torch.optim.Adagrad, TWO),
     (torch.optim.NAdam, TWO),
 ]
-BATCH = sum(WEIGHTS)
 
 
 def local(parameters: GlobalParameters, waiting: list[Pending]) -> dict[int, Tensor]:
@@ -78,7 +77,7 @@ def test_with_all_contributions_it_is_what_applying_will_give(
         for iteration in range(len(given)):
             ahead = min(len(given), iteration + 3)
             expected = [
-                local(parameters, [pending(t, given[t], BATCH, 3) for t in range(iteration, until)])
+                local(parameters, [Pending(t, given[t]) for t in range(iteration, until)])
                 for until in range(iteration, ahead + 1)
             ]
             assert_are(parameters, expected[0])
@@ -91,8 +90,8 @@ def test_with_all_contributions_it_is_what_applying_will_give(
             assert_are(parameters, expected[1])
 
 
-def test_what_is_there_of_an_iteration_goes_a_part_of_the_way() -> None:
-    """Against plain torch: an optimizer's step, whose change of the parameters is multiplied."""
+def test_what_is_there_of_an_iteration_makes_a_whole_step() -> None:
+    """Against plain torch: the optimizer's step with the mean of what is there."""
     model = PeerModel(torch.optim.AdamW, TWO)
     parameters = model.globals(fused=False)
     for t in range(2):
@@ -102,13 +101,8 @@ def test_what_is_there_of_an_iteration_goes_a_part_of_the_way() -> None:
     held = [p.detach().clone() for p in model.every]
     waiting, missing = [], [(0, 2), (1,)]  # which nodes' are there
     for t, nodes in zip((2, 3), missing, strict=True):
-        waiting.append(pending(t, [model.contribution(t, n) for n in nodes], BATCH, 3))
-        part = sum(WEIGHTS[n] for n in nodes) / BATCH
-        assert waiting[-1].part == part
-        before = [p.detach().clone() for p in model.every]
+        waiting.append(Pending(t, [model.contribution(t, n) for n in nodes]))
         model.step_plain(model.mean([(WEIGHTS[n], model.gradients(t, n)) for n in nodes]))
-        for parameter, old in zip(model.every, before, strict=True):
-            parameter.detach().copy_(torch.lerp(old, parameter.detach(), part))
     found = local(parameters, waiting)
     for chunk in parameters.chunks:
         assert torch.equal(found[chunk], model.flat(chunk, [p.detach() for p in model.every]))
@@ -121,23 +115,11 @@ def test_what_is_there_of_an_iteration_goes_a_part_of_the_way() -> None:
     model.assert_equal(parameters)
 
 
-def test_the_part_is_by_samples_and_never_more_than_one() -> None:
-    model = PeerModel(torch.optim.SGD, TWO)
-    every = [model.contribution(0, node) for node in range(3)]
-    assert pending(0, every, BATCH, 3).part == 1.0
-    assert pending(0, every[:2], BATCH, 3).part == 0.5
-    assert pending(0, every[:2], 4.0, 3).part == 1.0
-    assert pending(0, every[:2], 0.0, 3).part == pytest.approx(2 / 3)
-    left_out = model.contribution(0, 1, weight=0.0)
-    assert pending(0, [every[0], left_out], BATCH, 3).part == WEIGHTS[0] / BATCH
-    assert pending(0, [left_out], BATCH, 1).part == 1.0
-
-
 def test_with_nothing_that_counts_it_is_the_global_parameters() -> None:
     model = PeerModel(torch.optim.AdamW, TWO)
     parameters = model.globals()
     parameters.apply(0, [model.contribution(0, 0)])
-    for waiting in ([], [Pending(1, [], 0.0)], [Pending(1, [model.contribution(1, 0, weight=0.0)], 0.3)]):
+    for waiting in ([], [Pending(1, [])], [Pending(1, [model.contribution(1, 0, weight=0.0)])]):
         found = local(parameters, waiting)
         assert_are(parameters, found)
 
@@ -148,7 +130,7 @@ def test_a_norm_is_found_anew_when_another_contribution_has_come() -> None:
     given = [[model.contribution(t, node, clip=Clip(0.5)) for node in range(3)] for t in range(3)]
     parameters, fresh = model.globals(), model.globals()
     for count in (1, 2, 3, 2):
-        some = [pending(t, given[t][:count], BATCH, 3) for t in range(2)]
+        some = [Pending(t, given[t][:count]) for t in range(2)]
         found = local(parameters, some)
         again = local(PeerModel(torch.optim.SGD, [{"lr": 0.1}]).globals(), some)
         assert all(torch.equal(found[chunk], again[chunk]) for chunk in found)

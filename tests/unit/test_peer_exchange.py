@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import DeadlineError, GivenUpError, NonFiniteGradientError, PrepareError, UserError
-from atoll.train.node import meetings, strategy
+from atoll.train.node import exchange, meetings, strategy
 from atoll.train.node.exchange import said_in
 from atoll.wire.device import (
     NO_MORE,
@@ -145,6 +146,45 @@ def test_it_waits_where_the_next_iteration_would_be_too_stale_and_says_for_what(
         caught.value
     )
     assert node.side.of(Want) == [Want(iteration=2, least=1)]
+
+
+def test_it_gives_its_cpu_side_the_time_to_put_its_own_contribution_over_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "FRESH_SHARE", 1000.0)  # of a test's short iterations
+    node = Node(config(stale_max=4))
+    node.side.publish(0, 1)
+    node.step()  # the first: how long an iteration takes is not known yet
+    side, receive, came = node.side, node.side.receive, []
+
+    def computed_after_a_while(timeout: float = 0.0) -> Any:
+        if timeout > 0 and not came:
+            came.append(timeout)
+            side.publish(0, 2, values=7.0)
+        return receive(timeout)
+
+    monkeypatch.setattr(side, "receive", computed_after_a_while)
+    node.step()
+    assert came
+    assert {v for p in node.model.parameters() for v in p.flatten().tolist()} == {7.0}
+    assert side.of(Want) == []
+
+
+def test_it_does_not_wait_for_an_overlay_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(config(stale_max=4))
+    node.step()
+    node.side.publish(0, 1, seconds=5.0)
+    waited: list[float] = []
+    receive = node.side.receive
+
+    def noted(timeout: float = 0.0) -> Any:
+        waited.append(timeout)
+        return receive(timeout)
+
+    monkeypatch.setattr(node.side, "receive", noted)
+    node.step()
+    assert waited
+    assert not any(waited)
 
 
 def test_without_staleness_each_step_waits_for_its_own_iteration() -> None:

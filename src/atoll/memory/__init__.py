@@ -1,7 +1,5 @@
 """Chunked memory: training what does not fit on the device, nor on the host."""
 
-from __future__ import annotations
-
 from atoll.memory.fit import Fitted, fit
 from atoll.memory.initialising import init
 from atoll.memory.weights import load, save

@@ -24,17 +24,25 @@ _MOVED = 2**26  # bytes of a copy: past every cache
 _SMALL = 4096  # bytes of a copy of which only the latency is left
 _WRITTEN = 2**25  # bytes on the disk
 _ELEMENTS = 2**22  # that are stepped
+_LEAST = 2**20  # bytes that are taken in any case
 _TRIALS, _SMALL_TRIALS = 3, 20
 
 
 def measure(
-    device: torch.device, optimizer: torch.optim.Optimizer | None = None, folder: str = ""
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+    folder: str = "",
+    most: int = 2 * _MOVED,
 ) -> Bandwidths:
     """The bandwidths between `device`, host memory and the disk of `folder` (empty: none), and the pace of
-    `optimizer` on both. Raises ConfigError where nothing can be written to the folder."""
-    to_device, to_host, latency = _copies(device)
-    to_disk, from_disk = _disk(folder) if folder else (0.0, 0.0)
-    on_host = _steps(optimizer, torch.device("cpu"))
+    `optimizer` on both. It takes at most about `most` bytes of each for a moment, or 1 MiB. Raises
+    ConfigError where nothing can be written to the folder."""
+    most = max(most, _LEAST)
+    to_device, to_host, latency = _copies(device, min(_MOVED, most // 2))
+    to_disk, from_disk = _disk(folder, min(_WRITTEN, most)) if folder else (0.0, 0.0)
+    # Values, gradients and as a rule two of state, in single precision.
+    elements = min(_ELEMENTS, most // 16)
+    on_host = _steps(optimizer, torch.device("cpu"), elements)
     shared = device.type == "cpu"
     return Bandwidths(
         to_device=to_device,
@@ -42,17 +50,17 @@ def measure(
         to_disk=to_disk,
         from_disk=from_disk,
         host_steps=on_host,
-        device_steps=on_host if shared else _steps(optimizer, device),
+        device_steps=on_host if shared else _steps(optimizer, device, elements),
         latency=latency,
         shared=shared,
     )
 
 
-def _copies(device: torch.device) -> tuple[float, float, float]:
+def _copies(device: torch.device, nbytes: int) -> tuple[float, float, float]:
     """Bytes/s to the device and to the host, and the seconds of a copy of no size."""
     # The host's arena is page-locked in place (memory/arena.py) where there is an accelerator.
-    there = torch.zeros(_MOVED, dtype=torch.uint8, device=device)
-    here = torch.zeros(_MOVED, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
     def seconds(target: torch.Tensor, source: torch.Tensor, trials: int) -> float:
         def copy() -> None:
@@ -62,14 +70,14 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
         return _least(copy, trials)
 
     latency = seconds(there[:_SMALL], here[:_SMALL], _SMALL_TRIALS)
-    to_device = _MOVED / max(seconds(there, here, _TRIALS) - latency, 1e-9)
-    to_host = _MOVED / max(seconds(here, there, _TRIALS) - latency, 1e-9)
+    to_device = nbytes / max(seconds(there, here, _TRIALS) - latency, 1e-9)
+    to_host = nbytes / max(seconds(here, there, _TRIALS) - latency, 1e-9)
     return to_device, to_host, latency
 
 
-def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device) -> float:
-    """Elements/s that this optimizer steps on `device`, in chunks of `_ELEMENTS`; without one, AdamW."""
-    parameter = nn.Parameter(torch.zeros(_ELEMENTS, device=device))
+def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device, elements: int) -> float:
+    """Elements/s that this optimizer steps on `device`, so many at once; without one, AdamW."""
+    parameter = nn.Parameter(torch.zeros(elements, device=device))
     parameter.grad = torch.ones_like(parameter)
     if optimizer is None:
         probe: torch.optim.Optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -81,13 +89,14 @@ def _steps(optimizer: torch.optim.Optimizer | None, device: torch.device) -> flo
         settle(device)
 
     step()  # which makes its state
-    return _ELEMENTS / max(_least(step, _TRIALS), 1e-9)
+    return elements / max(_least(step, _TRIALS), 1e-9)
 
 
-def _disk(folder: str) -> tuple[float, float]:
+def _disk(folder: str, nbytes: int) -> tuple[float, float]:
     """Bytes/s written to and read from a file there, past the system's cache where the file system can."""
-    with mmap.mmap(-1, _WRITTEN) as memory:
-        memory.write(os.urandom(2**20) * (_WRITTEN // 2**20))  # zeros may be stored as nothing
+    nbytes = nbytes // _LEAST * _LEAST
+    with mmap.mmap(-1, nbytes) as memory:
+        memory.write(os.urandom(_LEAST) * (nbytes // _LEAST))  # zeros may be stored as nothing
         try:
             descriptor, path = tempfile.mkstemp(dir=folder, prefix=".atoll-probe-")
             os.close(descriptor)
@@ -108,15 +117,15 @@ def _write_and_read(path: str, memory: mmap.mmap) -> tuple[float, float]:
     try:
 
         def write() -> None:
-            if os.pwrite(descriptor, memory, 0) != _WRITTEN:
+            if os.pwrite(descriptor, memory, 0) != len(memory):
                 raise OSError(28, "no space is left")
             os.fdatasync(descriptor)
 
         def read() -> None:
-            os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, 0, len(memory), os.POSIX_FADV_DONTNEED)
             os.preadv(descriptor, [memory], 0)
 
-        return _WRITTEN / _least(write, _TRIALS), _WRITTEN / _least(read, _TRIALS)
+        return len(memory) / _least(write, _TRIALS), len(memory) / _least(read, _TRIALS)
     finally:
         os.close(descriptor)
 

@@ -219,9 +219,11 @@ class _Room:
             assert place.gone is not None
             place.gone.detach()
             del parameter._atoll_place
+            self._freed += 0 if place.absent else place.nbytes
             self.forget(place)
             parameter.data = _no_value(place)
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+            self._give_back()
 
     def forget(self, place: _Place) -> None:
         """The parameter is gone, or another's: its room is free."""
@@ -260,11 +262,14 @@ class _Room:
                 break
             if _tier(place.device) == tier:
                 self._evict(place)
-        if self._freed > budget // _TRIM:
-            self._freed = 0
-            give_back_freed_memory()
+        self._give_back()
         if self._held[tier] + nbytes > budget:
             raise UserError(self._too_small(tier, nbytes))
+
+    def _give_back(self) -> None:
+        if self._budgets.host is not None and self._freed > self._budgets.host // _TRIM:
+            self._freed = 0
+            give_back_freed_memory()
 
     def _evict(self, place: _Place) -> None:
         """Take the value away from its parameter, if nobody uses it or has a view of it."""

@@ -18,7 +18,7 @@ from torch import nn
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.bandwidth import measure, settle
 from atoll.memory.engine import Engine
-from atoll.memory.planning import choose, profile_of
+from atoll.memory.planning import choose, measurable, profile_of
 from atoll.memory.profile import Recorder
 from atoll.moves.search import MemoryPlan
 from atoll.moves.timeline import Bandwidths
@@ -77,6 +77,8 @@ class Observation:
     def __exit__(self, *_error: object) -> None:
         global _observation
         _observation = None
+        if self._recorder is not None:  # the script ended within the step that is recorded
+            self._recorder.stop()
         for handle in self._handles:
             handle.remove()
 
@@ -112,7 +114,7 @@ class Observation:
     def _search(self, fitted: Fitted, optimizer: torch.optim.Optimizer, seconds: float) -> None:
         model, budgets = fitted.model, fitted.budgets
         device = next(model.parameters()).device
-        bandwidths = measure(device, optimizer, budgets.folder)
+        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
         profile = profile_of(model, optimizer, self._uses, master=budgets.master)
         plan = choose(model, optimizer, budgets, profile=profile, bandwidths=bandwidths)
         as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)

@@ -40,8 +40,13 @@ def choose(
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     if bandwidths is None:
         device = next(model.parameters()).device
-        bandwidths = measure(device, optimizer, budgets.folder)
+        bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
     return search_plan(profile, bandwidths, budgets)
+
+
+def measurable(budgets: Budgets) -> int:
+    """Bytes that measuring may take for a moment: a quarter of the smaller tier."""
+    return min(budgets.device, budgets.host or budgets.device) // 4
 
 
 def profile_of(

@@ -204,14 +204,14 @@ class _HeldChunk:
         self.step(step.mean, step.present)
 
     @contextlib.contextmanager
-    def undone(self, scratch: Scratch) -> Iterator[Tensor]:
+    def undone(self, scratch: Scratch) -> Iterator[None]:
         assert self.kind is not None
         numel, dtypes = self.chunk.extent, self.kind.dtypes
         values = scratch.part("values", numel, self.flat.dtype).copy_(self.flat)
         into = {key: scratch.part(f"state.{key}", numel, dtypes[key]) for key in self.kind.elementwise}
         states = self.stepper.save([SavedState(into, [])])
         try:
-            yield values
+            yield
         finally:
             self.flat.copy_(values)
             self.stepper.rewind(states)
@@ -318,11 +318,11 @@ class ShardOptimizer:
         return [self._settings(group) for group in hyperparameters]
 
     @contextlib.contextmanager
-    def undone(self, chunk: int, scratch: Scratch) -> Iterator[Tensor]:
+    def undone(self, chunk: int, scratch: Scratch) -> Iterator[None]:
         """Within, a chunk that is trained may be stepped; at the end its values and its state are what they
-        were. `scratch` holds them meanwhile, under "values" and "state.KEY"; the values are what it gives."""
-        with self._chunks[chunk].undone(scratch) as before:
-            yield before
+        were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
+        with self._chunks[chunk].undone(scratch):
+            yield
 
     def contribute(
         self,

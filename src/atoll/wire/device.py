@@ -110,7 +110,6 @@ class SetUp(Message, frozen=True):
     hyperparameters: Hyperparameters
     slots: Count
     buffers: Count
-    batch: Weight = 0.0  # samples of a full batch, all nodes' together
     iteration: Count = 0
     packed: Count = 0  # bytes of optimizer state in the second descriptor
     threads: Count = 1  # for the optimizer
@@ -175,11 +174,13 @@ class Part(msgspec.Struct, frozen=True):
 
 class Published(Message, frozen=True):
     """Buffer `buffer` holds local parameters: the global ones at iteration `taken`, and over them pending
-    contributions, of which this node's own are those before `through`. It stays as it is until Release."""
+    contributions, of which this node's own are those before `through`. It stays as it is until Release.
+    Writing it took `seconds`."""
 
     buffer: Buffer
     taken: Count
     through: Count
+    seconds: float = 0.0
 
 
 class Release(Message, frozen=True):

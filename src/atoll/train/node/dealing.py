@@ -20,7 +20,7 @@ from atoll.core.errors import UserError
 from atoll.train.dealing import Item, Run, after, merged
 
 BLOCK = 16  # ticks that are dealt alike
-AHEAD = 64  # ticks that a loader may fetch ahead
+AHEAD = 32  # ticks that a loader may fetch ahead
 _WINDOW = 16  # iterations over which a node's speed is the median
 
 

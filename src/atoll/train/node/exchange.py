@@ -1,8 +1,11 @@
 """The way of a gradient to its node's CPU side, and of new parameters back: through memory that both share.
 
 `step()` writes this node's own gradients into their slot, hands them over, and goes on with the newest local
-parameters that the CPU side has published, which is one copy. It waits only where the next iteration would
-begin with parameters that are staler than `sync.stale_max` allows. Source: S0, "A node's iteration".
+parameters that the CPU side has published, which is one copy. It gives the CPU side the time to put that
+contribution, and what has come meanwhile, over the global parameters, where this is short beside an
+iteration: one step later they would be worth much less (docs/notes/peers.md). It waits for other nodes only
+where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Source: S0,
+"A node's iteration".
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from atoll.wire.device import (
 )
 from atoll.wire.messages import Hyperparameters
 
+FRESH_SHARE = 0.5  # of an iteration's computing, that may go into the wait for its own contribution's effect
+
 
 class Said(msgspec.Struct):
     """What a node says of a contribution to all others: seconds that a sample took to compute (0: not known),
@@ -54,7 +59,8 @@ class PeerExchange(Reducer):
     """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's.
 
     `capture()` gives the script's state for a node that comes late; `returned(script)` takes it, where the
-    others went on without this node.
+    others went on without this node. `overlaid`: parameters have the node's own contributions over them
+    before those are applied.
     """
 
     def __init__(
@@ -63,17 +69,21 @@ class PeerExchange(Reducer):
         calls: Calls,
         worker: NodeWorker,
         stale_max: int,
+        overlaid: bool,
         capture: Callable[[], bytes],
         returned: Callable[[bytes], None],
     ) -> None:
         super().__init__(chunks, calls)
-        self._worker, self._stale_max = worker, stale_max
+        self._worker, self._stale_max, self._overlaid = worker, stale_max, overlaid
         self._capture, self._returned = capture, returned
         self._memory: HostMemory | None = None
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
         self.taken = 0  # the global iteration that the parameters stand at
         self._newest: Published | None = None  # announced, and not copied
         self._held: int | None = None  # the buffer that was copied last
+        self._through = 0  # what was announced has this node's contributions before this one over it
+        self._overlaying = 0.0  # seconds that it took to write
+        self._computing, self._left = 0.0, 0.0  # seconds between two steps, smoothed; when the last one ended
         self._freed = 0  # slots of earlier iterations may be written again
         self._clip: Clip | None = None  # what the script asked of the mean in this iteration
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
@@ -109,6 +119,7 @@ class PeerExchange(Reducer):
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
         self.steps = self._freed = iteration
+        self._through, self._left = 0, 0.0
         self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
         self.taken = 0  # of what the CPU side had before
         self.go_on(iteration, iteration - self._stale_max)
@@ -116,6 +127,7 @@ class PeerExchange(Reducer):
     def set_up(self) -> None:
         """The CPU side has taken the model over: what it published before is of another set-up."""
         self._newest = self._held = None
+        self._through = 0
 
     def close(self) -> None:
         super().close()
@@ -168,8 +180,22 @@ class PeerExchange(Reducer):
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters)
         self._clip = None
-        self.go_on(self.steps + 1, self.steps + 1 - self._stale_max)
-        self.seconds = time.perf_counter() - began - (self._worker.seconds_waited - waited)
+        if self._left:
+            computing = began - self._left
+            self._computing += 0.2 * (computing - self._computing) if self._computing else computing
+        least = self.steps + 1 - self._stale_max
+        if self._overlaid and self.at >= least:
+            self._await_own()
+        self.go_on(self.steps + 1, least)
+        self._left = time.perf_counter()
+        self.seconds = self._left - began - (self._worker.seconds_waited - waited)
+
+    def _await_own(self) -> None:
+        """Wait for parameters with this iteration's own contribution over them, where that is short."""
+        limit = FRESH_SHARE * self._computing
+        if self._overlaying <= limit:
+            own = self.steps + 1
+            self._worker.give_time(limit, lambda: self._through >= own or self._worker.returned is not None)
 
     def settle(self) -> None:
         """Wait until all that this node has contributed is applied, and take those parameters."""
@@ -303,6 +329,8 @@ class PeerExchange(Reducer):
         if self._newest is not None and self._newest.buffer != message.buffer:
             self._worker.send(Release(buffers=[self._newest.buffer]))
         self._newest = message
+        if message.through > self._through:
+            self._through, self._overlaying = message.through, message.seconds
 
     def _handle_freed(self, message: Freed, _descriptors: list[int]) -> None:
         self._freed = max(self._freed, message.before)

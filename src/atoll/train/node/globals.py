@@ -207,7 +207,7 @@ class GlobalParameters:
         state, largest = 0, {"values": 0}  # in scratch memory, of each kind
         for id_ in self.chunks:
             extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
-            largest["values"] = max(largest["values"], 3 * values)  # with the mean, and those before a step
+            largest["values"] = max(largest["values"], 2 * values)  # the mean, and those before a step
             for key, dtype in self.optimizer.state_dtypes(id_).items():
                 state += extent * dtype.itemsize
                 largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)

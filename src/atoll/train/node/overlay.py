@@ -2,8 +2,10 @@
 them, uncommitted.
 
 For each pending iteration in order comes the optimizer's step with the mean of the contributions that are
-there; then the parameters go back to a part of the way, those contributions' samples over a full batch's.
-When all of an iteration's are there the part is 1, and the result is what applying will give, bit for bit.
+there. When all of an iteration's are there, the result is what applying will give, bit for bit.
+
+S0 would multiply each step by its contributions' part of a full batch. A mean over those who are there stands
+for the mean over all, though, and whole steps learn better (docs/notes/peers.md).
 
 Chunks are done one by one, each through all the steps: so little memory is needed, and of a chunk that fits
 into the processor's cache it is only the gradients that each step reads from memory. Source: S0, "Overlay".
@@ -18,30 +20,17 @@ import torch
 from torch import Tensor
 
 from atoll.tensors.shardoptimizer import Scratch
-from atoll.train.node.globals import Contribution, GlobalParameters, Step
+from atoll.train.node.globals import Contribution, GlobalParameters
 
 OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Contributions to an iteration that is not applied yet, in order of node; `part` of a full batch."""
+    """The contributions that are there of an iteration that is not applied yet, in order of node."""
 
     iteration: int
     contributions: Sequence[Contribution]
-    part: float
-
-
-def pending(iteration: int, contributions: Sequence[Contribution], batch: float, members: int) -> Pending:
-    """Those of an iteration's contributions that are there, where `members` nodes contribute `batch` samples
-    together (0: not known, and each counts for as much)."""
-    if len(contributions) >= members:
-        return Pending(iteration, contributions, 1.0)
-    if batch > 0:
-        part = sum(each.samples for each in contributions if each.weight > 0) / batch
-    else:
-        part = len(contributions) / members
-    return Pending(iteration, contributions, min(1.0, part))
 
 
 class Overlay:
@@ -60,35 +49,15 @@ class Overlay:
         for each in waiting:
             step = parameters.prepare(each.iteration, each.contributions)
             if step is not None:
-                steps.append((step, each.part))
+                steps.append(step)
 
         def write(chunk: int, scratch: Scratch) -> None:
             if not steps or not parameters.optimizer.trains(chunk):
                 into[chunk].copy_(parameters.values(chunk))
                 return
-            with parameters.optimizer.undone(chunk, scratch) as before:
-                _step_all(parameters, chunk, steps, before, into[chunk], scratch)
+            with parameters.optimizer.undone(chunk, scratch):
+                for step in steps:
+                    parameters.step_chunk(chunk, step, scratch)
+                into[chunk].copy_(parameters.values(chunk))
 
         parameters.for_each_chunk(write)
-
-
-def _step_all(
-    parameters: GlobalParameters,
-    chunk: int,
-    steps: Sequence[tuple[Step, float]],
-    before: Tensor,
-    into: Tensor,
-    scratch: Scratch,
-) -> None:
-    """Make a chunk's steps, each one's change of the values (not that of the state) multiplied by its part;
-    the values are `before`, and what comes of them goes to `into`."""
-    values = parameters.values(chunk)
-    for number, (step, part) in enumerate(steps):
-        if number and part < 1.0:
-            before = scratch.part("before", values.numel(), values.dtype).copy_(values)
-        parameters.step_chunk(chunk, step, scratch)
-        is_last = number == len(steps) - 1
-        if part < 1.0:
-            torch.lerp(before, values, part, out=into if is_last else values)
-        elif is_last:
-            into.copy_(values)

@@ -757,7 +757,7 @@ class CpuSideProcess:
         least = self._wanted.least - model.shift if self._wanted is not None else 0
         if buffer is None or node.applied < least:
             return  # a Release, or an Apply, comes
-        self._dirty = False
+        self._dirty, began = False, time.monotonic()
         taken, through = node.applied, node.iteration if self._publishes_own else node.applied
         waiting = self._pending(model, taken) if self._publishes_own else []
 
@@ -765,8 +765,10 @@ class CpuSideProcess:
             if self._node_ is not node:
                 return
             model.buffers.announce(buffer)
-            shift = model.shift
-            told = d.Published(buffer=buffer, taken=taken + shift, through=max(taken, through) + shift)
+            shift, seconds = model.shift, time.monotonic() - began
+            told = d.Published(
+                buffer=buffer, taken=taken + shift, through=max(taken, through) + shift, seconds=seconds
+            )
             self._post.send(told)
             if self._wanted is not None and told.taken >= self._wanted.least:
                 self._wanted = None
@@ -784,15 +786,9 @@ class CpuSideProcess:
             if key.number >= applied and (self._begin.overlay == "all" or key.life == own):
                 by_iteration.setdefault(key.number, []).append(key)
         return [
-            model.pending(iteration, sorted(keys, key=lambda key: key.life), self._contributors(iteration))
+            model.pending(iteration, sorted(keys, key=lambda key: key.life))
             for iteration, keys in sorted(by_iteration.items())
         ]
-
-    def _contributors(self, iteration: int) -> int:
-        """How many nodes contribute to an iteration."""
-        assert self._view is not None
-        members = sum(each.first <= iteration for each in self._view.members)
-        return members + sum(each.first <= iteration < each.held for each in self._view.removed)
 
     def _free_slots(self) -> None:
         if self._trained is None or self._node_ is None or self._entering is not None:

@@ -158,9 +158,12 @@ class PeerModel:
         returned: Callable[[bytes], None],
     ) -> None:
         self._training, self._worker, self._workers = training, worker, workers
-        stale_max = training.config.sync.stale_max
+        sync = training.config.sync
+        stale_max, overlaid = sync.stale_max, sync.stale_max > 0 and sync.overlay != "none"
         self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
-        self.exchange = PeerExchange(training.chunks, training.calls, worker, stale_max, capture, returned)
+        self.exchange = PeerExchange(
+            training.chunks, training.calls, worker, stale_max, overlaid, capture, returned
+        )
         self._returned = returned
         kind = type(training.optimizer)
         self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
@@ -212,7 +215,6 @@ class PeerModel:
                 hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
                 slots=self._plan.slots,
                 buffers=self._plan.buffers,
-                batch=float(training.config.sync.global_batch),
                 iteration=self.exchange.steps,
                 packed=packed,
                 threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),

@@ -25,7 +25,7 @@ from atoll.net.endpoint import Buffer
 from atoll.train.node import globals as steps
 from atoll.train.node.assembly import Assembly
 from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
-from atoll.train.node.overlay import Overlay, Pending, pending
+from atoll.train.node.overlay import Overlay, Pending
 from atoll.train.node.state import unpack_globals
 from atoll.wire.device import Contribute, SetUp
 from atoll.wire.nodes import About
@@ -156,9 +156,9 @@ class Trained:
         self.seconds_applying += time.perf_counter() - began
         return outcome
 
-    def pending(self, iteration: int, keys: Sequence[Key], members: int) -> Pending:
-        """What is there of an iteration to which `members` contribute, as the overlay takes it."""
-        return pending(iteration, self.contributions(keys), self.setup.batch, members)
+    def pending(self, iteration: int, keys: Sequence[Key]) -> Pending:
+        """What is there of an iteration, as the overlay takes it."""
+        return Pending(iteration, self.contributions(keys))
 
     def publish(self, buffer: int, waiting: Sequence[Pending]) -> None:
         """On the calculating thread: write local parameters to a buffer."""

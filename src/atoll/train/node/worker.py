@@ -111,6 +111,15 @@ class NodeWorker:
         finally:
             self.seconds_waited += time.monotonic() - start
 
+    def give_time(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Handle what comes until `until()`, but for `seconds` at most; it is no wait for other nodes."""
+        end = time.monotonic() + seconds
+        self.take()
+        while not until() and (rest := end - time.monotonic()) > 0:
+            got = self._side.receive(rest)
+            if got is not None:
+                self._handle(*got)
+
     def _late(self, waited: float, what: str) -> str:
         holds_up = f"; it waits for {self._holds_up}" if self._holds_up else ""
         return (
