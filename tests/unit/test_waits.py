@@ -75,7 +75,6 @@ A_CLOCK = re.compile(r"monotonic|\buntil\b|deadline|perf_counter")
 
 # (what is called, on what): the last part of each, and why that is no wait.
 NO_WAITS: dict[tuple[str, str], str] = {
-    **{("put", name): "a table of the cache's decisions, no queue" for name in ("_places", "_ranking")},
     **{
         ("poll", name): "subprocess.Popen.poll: looks, and returns"
         for name in ("process", "_process", "worker", "launcher", "each", "_services")
