@@ -170,6 +170,7 @@ def test_weights_and_state_dicts_of_a_fitted_model(tmp_path: Path) -> None:
     assert_same(values_of(loaded), values_of(plain))
 
     ours = optimizer.state_dict()["state"]
+    assert type(ours[0]["exp_avg"]) is LazyTensor
     for index, entry in theirs.state_dict()["state"].items():
         for key, value in entry.items():
             assert torch.equal(ours[index][key], value), (index, key)
@@ -264,4 +265,4 @@ def test_checkpoints_and_weights_hold_a_tensor_or_two_beside_the_budgets(
     fitted, *grown, written = map(int, done.stdout.split())
     assert fitted <= (48 + 4 * 4) * 2**20  # a second copy would be 32 more
     assert written > 192 * 2**20
-    assert max(grown) <= 3 * 4 * 2**20, grown
+    assert max(grown) <= 6 * 4 * 2**20, grown

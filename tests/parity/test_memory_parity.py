@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,7 @@ Scenario = Callable[["Run"], list[Any]]
 @functools.cache
 def _rates() -> Bandwidths:
     """Measured once for all fits."""
-    return measure(torch.device("cpu"), None, "")
+    return measure(torch.device("cpu"), None, tempfile.gettempdir())
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +63,14 @@ class Run:
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(
             p, lr=1e-2, fused=True
         ),
+        change: Callable[[Memory], Memory] = lambda given: given,
     ) -> None:
         self.family = family
         self.model: Any = build(family)
         self.optimizer = make([p for p in self.model.parameters() if p.requires_grad])
         self.fitted: Fitted | None = None
         if share is not None:
-            self.fitted = fit(self.model, self.optimizer, memory=memory(self.model, share))
+            self.fitted = fit(self.model, self.optimizer, memory=change(memory(self.model, share)))
 
     def close(self) -> list[Tensor]:
         """The parameters and buffers at the end."""
@@ -396,6 +400,41 @@ USES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
     "frozen for a while": frozen_for_a_while,
     "mixed precision": mixed_precision,
 }
+
+
+def test_inference_with_attention_in_one_call() -> None:
+    """PyTorch's fast path for it takes plain parameters alone; without it, what comes out is the same."""
+
+    def scenario(run: Run) -> list[Any]:
+        run.model.eval()
+        with torch.no_grad():
+            return [run.model(batch("assorted", step)[0]) for step in range(2)]
+
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        compare("assorted", scenario)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def test_with_a_disk_below_and_other_optimizers(tmp_path: Path) -> None:
+    """Device, host and disk each a part of the need."""
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        half = len(parameters) // 2
+        groups = [
+            {"params": parameters[:half], "lr": 0.05},
+            {"params": parameters[half:], "weight_decay": 0.1},
+        ]
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True)
+
+    def disk(memory: Memory) -> Memory:
+        host = int(memory.device) * 2
+        return msgspec.structs.replace(memory, host=str(host), disk=f"{tmp_path}:16MiB")
+
+    compare("gpt", lambda run: run.losses(4), shares=(0.25,), make=make, change=disk)
+    compare("lstm", lambda run: run.losses(4), shares=(0.4,), change=disk)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.core.errors import ConfigError, PrepareError, UserError
+from atoll.core.errors import ConfigError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory import planning
 from atoll.memory.bandwidth import measure
@@ -313,6 +315,36 @@ def test_an_engine_that_nobody_has_goes() -> None:
     del model, optimizer, fitted
     gc.collect()
     assert len(ADDRESSES._places) == known
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_chunk_that_cannot_be_read_is_told_of_and_comes_the_next_time(
+    planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the script's thread, and on the one that brings chunks ahead of their use."""
+    model, optimizer, fitted = layers(blocks=4)
+    for _ in range(3 if planned else 0):
+        step(model, optimizer)
+    expected = copy.deepcopy(model)(torch.ones(2, 32))
+    store: Any = fitted.engine.payloads
+    pin, threads = store.pin, set()
+
+    def fail(key: tuple[int, str], **options: Any) -> Any:
+        if key == (fails, "values"):
+            threads.add(threading.current_thread() is threading.main_thread())
+            raise RunError("the disk has a torn block")
+        return pin(key, **options)
+
+    (fails,) = (c for c in range(8) if fitted.engine.chunks[c].names == ["layers.5.weight"])
+    monkeypatch.setattr(store, "pin", fail)
+    with pytest.raises(RunError, match="torn block"):
+        model(torch.ones(2, 32))
+    assert threads == {not planned}
+    monkeypatch.setattr(store, "pin", pin)
+    assert model.layers[5].weight.isfinite().all()
+    assert torch.equal(model(torch.ones(2, 32)), expected)
+    step(model, optimizer)
+    fitted.close()
 
 
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:

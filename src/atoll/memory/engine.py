@@ -150,7 +150,11 @@ class Engine:
             return self._settled(chunk)
         began = time.perf_counter()
         stay = self._enter(chunk, decision.place)
-        self._copy(stay)
+        try:
+            self._copy(stay)
+        except BaseException:
+            self._give_up(stay)
+            raise
         self.waited += time.perf_counter() - began
         return self._settle(stay)
 
@@ -226,9 +230,7 @@ class Engine:
         try:
             stay.coming.result(timeout=_DEADLINE)
         except BaseException as error:
-            stay.coming = None
-            self._let_go(chunk)
-            self.cache.forget(chunk)
+            self._give_up(stay)
             if isinstance(error, FutureTimeoutError):
                 raise DeadlineError(
                     f"waited {_DEADLINE:.0f} s for the chunk of {stay.each.names[0]!r}, which has not come"
@@ -236,6 +238,12 @@ class Engine:
             raise
         self.waited += time.perf_counter() - began
         return self._settle(stay)
+
+    def _give_up(self, stay: Stay) -> None:
+        """The values have not come: as if the chunk had never been meant to."""
+        stay.coming = None
+        self._let_go(stay.each.chunk.id)
+        self.cache.forget(stay.each.chunk.id)
 
     def _settle(self, stay: Stay) -> Stay:
         """The values are there: let the parameters lie there."""

@@ -1,4 +1,4 @@
-"""Eight families of models, each some 200 KB of parameters in many small modules, and their batches.
+"""Nine families of models, each some 200 KB of parameters in many small modules, and their batches.
 
 They are for memory that comes and goes: larger than the six of `models.py`, so that a quarter of one is still
 several chunks, and between them they use parameters in all the ways that models do.
@@ -150,6 +150,34 @@ def lora() -> nn.Module:
     return model
 
 
+class Assorted(nn.Module):
+    """Tokens (batch, CONTEXT) to logits, through PyTorch's modules that treat their weights in ways of their
+    own: attention in one call, renormed and reparametrised weights, recurrence over two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
+        self.attention = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(4)
+        )
+        self.recurrent = nn.GRU(WIDTH, WIDTH // 2, num_layers=2, batch_first=True, bidirectional=True)
+        self.convolution = nn.ConvTranspose1d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.GroupNorm(4, WIDTH)
+        self.slope = nn.PReLU(WIDTH)
+        self.mixer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.both = nn.Bilinear(WIDTH, WIDTH, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.attention:
+            x = layer(x)
+        x = x + self.recurrent(x)[0]
+        x = self.slope(self.norm(self.convolution(x.transpose(1, 2)))).transpose(1, 2)
+        logits: Tensor = self.head(self.both(x, self.mixer(x)))
+        return logits
+
+
 FAMILIES: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
         "gpt": lambda: TinyGPT(width=WIDTH, heads=4, layers=4),
@@ -160,6 +188,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "lstm": Recurrent,
         "thrice": Thrice,
         "lora": lora,
+        "assorted": Assorted,
     }
 )
 
