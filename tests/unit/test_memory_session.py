@@ -98,6 +98,7 @@ def test_the_table_of_the_configuration_counts_and_the_summary_has_what_moved(tm
     (decided,) = [event for event in summary.events if event.get("what") == "memory"]
     assert decided["choice"].startswith("device 48.0 KiB, host 1.0 GiB: ")
     assert "chunk sizes" in decided["reason"]
+    assert [event for event in summary.events if event.get("what") == "memory.host"]
     (line,) = memory_lines(summary)
     assert line.startswith("memory of worker 0: device ")
     assert "moves to the device in the last step" in line

@@ -40,6 +40,11 @@ class Fitted:
         """What moves the chunks; None where everything fits."""
         return None
 
+    @property
+    def choices(self) -> list[tuple[str, str, str]]:
+        """What was decided beside the plan: (what, choice, reason)."""
+        return []
+
     def stats(self) -> MemoryFigures:
         """Budgets, peaks and moves since the beginning."""
         raise NotImplementedError
@@ -148,6 +153,10 @@ class Moving(Fitted):
     @property
     def mover(self) -> Engine:
         return self.engine
+
+    @property
+    def choices(self) -> list[tuple[str, str, str]]:
+        return self._store.choices
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

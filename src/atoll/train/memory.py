@@ -78,8 +78,9 @@ def held_chunks(
     return chunk_map, chunks
 
 
-def describe(fitted: Fitted) -> str:
-    """`device 1.0 MiB: chunks of 64.0 KiB, 16 blocks`: what was decided, for people."""
+def describe(fitted: Fitted) -> tuple[str, str, str]:
+    """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and why."""
     plan = fitted.plan
     how = "everything fits" if plan.fits else f"{plan.cache_blocks} of them a cache"
-    return f"{fitted.budgets.describe()}: {plan.blocks} blocks of {format_bytes(plan.chunk_bytes)}, {how}"
+    choice = f"{fitted.budgets.describe()}: {plan.blocks} blocks of {format_bytes(plan.chunk_bytes)}, {how}"
+    return "memory", choice, plan.reason

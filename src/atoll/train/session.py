@@ -295,7 +295,8 @@ class Session:
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
         if prepared.fitted is not None:
-            self._decided("memory", describe(prepared.fitted), prepared.fitted.plan.reason)
+            for decided in [describe(prepared.fitted), *prepared.fitted.choices]:
+                self._decided(*decided)
         else:
             self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
