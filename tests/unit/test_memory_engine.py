@@ -185,6 +185,7 @@ def test_everything_fits_needs_no_hooks() -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), fused=True) for each in (model, plain)]
     fitted = fit(model, optimizers[0], memory=Memory(device="1MiB", host="1GiB"))
     assert isinstance(fitted, Resident)
+    fitted.clip_grad_norm_(1.0)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     addresses = sorted(p.data_ptr() for p in model.parameters())
@@ -282,14 +283,17 @@ def test_the_second_step_makes_no_more_moves_than_the_optimum() -> None:
 
 def test_a_model_is_pickled_whole() -> None:
     model, optimizer, fitted = layers()
-    step(model, optimizer)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert all(type(p) is nn.Parameter for p in loaded.parameters())
-    assert torch.equal(loaded(torch.ones(1, 32)), model(torch.ones(1, 32)))
+    with fitted:
+        step(model, optimizer)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert all(type(p) is nn.Parameter for p in loaded.parameters())
+        assert torch.equal(loaded(torch.ones(1, 32)), model(torch.ones(1, 32)))
+        assert repr(model.layers[0].weight) == repr(loaded.layers[0].weight)
     fitted.close()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
 def test_autograd_grad_by_parameters() -> None:

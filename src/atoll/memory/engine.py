@@ -57,7 +57,7 @@ class Engine:
         self._resident: dict[int, Stay] = {}
         self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
         self._pins = [0] * len(self.chunks)
-        self._closed = False
+        self.is_closed = False
         self._absent = [stand_ins(each) for each in self.chunks]
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
@@ -83,7 +83,7 @@ class Engine:
         self.write_back()
         self._bringing.shutdown()
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             for each in self.chunks:
                 for slot, parameter in enumerate(each.parameters):
                     if place_of(parameter) is not None:
@@ -142,7 +142,7 @@ class Engine:
 
     def _bring(self, chunk: int) -> Stay:
         """The chunk on the device; makes room as `moves` decides."""
-        if self._closed:
+        if self.is_closed:
             raise UserError("this graph was made before close() of memory.fit; make its forward again")
         decision = self._decide(chunk)
         self._evict(decision)

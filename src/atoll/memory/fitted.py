@@ -218,6 +218,8 @@ class Moving(Fitted):
         return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
 
     def close(self) -> None:
+        if self.engine.is_closed:
+            return
         for handle in self._handles:
             handle.remove()
         self._state_dicts.close()
