@@ -36,7 +36,7 @@ def layers(count: int, *sizes: int) -> list[ParameterSpec]:
 
 
 def pages() -> str:
-    found = [*DOCS.glob("memory*.md"), *DOCS.glob("memory-parts/*.md")]
+    found = [*DOCS.glob("memory*.md")]
     return "\n".join(page.read_text(encoding="utf-8") for page in found)
 
 
