@@ -38,15 +38,23 @@ class Fetching:
 
     def handle_arriving(self, now: float, key: Key) -> None:
         """Some of it has come: no need to ask yet."""
-        if key in self._missing:
-            self._missing[key].due = now + self._limit.seconds
-            self._set_deadline()
+        self._put_off(now, key)
 
     def handle_arrived(self, now: float, key: Key) -> None:
+        """All of it has come."""
         missing = self._missing.pop(key, None)
         if missing is not None:
             self._limit.note(now - missing.noticed, key.life.node)
-            self._set_deadline()
+        self._put_off(now, key)
+
+    def _put_off(self, now: float, key: Key) -> None:
+        """A node's parts come in order: what it made later is on its way as long as those before it come, be
+        the link ever so slow. Asked for, it would come twice, and make the link slower."""
+        due = now + self._limit.seconds
+        for other, missing in self._missing.items():
+            if (other.stream, other.life) == (key.stream, key.life) and other.number >= key.number:
+                missing.due = max(missing.due, due)
+        self._set_deadline()
 
     def poll(self, now: float, sources: Callable[[Key], list[int]]) -> dict[int, list[Key]]:
         """Whom to ask for which keys. `sources`: the nodes that have one, the best first; each is asked in
