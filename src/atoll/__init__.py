@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atoll import memory as memory
     from atoll.core.memory import Memory
-    from atoll.train.session import Session, join
+    from atoll.train.joining import join
+    from atoll.train.session import Session
 
 __version__ = "0.1.0"
 __all__ = ["Memory", "Session", "join"]
@@ -27,7 +28,7 @@ def __getattr__(name: str) -> object:
 
         return Memory
     if name in __all__:
-        from atoll.train import session
+        from atoll.train import joining
 
-        return getattr(session, name)
+        return getattr(joining, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

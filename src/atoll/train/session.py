@@ -24,14 +24,10 @@ from torch import Tensor, nn
 
 from atoll.core import events
 from atoll.core.config import (
-    HUB_VARIABLE,
     LAB_JOURNALS_VARIABLE,
     LAB_WORKER_VARIABLE,
-    SERVED,
     SPEED_VARIABLE,
     Config,
-    check_together,
-    load_config,
 )
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
@@ -54,7 +50,6 @@ from atoll.train.linkreport import LinkReport
 from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
 from atoll.train.memory import AloneInTiers, describe, memory_for
-from atoll.train.node.introduction import introduce
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.strategy import Peers
@@ -68,10 +63,9 @@ from atoll.train.resume import AnySampler, Stateful, TrainingState
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service, enter, print_warning
+from atoll.train.service import Service, print_warning
 from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
-from atoll.train.uncaught import show_errors_as_one_line
 from atoll.train.workers import Reduction, Value, Workers
 from atoll.wire.messages import Grouped as GroupedAnswer
 
@@ -91,49 +85,6 @@ class Group:
     count: int
     rank: int
     size: int
-
-
-def join(config: Config | str | os.PathLike[str] | None = None, *, place: Place | None = None) -> Session:
-    """Take this process's place in the run: from torchrun's variables, or alone.
-
-    With ATOLL_HUB set, or strategy `server`, the place is the hub's to give: in a ring where the hub's run
-    has no shards, else as a worker of its shards. torchrun's variables then only say which device is whose.
-
-    `config` is a Config or a file's path; unless given, $ATOLL_CONFIG or ./atoll.toml counts, else the
-    defaults. `place` overrides the environment. Raises ConfigError for a bad configuration or environment,
-    and DeadlineError when the other workers do not come within `sync.timeout`.
-    """
-    show_errors_as_one_line()
-    speed_from()  # a mistake in it is found before anybody is waited for
-    config = config if isinstance(config, Config) else load_config(config)
-    check_together(config)
-    if config.run.strategy == "peers":
-        return _join_peers(config, place)
-    if place is None and (config.run.strategy in SERVED or os.environ.get(HUB_VARIABLE)):
-        member = enter(config)
-        if isinstance(member, Service) and member.ring is None:
-            config = msgspec.structs.replace(
-                config, run=msgspec.structs.replace(config.run, strategy="server")
-            )
-        try:
-            return Session(config, member.place, member)
-        except BaseException:
-            member.close()
-            raise
-    return Session(config, Place.from_environment(config.timeout_seconds) if place is None else place)
-
-
-def _join_peers(config: Config, place: Place | None) -> Session:
-    """As a node among others, or alone where there are none."""
-    met = introduce(config, place)
-    if met is None:
-        return Session(config, Place() if place is None else place)
-    node = NodeWorker(*met, config.timeout_seconds)
-    try:
-        return Session(config, node.introduction.place, node)
-    except BaseException:
-        node.close()
-        raise
 
 
 class Session:
