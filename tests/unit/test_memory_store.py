@@ -210,6 +210,43 @@ def test_what_is_dropped_while_it_is_read_ahead_does_not_come_over_others(
         assert [float(store.get(key).sum()) for key in coming] == [0.0] * len(coming)
 
 
+def test_blocks_left_over_by_one_that_leaves_are_filled_only_when_it_has_been_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A payload of four blocks leaves for one of one block. The next that come find its other blocks free,
+    with nobody to leave for them, while they are still being written to disk."""
+    let_go, held = threading.Event(), threading.Event()
+    pwrite = os.pwrite
+
+    def late(file: int, part: memoryview, place: int) -> int:
+        held.set()
+        assert let_go.wait(60)
+        return pwrite(file, part, place)
+
+    with store_of(4, 16) as store:
+        large = torch.arange(4.0 * NUMEL)
+        store.put((0, "values"), large)
+        monkeypatch.setattr(os, "pwrite", late)
+        news = [(number, "new") for number in range(1, 5)]
+        threads = [
+            threading.Thread(target=store.put, args=(key, torch.full((NUMEL,), float(key[0]))))
+            for key in news
+        ]
+        threads[0].start()
+        assert held.wait(60)  # it is on its way to disk
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads[1:]:
+            thread.join(0.2)  # each has to wait for the write, and may not
+        waited = all(thread.is_alive() for thread in threads)
+        let_go.set()
+        assert waited
+        for thread in threads:
+            thread.join(60)
+        assert [float(store.get(key).mean()) for key in news] == [1, 2, 3, 4]
+        assert torch.equal(store.get((0, "values")), large)
+
+
 def test_what_is_pinned_lies_still_while_all_else_moves() -> None:
     with store_of(4, 16) as store:
         keys = filled(store, 12)
