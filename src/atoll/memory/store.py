@@ -168,6 +168,7 @@ class Store:
             thread = mine if mine in payload.pinned_by else payload.pinned_by[0]
             payload.pinned_by.remove(thread)
             self._pins[thread] -= 1
+            self._blocked.clear()  # they may have room now: until they have looked, they are not stuck
             self._unpinned.notify_all()
             self._prefetch()
 
