@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +21,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import atoll.memory
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.memory import Memory
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.store import Key, Store
 from atoll.moves.cache import Policy
+from atoll.moves.search import blocks_at_once
 
 NUMEL = PAGE // 4  # of float32, in one block
 
@@ -210,6 +214,54 @@ def test_what_is_dropped_while_it_is_read_ahead_does_not_come_over_others(
         assert [float(store.get(key).sum()) for key in coming] == [0.0] * len(coming)
 
 
+def test_blocks_left_over_by_one_that_leaves_are_filled_only_when_it_has_been_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A payload of four blocks leaves for one of one block. The next that come find its other blocks free,
+    with nobody to leave for them, while they are still being written to disk."""
+    let_go, held = threading.Event(), threading.Event()
+    pwrite = os.pwrite
+
+    def late(file: int, part: memoryview, place: int) -> int:
+        held.set()
+        assert let_go.wait(60)
+        return pwrite(file, part, place)
+
+    with store_of(4, 16) as store:
+        large = torch.arange(4.0 * NUMEL)
+        store.put((0, "values"), large)
+        monkeypatch.setattr(os, "pwrite", late)
+        news = [(number, "new") for number in range(1, 5)]
+        threads = [
+            threading.Thread(target=store.put, args=(key, torch.full((NUMEL,), float(key[0]))))
+            for key in news
+        ]
+        threads[0].start()
+        assert held.wait(60)  # it is on its way to disk
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads[1:]:
+            thread.join(0.2)  # each has to wait for the write, and may not
+        waited = all(thread.is_alive() for thread in threads)
+        let_go.set()
+        assert waited
+        for thread in threads:
+            thread.join(60)
+        assert [float(store.get(key).mean()) for key in news] == [1, 2, 3, 4]
+        assert torch.equal(store.get((0, "values")), large)
+
+
+def test_whatever_a_transfer_raises_reaches_who_waits() -> None:
+    def fails() -> None:
+        raise SystemExit("it ends")
+
+    with store_of(4, 16) as store:
+        assert store.disk is not None
+        with pytest.raises(RunError, match="a job: SystemExit: it ends"):
+            store.disk.begin("a job", fails).wait(60)
+        filled(store, 12)  # and the threads go on
+
+
 def test_what_is_pinned_lies_still_while_all_else_moves() -> None:
     with store_of(4, 16) as store:
         keys = filled(store, 12)
@@ -356,6 +408,97 @@ def test_the_least_host_budget_is_named_and_is_enough() -> None:
     least = int(re.search(r"at least (\d+) bytes", str(raised.value))[1])  # type: ignore[index]
     assert least == 6 * PAGE
     pin_three(least // PAGE)
+
+
+class _Words(nn.Module):
+    """An embedding of four blocks, with layers of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(128, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 31) for _ in range(6))
+        self.out = nn.ModuleList(nn.Linear(31, 32) for _ in range(6))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.words(numbers)
+        for layer, out in zip(self.layers, self.out, strict=True):
+            x = x + out(torch.relu(layer(x)))
+        return x @ self.words.weight.t()
+
+
+def _trained(host: int, folder: Path) -> list[torch.Tensor]:
+    """Parameters after four steps with so much of the host; with all there is, where that is 0."""
+    torch.manual_seed(3)
+    model = _Words()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = Memory(device="32KiB", host=str(host), disk=f"{folder}:4MiB", chunk="4KiB")
+    with atoll.memory.fit(model, optimizer, memory=memory) if host else nullcontext():
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.arange(step, 8 + step)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_the_least_host_budget_that_fit_names_is_enough_for_the_steps(tmp_path: Path) -> None:
+    """What a chunk's step pins lies where it came, and does not move: its blocks alone are not enough."""
+    expected = _trained(0, tmp_path)
+    least = 4 * PAGE
+    with pytest.raises(UserError, match="host is too small") as raised:
+        _trained(least, tmp_path)
+    least = int(re.search(r"; (\d+) bytes", str(raised.value))[1])  # type: ignore[index]
+    with pytest.raises(UserError, match=f"; {least} bytes"):
+        _trained(least - PAGE, tmp_path)
+    assert all(map(torch.equal, _trained(least, tmp_path), expected))
+
+
+@pytest.mark.parametrize("places", [(0, 4, 8), (3, 10, 17)])
+def test_what_a_step_pins_fits_wherever_it_lies(places: tuple[int, ...]) -> None:
+    """Four payloads of four blocks: three of them lie apart, and the fourth still finds its run."""
+    counts = (4, 4, 4, 4)
+    blocks = blocks_at_once(counts)
+    with store_of(blocks, 64) as store, ExitStack() as stack:
+        singles = [(number, "single") for number in range(blocks)]
+        for key in singles:
+            store.put(key, torch.zeros(NUMEL))
+        for number in range(4):
+            store.add((number, "values"), counts[number] * NUMEL, torch.float32)
+        for number, place in enumerate(places):
+            with ExitStack() as others:
+                for key in singles:
+                    block = store._payloads[key].block
+                    if block is not None and not place <= block.first < place + 4:
+                        others.enter_context(store.pin(key))
+                stack.enter_context(store.pin((number, "values"), overwrites=True))
+        stack.enter_context(store.pin((3, "values"), overwrites=True))
+
+
+def test_who_waits_is_not_counted_as_stuck_once_a_pin_has_ended() -> None:
+    """It may have room now, and is only not awake yet; so another waits for it, and is not refused."""
+    with store_of(4, 32) as store:
+        filled(store, 4)
+        store.add((9, "values"), 3 * NUMEL, torch.float32)
+        got: list[float] = []
+
+        def steps() -> None:
+            with store.pin((1, "values")), store.pin((2, "values")), store.pin((3, "values")):
+                waits.set()
+                with store.pin((4, "values")) as memory:
+                    got.append(float(memory.sum()))
+
+        waits = threading.Event()
+        store.add((4, "values"), NUMEL, torch.float32)
+        thread = threading.Thread(target=steps)
+        store.pin_now((0, "values"))
+        thread.start()
+        assert waits.wait(60)
+        while not store._blocked:
+            time.sleep(0.001)
+        with store._lock:
+            store.unpin((0, "values"))
+            store.pin_now((9, "values"))
+        thread.join(60)
+        assert got == [0.0]
 
 
 def test_host_and_disk_together_need_little_more_than_all_payloads() -> None:

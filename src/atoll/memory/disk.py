@@ -202,7 +202,7 @@ class DiskFile:
                 job()
             except AtollError as raised:
                 error = raised
-            except Exception as raised:
+            except BaseException as raised:  # whatever it is, who waits is to raise it
                 error = RunError(f"{name}: {_why(raised)}")
             finally:
                 transfer.end(error)
@@ -261,7 +261,7 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         job()
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

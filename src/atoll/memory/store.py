@@ -93,6 +93,7 @@ class Store:
         self._payloads: dict[Key, _Payload] = {}
         self._counts: dict[Key, int] = {}  # blocks in the host
         self._cache = None if disk is None else Cache[Key](host.blocks, self._counts, policy=policy)
+        self._leaving: list[tuple[Block, list[Transfer]]] = []  # given back, while its old content moves
         self._lock = threading.RLock()
         self._unpinned = threading.Condition(self._lock)
         self._pins: Counter[int] = Counter()  # by thread
@@ -167,6 +168,7 @@ class Store:
             thread = mine if mine in payload.pinned_by else payload.pinned_by[0]
             payload.pinned_by.remove(thread)
             self._pins[thread] -= 1
+            self._blocked.clear()  # they may have room now: until they have looked, they are not stuck
             self._unpinned.notify_all()
             self._prefetch()
 
@@ -295,13 +297,13 @@ class Store:
         """Let those leave that must, and begin to fill the place that they leave."""
         assert self.disk is not None
         try:
-            left = [
-                each for eviction in decision.evict for each in self._evict(self._payloads[eviction.chunk])
-            ]
+            for eviction in decision.evict:
+                self._evict(self._payloads[eviction.chunk])
         except AtollError as error:
             self._broken = error  # the cache takes for done what is not: nobody is served any more
             raise
         payload.block = self.host.take(self._counts[payload.key], at=decision.place)
+        left = self._transfers_in(payload.block)
         if decision.bring and payload.is_set:
             payload.transfers = [
                 self.disk.read(slot, part, after=payload.transfers, behind=left)
@@ -312,8 +314,24 @@ class Store:
             room = self.disk.begin(f"room for {_words(payload)}", _nothing, behind=left)
             payload.transfers = [*payload.transfers, room]
 
-    def _evict(self, payload: _Payload) -> list[Transfer]:
-        """`payload` leaves the host: what must be over before another may use its place."""
+    def _transfers_in(self, place: Block) -> list[Transfer]:
+        """What must be over before `place` may be filled: it may be a part of what one left for another, long
+        ago, and is still being written from there."""
+        self._leaving = [
+            (block, moving)
+            for block, transfers in self._leaving
+            if (moving := [transfer for transfer in transfers if not transfer.done])
+        ]
+        end = place.first + place.count
+        return [
+            transfer
+            for block, transfers in self._leaving
+            if block.first < end and place.first < block.first + block.count
+            for transfer in transfers
+        ]
+
+    def _evict(self, payload: _Payload) -> None:
+        """`payload` leaves the host; its place may be filled when `_transfers_in` it are over."""
         assert self.disk is not None
         assert payload.block is not None
         if payload.is_set and not payload.is_stored:
@@ -328,8 +346,8 @@ class Store:
             for transfer in payload.transfers:
                 transfer.wait_over(self._seconds)
         self.host.give(payload.block)
+        self._leaving.append((payload.block, payload.transfers))
         payload.block = None
-        return payload.transfers
 
     def _parts(self, payload: _Payload) -> Sequence[Tensor]:
         """What of its memory goes to each of its blocks on disk, in whole pages."""

@@ -134,6 +134,15 @@ def _best(plans: Sequence[MemoryPlan]) -> MemoryPlan:
     )
 
 
+def blocks_at_once(counts: Sequence[int]) -> int:
+    """Blocks of a host in which payloads of so many blocks each can be pinned one after another.
+
+    What is pinned does not move, so those before may lie apart: one of `n` blocks keeps a run of `m` from
+    beginning at `n + m - 1` places.
+    """
+    return sum(counts) + (len(counts) - 1) * (max(counts) - 1)
+
+
 class _LeastError(Exception):
     """A candidate that a tier is too small for: which, and what would do."""
 
@@ -368,7 +377,11 @@ def _homes(
             sum(sum(cost.payloads.values()) for cost in shape.costs),
             "parameters, gradients and optimizer state lie there, and there is no disk",
         )
-    at_once = max(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
+    at_once = shape.chunk_bytes * max(
+        blocks_at_once([nbytes // shape.chunk_bytes for nbytes in cost.payloads.values()])
+        for c, cost in enumerate(costs)
+        if c not in stepping
+    )
     host = budgets.host // shape.chunk_bytes * shape.chunk_bytes
     if host < at_once:
         raise _LeastError(
