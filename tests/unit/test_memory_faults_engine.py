@@ -1,4 +1,4 @@
-"""Chunks that come and go are put right after an error or Ctrl-C in the middle, and no step is lost meanwhile."""
+"""Chunks that come and go are put right after an error or Ctrl-C, and no step is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ BLOCK = 4096
 X = torch.ones(2, 32)
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATOLL_POISON", "1")
+@pytest.fixture(autouse=True, scope="module")
+def _poison() -> Iterator[None]:
     rates = measure(torch.device("cpu"), None, "")
-    monkeypatch.setattr(planning, "measure", lambda *_: rates)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATOLL_POISON", "1")
+        patch.setattr(planning, "measure", lambda *_: rates)
+        yield
 
 
 def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -126,8 +127,7 @@ def test_a_move_that_was_cut_short_is_put_right(
     expected = values(model)
     failures = fail_once(monkeypatch, moving.engine, name, KeyboardInterrupt(), after=after)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(X)
-        model(X)
+        model(model(X))
     assert failures
     monkeypatch.undo()
     assert not any(moving.engine._pins)
