@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -177,6 +178,19 @@ class Arena:
         self._free.insert(place, (block.first, block.count))
         self._join(place)
         self._join(place - 1)
+
+    def keep(self, blocks: Iterable[Block]) -> None:
+        """Go on with these alone taken, whatever a `take` or `give` that was cut short has left."""
+        kept = sorted(blocks, key=lambda block: block.first)
+        self._counts = {block.first: block.count for block in kept}
+        self.used = sum(block.memory.nbytes for block in kept)
+        self._free, begin = [], 0
+        for first, count in [*self._counts.items(), (self.blocks, 0)]:
+            if first > begin:
+                self._free.append((begin, first - begin))
+                if self.poison:
+                    self._memory[begin * self.block_bytes : first * self.block_bytes].fill_(_POISON)
+            begin = first + count
 
     def _join(self, place: int) -> None:
         """Make one run of the one at `place` and the next, if they touch."""

@@ -9,12 +9,12 @@ memory is pulled away from under anybody. Source: S2, parts 5 and 6, and "Traps 
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +57,11 @@ class Engine:
         self._resident: dict[int, Stay] = {}
         self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
         self._pins = [0] * len(self.chunks)
+        # Stepped elsewhere: until `refresh`, what lies on the device is not to be written back.
+        self._void: set[int] = set()
+        self._void_by = 0  # the thread that steps them
+        # Set while chunks come or leave. Found set by the next call, that was cut short (Ctrl-C, an error).
+        self._cut_short = False
         self.is_closed = False
         self._absent = [stand_ins(each) for each in self.chunks]
         # One thread: a link has one direction to the device.
@@ -79,17 +84,20 @@ class Engine:
                 ADDRESSES.add(stand_in.untyped_storage().data_ptr(), place, absent=True)
 
     def close(self) -> None:
-        """Give every parameter memory of its own, with its present value."""
-        self.write_back()
-        self._bringing.shutdown()
+        """Give every parameter memory of its own, with its present value. After an error, call it again."""
         with self._lock:
-            self.is_closed = True
-            for each in self.chunks:
+            self._mend()
+            for chunk, each in enumerate(self.chunks):
+                if (stay := self._resident.get(chunk)) is not None:
+                    self._wait(stay)
+                    self._write_back(chunk)
                 for slot, parameter in enumerate(each.parameters):
                     if place_of(parameter) is not None:
                         give_back(parameter, self._value(each, slot))
-                for stand_in in self._absent[each.chunk.id]:
-                    ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
+            self.is_closed = True
+            self._bringing.shutdown()
+            for stand_in in itertools.chain(*self._absent):
+                ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
             for stay in self._resident.values():
                 for address in stay.addresses:
                     ADDRESSES.remove(address)
@@ -107,16 +115,18 @@ class Engine:
                     self._bring(chunk).given_out |= gives_out
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
+                self._prefetch()
             except BaseException:
                 self.unpin(pinned_here)
                 raise
-            self._prefetch()
 
     def unpin(self, chunks: Iterable[int]) -> None:
-        """End `pin`."""
+        """End `pin`. Whoever has a view by now may write through a view of it, which nothing counts."""
         with self._lock:
             for chunk in chunks:
                 self._pins[chunk] -= 1
+                if not self._pins[chunk] and (stay := self._resident.get(chunk)) is not None and stay.ready:
+                    stay.given_out |= stay.is_viewed
 
     def derive(self, packed: Packed) -> Tensor:
         """The tensor that was packed: a view of the parameter's memory, which holds the chunk as long as it
@@ -144,29 +154,47 @@ class Engine:
         """The chunk on the device; makes room as `moves` decides."""
         if self.is_closed:
             raise UserError("this graph was made before close() of memory.fit; make its forward again")
-        decision = self._decide(chunk)
-        self._evict(decision)
-        if decision.hit:
-            return self._settled(chunk)
-        began = time.perf_counter()
-        stay = self._enter(chunk, decision.place)
+        self._mend()
+        self._cut_short = True
         try:
+            decision = self._decide(chunk)
+        except Full as full:  # which changed nothing
+            self._cut_short = False
+            raise self._too_small(chunk, full) from None
+        if not decision.hit:
+            self._evict(decision)
+            began = time.perf_counter()
+            stay = self._enter(chunk, decision.place)
             self._copy(stay)
-        except BaseException:
-            self._give_up(stay)
-            raise
-        self.waited += time.perf_counter() - began
-        return self._settle(stay)
+            self.waited += time.perf_counter() - began
+            self._lay(stay)
+        return self._settled(chunk)
 
     def _decide(self, chunk: int) -> Decision[int]:
         try:
             return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
-        try:
-            return self.cache.handle_use(chunk, held=self._is_held)
-        except Full as full:
-            raise self._too_small(chunk, full) from None
+        return self.cache.handle_use(chunk, held=self._is_held)
+
+    def _mend(self) -> None:
+        """Put right what a move that was cut short has left, wherever that was.
+
+        `_resident` alone is believed: the chunks there that are ready stay, with what was written into them;
+        the others go, once no thread copies into them any more. Arena and cache follow.
+        """
+        if not self._cut_short:
+            return
+        for stay in list(self._resident.values()):
+            self._wait(stay)
+        self._wait_for(self._bringing.submit(lambda: None), "what is on its way")  # or nobody has noted
+        for chunk, stay in list(self._resident.items()):
+            if not stay.ready:
+                self._take_away(stay)
+                del self._resident[chunk]
+        self.arena.keep([stay.block for stay in self._resident.values()])
+        self.cache.resume({chunk: stay.block.first for chunk, stay in self._resident.items()})
+        self._cut_short = False
 
     def _too_small(self, chunk: int, full: Full) -> UserError:
         names = [repr(self.chunks[c].names[0]) for c in self._resident if self._is_held(c)]
@@ -182,14 +210,15 @@ class Engine:
     def _is_held(self, chunk: int) -> bool:
         """Whether a chunk must stay: it is in use, on its way, or somebody has a view of its memory."""
         stay = self._resident[chunk]
-        if stay.coming is not None:
-            return not stay.coming.done()
+        if not stay.ready:
+            return stay.coming is not None and not stay.coming.done()
         return self._pins[chunk] > 0 or stay.is_viewed
 
     # Coming and leaving
 
     def _prefetch(self) -> None:
         """Begin to bring what is used next, as far as `moves` says that it costs no move."""
+        self._cut_short = True
         while (decision := self.cache.poll_prefetch(self._is_held)) is not None:
             self._evict(decision)
             stay = self._enter(decision.chunk, decision.place)
@@ -197,9 +226,10 @@ class Engine:
                 # What still reads the block's former values has been queued before.
                 self._stream.wait_event(torch.accelerator.current_stream().record_event())
             stay.coming = self._bringing.submit(self._copy, stay, self._stream)
+        self._cut_short = False
 
     def _enter(self, chunk: int, place: int) -> Stay:
-        """A place for the chunk, without its values."""
+        """A place for the chunk, without its values: not ready."""
         block = self.arena.take(self._blocks(chunk), at=place)
         stay = self._stays.get((chunk, place))
         if stay is None:
@@ -221,41 +251,41 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad(), self._values(stay.each) as values:
             stay.memory.copy_(values)
 
+    def _wait(self, stay: Stay) -> None:
+        """Wait until nobody copies into it any more, whether the values came or not."""
+        if stay.coming is not None:
+            self._wait_for(stay.coming, f"the chunk of {stay.each.names[0]!r}")
+
+    @staticmethod
+    def _wait_for(coming: Future[None], what: str) -> None:
+        if not wait([coming], timeout=_DEADLINE).done:
+            raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
+
     def _settled(self, chunk: int) -> Stay:
-        """The chunk's stay, once its values are there."""
+        """The stay of a chunk that is resident or on its way, once its values are there."""
         stay = self._resident[chunk]
-        if stay.coming is None:
-            return stay
-        began = time.perf_counter()
-        try:
-            stay.coming.result(timeout=_DEADLINE)
-        except BaseException as error:
-            self._give_up(stay)
-            if isinstance(error, FutureTimeoutError):
-                raise DeadlineError(
-                    f"waited {_DEADLINE:.0f} s for the chunk of {stay.each.names[0]!r}, which has not come"
-                ) from None
-            raise
-        self.waited += time.perf_counter() - began
-        return self._settle(stay)
+        self._cut_short = True
+        if not stay.ready:
+            assert stay.coming is not None
+            began = time.perf_counter()
+            self._wait(stay)
+            stay.coming.result(timeout=0)
+            self.waited += time.perf_counter() - began
+            self._lay(stay)
+        self._cut_short = False
+        if chunk in self._void and threading.get_ident() == self._void_by:
+            self._refresh(stay)  # the step was cut short: it is over for the thread that made it
+        return stay
 
-    def _give_up(self, stay: Stay) -> None:
-        """The values have not come: as if the chunk had never been meant to."""
-        stay.coming = None
-        self._let_go(stay.each.chunk.id)
-        self.cache.forget(stay.each.chunk.id)
-
-    def _settle(self, stay: Stay) -> Stay:
+    def _lay(self, stay: Stay) -> None:
         """The values are there: let the parameters lie there."""
         each = stay.each
         with torch.inference_mode(False):
-            for parameter, view in zip(each.parameters, stay.views, strict=True):
-                put(parameter, view)
-        stay.begin(self._versions(each))
+            self._put(each, stay.views)
         for slot, address in enumerate(stay.addresses):
             ADDRESSES.add(address, Place(self, each.chunk.id, slot))
         self._count("to_device", each)
-        return stay
+        stay.begin(self._versions(each))
 
     def _evict(self, decision: Decision[int]) -> None:
         for eviction in decision.evict:
@@ -264,14 +294,24 @@ class Engine:
 
     def _let_go(self, chunk: int) -> None:
         """Take a chunk's memory away, whatever is in it."""
-        stay = self._resident.pop(chunk)
-        if stay.coming is None:
-            for address in stay.addresses:
-                ADDRESSES.remove(address)
-            for parameter, stand_in in zip(stay.each.parameters, self._absent[chunk], strict=True):
-                put(parameter, stand_in)
-        stay.coming = None
+        stay = self._resident[chunk]
+        self._take_away(stay)
+        del self._resident[chunk]
         self.arena.give(stay.block)
+
+    def _take_away(self, stay: Stay) -> None:
+        stay.ready = False  # first: what is cut short from here on is not written back
+        for address in stay.addresses:
+            ADDRESSES.remove(address)
+        self._put(stay.each, self._absent[stay.each.chunk.id])
+        stay.coming = None
+
+    @staticmethod
+    def _put(each: TrainedChunk, memory: Iterable[Tensor]) -> None:
+        """Let the parameters lie there, but for those that a `close` has given back before it failed."""
+        for parameter, part in zip(each.parameters, memory, strict=True):
+            if place_of(parameter) is not None:
+                put(parameter, part)
 
     def _count(self, direction: str, each: TrainedChunk) -> None:
         self.moves[direction] += 1
@@ -295,51 +335,84 @@ class Engine:
     def write_back(self) -> None:
         """Hand what the script has written on the device to the payloads."""
         with self._lock:
+            self._mend()
+            if self._void_by == threading.get_ident():
+                self._refresh_void()
             for chunk in list(self._resident):
                 self._write_back(chunk)
 
     def _write_back(self, chunk: int) -> None:
         stay, each = self._resident[chunk], self.chunks[chunk]
-        if stay.coming is not None:
+        if not stay.ready or chunk in self._void:
             return
         versions = self._versions(each)
         if versions == stay.versions and not stay.given_out:
             return
         with torch.no_grad(), self._values(each, writes=True) as values:
             values.copy_(stay.memory)
-        stay.versions = versions
         self.written_back += 1
         self._count("to_host", each)
         self.edited(chunk)
+        stay.versions = versions  # last: what was cut short is written back again
 
     def out_of_date(self, chunks: Iterable[int]) -> None:
         """The values of these chunks are about to change in host memory: what lies on the device is dropped.
 
-        A chunk of which somebody holds a view stays, and `refresh` brings its new values there.
+        A chunk of which somebody holds a view stays, and one that another thread uses meanwhile comes;
+        neither is written back until `refresh` has brought its new values.
         """
         with self._lock:
+            self._mend()
+            self._cut_short = True
             for chunk in chunks:
-                if chunk in self._resident:
-                    self._settled(chunk)
+                self._void.add(chunk)
+                self._void_by = threading.get_ident()
+                stay = self._resident.get(chunk)
+                if stay is not None:
+                    self._wait(stay)
                     if self._is_held(chunk):
                         continue
                     self._let_go(chunk)
                 self.cache.forget(chunk)
+            self._cut_short = False
 
     def refresh(self, chunks: Iterable[int]) -> None:
-        """Bring the new values of those of these chunks that have stayed on the device."""
+        """Bring the new values of those of these chunks that lie on the device."""
         with self._lock:
-            for chunk in chunks:
-                if chunk in self._resident:
-                    stay = self._settled(chunk)
-                    self._copy(stay)
-                    stay.versions = self._versions(stay.each)
-                    self._count("to_device", stay.each)
+            self._mend()
+            self._void.update(chunks)
+            self._refresh_void()
+
+    def _refresh_void(self) -> None:
+        for chunk in list(self._void):
+            stay = self._resident.get(chunk)
+            if stay is None:
+                self._void.discard(chunk)
+            elif stay.ready:
+                self._refresh(stay)
+            else:  # on its way, perhaps with the values before the step
+                self._cut_short = True
+                self._wait(stay)
+                self._let_go(chunk)
+                self.cache.forget(chunk)
+                self._void.discard(chunk)
+                self._cut_short = False
+
+    def _refresh(self, stay: Stay) -> None:
+        """Bring a chunk's new values to where it lies."""
+        self._copy(stay)
+        stay.versions = self._versions(stay.each)
+        self._count("to_device", stay.each)
+        self._void.discard(stay.each.chunk.id)
 
     def handle_step_ended(self) -> StepStatistics:
         """A step is over: its order of use is expected of the next."""
         with self._lock:
-            return self.cache.handle_step_ended()
+            self._mend()
+            self._cut_short = True
+            ended = self.cache.handle_step_ended()
+            self._cut_short = False
+            return ended
 
     def next_used(self, chunks: Iterable[int]) -> list[int]:
         """These chunks in the order in which the next step uses them first, as far as that is known."""
@@ -359,6 +432,7 @@ class Engine:
         place = place_of(parameter)
         assert place is not None
         with self._lock:
+            self._mend()
             if place.chunk in self._resident:
                 self._write_back(place.chunk)
             return self._value(self.chunks[place.chunk], place.slot)
@@ -386,6 +460,7 @@ class Engine:
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock, torch.no_grad():
+            self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)
                 stay.views[place.slot].copy_(value)

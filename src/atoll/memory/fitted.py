@@ -223,8 +223,14 @@ class Moving(Fitted):
         for handle in self._handles:
             handle.remove()
         self._state_dicts.close()
-        if self._stepper is not None:
-            self._stepper.close()
+        stepper, self._stepper = self._stepper, None
+        try:
+            if stepper is not None:
+                stepper.close()
+        finally:  # whatever a step has raised: the values are the script's
+            self._close_memory()
+
+    def _close_memory(self) -> None:
         self.engine.close()
         self.gradients.close()
         self._store.close()

@@ -25,14 +25,16 @@ class Stay:
         self.addresses = [storage.data_ptr() for storage in self.storages]
         self._ids = [storage._cdata for storage in self.storages]
         self.coming: Future[None] | None = None  # what brings the values, until they are used
+        self.ready = False  # the values are here, and the parameters lie here
         self.versions: list[int] = []  # the parameters', when the values here were those in host memory
         self.given_out = False  # may have been written into, and autograd's count would not tell
         self._unheld = 0  # uses of all storages by the engine and the parameters alone
 
     def begin(self, versions: list[int]) -> None:
         """The values and the parameters are here."""
-        self.coming, self.versions, self.given_out = None, versions, False
+        self.versions, self.given_out = versions, False
         self._unheld = self._uses()
+        self.ready, self.coming = True, None
 
     @property
     def is_viewed(self) -> bool:

@@ -207,6 +207,15 @@ class Cache(Generic[K]):
         if chunk in self._places.runs:
             self._leave(chunk)
 
+    def resume(self, places: Mapping[K, int]) -> None:
+        """Go on with these keys alone, by their first block, after a decision that was not carried out."""
+        self._places, self._ranking = Places(self.blocks), Ranking()
+        for key, first in places.items():
+            self._places.occupy(key, first, self._sizes.get(key, 1))
+            self._ranking.enter(key, 0)
+        self._changed &= places.keys()
+        self._look_anew()
+
     def handle_written_back(self, chunk: K) -> None:
         """What was changed in `chunk` has been saved, and it stays."""
         if chunk in self._changed:
