@@ -622,8 +622,7 @@ def test_what_a_step_raises_is_raised_where_it_is_waited_for() -> None:
     optimizer.step()
     with pytest.raises(FloatingPointError, match="broken"):
         fitted.stepper.wait_all(60)
-    with pytest.raises(FloatingPointError, match="broken"):
-        fitted.close()
+    fitted.close()  # it was told
 
 
 def test_a_closure_is_called_once_and_its_loss_given_back() -> None:

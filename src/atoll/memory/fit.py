@@ -14,6 +14,7 @@ from atoll.memory import observing, planning
 from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
 from atoll.memory.parameters import ChunkParameter
+from atoll.memory.stepping import has_stepper
 from atoll.tensors.binding import check_bindable
 
 __all__ = ["Fitted", "fit"]
@@ -35,6 +36,11 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Me
     if plan.fits:
         fitted = Resident(model, budgets, plan, chunk_map)
     else:
+        if optimizer is not None and has_stepper(optimizer):
+            raise PrepareError(
+                f"the {type(optimizer).__name__} steps another model that was fitted already; give each "
+                "model an optimizer of its own, or close() that first"
+            )
         fitted = Moving(model, optimizer, budgets, plan, chunk_map)
     observing.tell_fitted(fitted, optimizer)
     return fitted

@@ -17,7 +17,7 @@ from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import take
-from atoll.memory.saved import watch_modules
+from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
@@ -161,6 +161,9 @@ class Moving(Fitted):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
+        if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
+            # One that was frozen at `fit` has its gradient by itself.
+            return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def _gradient_came(self, chunk: int, slot: int) -> None:
@@ -223,17 +226,15 @@ class Moving(Fitted):
         for handle in self._handles:
             handle.remove()
         self._state_dicts.close()
+        leave_gone()
         stepper, self._stepper = self._stepper, None
         try:
             if stepper is not None:
                 stepper.close()
-        finally:  # whatever a step has raised: the values are the script's
-            self._close_memory()
-
-    def _close_memory(self) -> None:
-        self.engine.close()
-        self.gradients.close()
-        self._store.close()
+        finally:  # a step that failed is told of once the model is a plain one
+            self.engine.close()
+            self.gradients.close()
+            self._store.close()
 
 
 class _Owners:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
@@ -233,9 +234,10 @@ class Gradients:
         self._handles = []
         for each, index in self._places.values():
             parameter = each.trained.parameters[index]
-            hook = self._hook(each, index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            if _own_gradient(parameter) is not None:
+            self._handles.append(_hook_first(parameter, self._hook(each, index)))
+            gradient = _own_gradient(parameter)
+            if gradient is not None:
+                check_usable(each.trained.names[index], gradient)
                 self._take(each, index)
 
     def close(self) -> None:
@@ -248,6 +250,10 @@ class Gradients:
                 each.forget(index)
                 _set_own_gradient(each.trained.parameters[index], gradient)
         self._places.clear()
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradient lies in a chunk."""
+        return id(parameter) in self._places
 
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What `parameter.grad` is: None, or a `GradientProxy`."""
@@ -264,6 +270,7 @@ class Gradients:
             _set_own_gradient(parameter, gradient)
             return
         each, index = place
+        _set_own_gradient(parameter, None)  # what a backward that was ended may have left
         if gradient is not None and self.grad_of(parameter) is gradient:
             return  # `p.grad *= 2`
         if gradient is None:
@@ -360,9 +367,9 @@ class Gradients:
         parameter = each.trained.parameters[index]
         gradient = _own_gradient(parameter)
         assert gradient is not None
+        _set_own_gradient(parameter, None)  # first: what is left there the next backward would add to
         check_usable(each.trained.names[index], gradient)
         each.take(index, gradient, self._measures)
-        _set_own_gradient(parameter, None)
 
 
 def check_usable(name: str, gradient: Tensor) -> None:
@@ -374,6 +381,19 @@ def check_usable(name: str, gradient: Tensor) -> None:
         )
     if gradient.layout != torch.strided:
         raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
+
+
+def _hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a post-accumulate hook that runs before those that the script has registered: they are to
+    find the gradient where it lies."""
+    with torch._C.DisableTorchFunctionSubclass():
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: Any = parameter._post_accumulate_grad_hooks
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()  # autograd goes by the order of insertion, which move_to_end leaves as it is
+    hooks[handle.id] = hook
+    hooks.update(others)
+    return handle
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -287,10 +287,27 @@ def _gradient_of(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return dict(zip(keys, found, strict=True)) if keys is not None else tuple(found)
 
 
+def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
+    """`torch.autograd.backward` with ChunkParameters among its `inputs`, which are named by their edge as in
+    `_gradient_of`, or its `tensors`."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    roots = [given["tensors"]] if isinstance(given["tensors"], Tensor) else given["tensors"]
+    with torch.enable_grad():
+        given["tensors"] = [r.view_as(r) if type(r) is ChunkParameter else r for r in roots]
+    if given.get("inputs") is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            given["inputs"] = [
+                get_gradient_edge(p) if type(p) is ChunkParameter else p for p in given["inputs"]
+            ]
+    func(**given)
+
+
 _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
     torch.Tensor.backward: _backward,
+    torch.autograd.backward: _backward_of,
     torch.autograd.grad: _gradient_of,
 }

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from atoll.core.errors import UserError
+
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
     getattr(torch.Tensor, name).__get__
@@ -93,11 +95,26 @@ class GradientProxy(torch.Tensor):
         if func in _CHEAP:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == _TENSOR.data.__set__:
+            return _set_data(*args)
         if func in _ITSELF:
             return args[0]
         if func.__name__.startswith(_LISTS):
             return _one_by_one(func, args, kwargs)
         return _with_gradients(func, args, kwargs)
+
+
+def _set_data(tensor: GradientProxy, value: Tensor) -> None:
+    """`p.grad.data = value`: its values are copied."""
+    if value is tensor:  # `p.grad.data = p.grad.data`
+        return
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise UserError(
+            f"the data of a gradient was set to a tensor of shape {tuple(value.shape)} and {value.dtype}; "
+            f"the parameter has {tuple(tensor.shape)} and {tensor.dtype}"
+        )
+    with torch.no_grad(), tensor.source.lend() as lent:
+        lent.copy_(value)
 
 
 def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -13,17 +13,21 @@ keep is a view, and a chunk with a view of it stays where it is (engine.py).
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
+
+from atoll.memory.calls import is_under_way
 
 
 class Owner(Protocol):
@@ -142,6 +146,7 @@ class _Open(threading.local):
     """How many of the watched modules are in their forward, and what the first of them has entered."""
 
     depth = 0
+    call: FrameType | None = None  # of the first of them
     context: AbstractContextManager[Any] = _NOTHING
 
 
@@ -150,17 +155,37 @@ _OPEN = _Open()
 
 # Functions of this module, so that a model can be copied and pickled with its hooks.
 def _before(_module: nn.Module, _inputs: Any) -> None:
+    leave_gone()
     if _OPEN.depth == 0:
-        _OPEN.context = entered()
-        _OPEN.context.__enter__()
+        _OPEN.call = sys._getframe(1)
+        if _OPEN.context is _NOTHING:
+            _OPEN.context = entered()
+            _OPEN.context.__enter__()
     _OPEN.depth += 1
 
 
 def _after(_module: nn.Module, _inputs: Any, _output: Any) -> None:
     _OPEN.depth = max(_OPEN.depth - 1, 0)
     if _OPEN.depth == 0:
+        _leave()
+
+
+def _leave() -> None:
+    """Leave what was entered. Where another's hooks lie above ours, leaving would end those: then it is for
+    a later call."""
+    _OPEN.call = None
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if _OPEN.context is not _NOTHING and top is not None and top[0] == ADDRESSES.pack:
         context, _OPEN.context = _OPEN.context, _NOTHING
         context.__exit__(None, None, None)
+
+
+def leave_gone() -> None:
+    """Leave what a forward has entered that a KeyboardInterrupt ended: torch runs no hook then."""
+    if _OPEN.depth and not is_under_way(_OPEN.call):
+        _OPEN.depth = 0
+    if _OPEN.depth == 0:
+        _leave()
 
 
 def watch_modules(modules: Iterable[nn.Module]) -> list[RemovableHandle]:

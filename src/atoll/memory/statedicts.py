@@ -7,12 +7,15 @@ elsewhere, and nothing becomes resident.
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from atoll.memory.calls import is_under_way
 from atoll.tensors.lazy import LazyTensor
 
 
@@ -28,6 +31,7 @@ class _Asked(threading.local):
 
     def __init__(self) -> None:
         self.parameters: dict[int, Any] = {}
+        self.call: FrameType | None = None  # of that `state_dict`
 
 
 _asked = _Asked()
@@ -52,7 +56,8 @@ class StateDicts:
 
 def lazily(parameter: Any) -> Tensor | None:
     """What `parameter.detach()` gives to a state_dict; None where it was not one that called."""
-    if _asked.parameters.pop(id(parameter), None) is not parameter:
+    # Not once only: a module may have one parameter under two names.
+    if id(parameter) not in _asked.parameters or not is_under_way(_asked.call):
         return None
     return LazyTensor(parameter.stored_value, parameter.shape, parameter.dtype)
 
@@ -60,7 +65,8 @@ def lazily(parameter: Any) -> Tensor | None:
 def _begin(module: nn.Module, _prefix: str, keep_vars: bool) -> None:
     own = () if keep_vars else module._parameters.values()
     _asked.parameters = {id(p): p for p in own if p is not None and hasattr(p, "stored_value")}
+    _asked.call = sys._getframe(1)
 
 
 def _end(_module: nn.Module, *_: Any) -> None:
-    _asked.parameters = {}
+    _asked.parameters, _asked.call = {}, None

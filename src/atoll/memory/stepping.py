@@ -12,10 +12,11 @@ import atexit
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError
+from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
@@ -32,6 +34,7 @@ from atoll.tensors.optimizer import State, call_closure_now, check_groups, eleme
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
 _HALF = (torch.bfloat16, torch.float16)
+_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have a Stepper
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,10 @@ class Stepper:
         self._left_out = False  # the param groups are empty, while `step` runs
         self._step: _Step | None = None  # the latest
         self._next: _Step | None = None  # what `step` is about to begin
-        self._error: BaseException | None = None  # what a step has raised
+        self._failed: dict[int, BaseException] = {}  # by chunk, what its step has raised
+        self._untold: BaseException | None = None  # the first of them, until the script has been told
         self._condition = threading.Condition()
-        self._closed = False
+        self._closing = self._closed = False
         self._parameters = [p for states in self._chunks.values() for p in states.trained.parameters]
         self._shown = StatesOnDemand(self._parameters, self._plain)
         self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
@@ -143,6 +147,10 @@ class Stepper:
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._load(state)),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
+        self._wrapped = [name for name in ("zero_grad", "add_param_group") if name not in vars(optimizer)]
+        for name in self._wrapped:
+            setattr(optimizer, name, self._with_all_parameters(getattr(optimizer, name)))
+        _STEPPED.add(optimizer)
         self._thread = threading.Thread(target=self._work, name="atoll-stepping", daemon=True)
         self._thread.start()
         atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
@@ -150,7 +158,7 @@ class Stepper:
     def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
 
-        Raises DeadlineError after `seconds`, and whatever a step has raised.
+        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised.
         """
         with self._condition:
             step = self._step
@@ -158,24 +166,30 @@ class Stepper:
                 step.waiting.remove(chunk)
                 step.waiting.appendleft(chunk)
             self._wait(lambda: step is None or not step.has(chunk), seconds, f"chunk {chunk}")
+            if chunk in self._failed and not self._closing:
+                self._tell(self._failed[chunk])
 
     def wait_all(self, seconds: float = _DEADLINE) -> None:
         """The same for all chunks."""
         with self._condition:
             step = self._step
             self._wait(lambda: step is None or step.is_over, seconds, "the optimizer's chunks")
+            for error in self._failed.values():
+                self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        self._untold = None
+        raise error
 
     def _wait(self, over: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait for `over`, holding the condition."""
         began = time.monotonic()
-        while self._error is None and not over():
+        while not over():
             left = began + seconds - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"waited {seconds:.0f} s for the step of {what}, which has not ended")
             self._condition.wait(left)
         self.figures.waited += time.monotonic() - began
-        if self._error is not None:
-            raise self._error
 
     def values_edited(self, chunk: int) -> None:
         """The script has changed the payload "values": take over into "master" what it changed."""
@@ -184,17 +198,30 @@ class Stepper:
             self._chunks[chunk].follow_values()
 
     def close(self) -> None:
-        """Make what is under way, and leave the optimizer to the user as a plain one with its state."""
+        """Make what is under way, and leave the optimizer to the user as a plain one with its state.
+
+        Raises, at the end, what a step has raised and nobody was told of.
+        """
+        if self._closed:
+            return
         try:
             self._restore()
-            self.wait_all()
+            with self._condition:
+                step = self._step
+                self._wait(lambda: step is None or step.is_over, _DEADLINE, "the optimizer's chunks")
+            self._closing = True  # from here on, failed chunks are read as their step has left them
             self._take_over()
             self.optimizer.state = defaultdict(dict, self._shown.items())
         finally:
             for handle in self._handles:
                 handle.remove()
+            for name in self._wrapped:
+                delattr(self.optimizer, name)
+            _STEPPED.discard(self.optimizer)
             self._end()
             atexit.unregister(self._end)
+        if self._untold is not None:
+            self._tell(self._untold)
 
     def _end(self) -> None:
         """End the thread, once it has stepped the chunk that it is at."""
@@ -207,7 +234,7 @@ class Stepper:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = sys._getframe(1)
-        if self._is_within(call):  # a subclass's step that calls its superclass's, which torch hooks too
+        if self._is_stepping():  # a subclass's step that calls its superclass's, which torch hooks too
             return args, kwargs
         self._restore()
         self._call = call
@@ -250,13 +277,21 @@ class Stepper:
             self._condition.notify_all()
         self._calls.after()
 
-    def _is_within(self, call: FrameType | None) -> bool:
-        """Whether `call` was made by a step that is under way: one that raised is not."""
-        while self._call is not None and call is not None:
-            if call is self._call:
-                return True
-            call = call.f_back
-        return False
+    def _is_stepping(self) -> bool:
+        """Whether this is called by a step that is under way: one that raised is not."""
+        return is_under_way(self._call)
+
+    def _with_all_parameters(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the optimizer that is to find all parameters in the groups, whatever became of the last
+        step: torch runs no hook after one that raised."""
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_stepping():
+                self._restore()
+            return function(*args, **kwargs)
+
+        return called
 
     def _leave_out(self) -> None:
         self._left_out = True
@@ -286,12 +321,11 @@ class Stepper:
             try:
                 self._step_chunk(step, chunk)
             except BaseException as error:  # whatever it is, the script's thread is to raise it
-                self._error = error
+                self._failed[chunk] = error
+                self._untold = self._untold or error
             with self._condition:
                 step.under_way = None
                 self._condition.notify_all()
-            if self._error is not None:
-                return
 
     def _step_chunk(self, step: _Step, chunk: int) -> None:
         began = time.monotonic()
@@ -309,7 +343,23 @@ class Stepper:
         """A copy of one parameter's state as plain torch has it."""
         states, slot = self._slots[id(parameter)]
         self.wait_stepped(states.trained.chunk.id)
-        return {**states.numbers(slot), **{key: states.elements(slot, key) for key in states.kept(slot)}}
+        return {
+            **self._numbers(states, slot),
+            **{key: self._elements(states, slot, key) for key in states.kept(slot)},
+        }
+
+    def _numbers(self, states: ChunkStates, slot: int) -> State:
+        """What is kept for a parameter as a whole, where plain torch has it: a step count that kernels read
+        lies on the parameter's device."""
+        group = self.optimizer.param_groups[states.group]
+        if not (group.get("fused") or group.get("capturable")):
+            return states.numbers(slot)
+        device = states.trained.device
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in states.numbers(slot).items()}
+
+    def _elements(self, states: ChunkStates, slot: int, key: str) -> Tensor:
+        """A copy of what is kept for each element, on the parameter's device."""
+        return states.elements(slot, key).to(states.trained.device)
 
     def _lazy(self, parameter: nn.Parameter) -> State:
         """The same, with tensors that are copied when they are read."""
@@ -321,7 +371,7 @@ class Stepper:
             )
             for key, dtype in states.kept(slot).items()
         }
-        return {**states.numbers(slot), **lazy}
+        return {**self._numbers(states, slot), **lazy}
 
     def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self._closed:
@@ -329,7 +379,7 @@ class Stepper:
             return kept.clone()
         states, slot = self._slots[id(parameter)]
         self.wait_stepped(states.trained.chunk.id)
-        return states.elements(slot, key).to(states.trained.device)
+        return self._elements(states, slot, key)
 
     def _show(self) -> None:
         shown: Any = self._shown
@@ -374,6 +424,11 @@ class Stepper:
             self._loading = False
             self._shown.become(self.optimizer.state, whole=False)
             self._show()
+
+
+def has_stepper(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a `Stepper` that is not closed steps it."""
+    return optimizer in _STEPPED
 
 
 def stepped_dtype(dtype: torch.dtype, master: bool) -> torch.dtype:
