@@ -118,8 +118,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         f"{_counted(figures['parameters'], 'parameter')}, {format_bytes(figures['used_bytes'])}, in "
         f"{_counted(figures['chunks'], 'chunk')} of at most {format_bytes(size)} ({size} bytes)",
         *(_group_line(group) for group in figures["groups"]),
-        f"waste: {figures['block_waste']:.3%} of {_counted(figures['blocks'], 'block')} on the device, if all "
-        f"lie there; {figures['waste']:.3%} of what is stored at home",
+        f"waste: {figures['block_waste']:.3%} of {_counted(figures['blocks'], 'block')} on the device, if "
+        f"all lie there; {figures['waste']:.3%} of what is stored at home",
     ]
     if run > 1:
         lines.append(

@@ -57,7 +57,9 @@ class LazyTensor(Tensor):
         if func is _DETACH:
             lazy = args[0]
             return LazyTensor(lazy.source, lazy.shape, lazy.dtype, lazy.device, lazy.stride())
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
+            kwargs
+        )
         for argument in func._schema.arguments:
             if _is_written(argument) and any(
                 isinstance(value, LazyTensor) for value in tree_leaves(given.get(argument.name))
