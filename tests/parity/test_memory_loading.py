@@ -183,6 +183,8 @@ def test_weights_and_state_dicts_of_a_fitted_model(tmp_path: Path) -> None:
     assert train("gpt", model, optimizer, range(2, 4)) == train("gpt", plain, theirs, range(2, 4))
     fitted.close()
     assert_same(values_of(model), values_of(plain))
+    torch.save(state, tmp_path / "state.pt")  # which was asked for before the end
+    assert_same(torch.load(tmp_path / "state.pt"), values_of(plain))
 
 
 @pytest.mark.parametrize(("family", "fits"), [("tied", False), ("experts", False), ("lstm", True)])

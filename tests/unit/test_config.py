@@ -190,6 +190,35 @@ def test_budgets_without_the_devices() -> None:
         Memory().budgets()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"resident": None}, "resident: None is neither a text nor a number; leave it out, or give auto"),
+        ({"host": ["1GiB"]}, "host: ['1GiB'] is neither a text nor a number"),
+        ({"chunk": True}, "chunk: True is neither a text nor a number"),
+        ({"master": "yes"}, "master: 'yes' is neither True nor False"),
+        (
+            {"step": "device", "cache": "3"},
+            "step: on the device everything stays there; leave out cache, or leave step at auto or host",
+        ),
+        (
+            {"step": "device", "resident": "0.5"},
+            "step: on the device everything stays there; leave out resident",
+        ),
+    ],
+)
+def test_budgets_of_wrong_types_and_pins_that_exclude_each_other(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Memory(**{"device": "1GiB"} | given).budgets("memory.")
+    assert str(caught.value).startswith(f"memory.{said}")
+
+
+def test_budgets_may_be_numbers() -> None:
+    given: Any = {"device": 2**30, "resident": 0.5, "cache": 3, "chunk": 4096}
+    pins = Memory(**given).budgets().pins
+    assert (pins.resident, pins.cache_blocks, pins.chunk_bytes) == (0.5, 3, 4096)
+
+
 def test_the_folder_of_the_disk_tier(tmp_path: Path) -> None:
     def check(folder: Path, size: str = "1KiB") -> None:
         check_folder(Memory(device="1GiB", disk=f"{folder}:{size}").budgets(), "memory.")

@@ -131,3 +131,26 @@ def test_what_ends_without_a_plan_is_one_line(
 def test_a_script_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"^nowhere\.py: there is no such script"):
         app(["memory", "plan", "nowhere.py"], standalone_mode=False)
+
+
+def test_a_script_that_takes_its_end_for_an_error_is_ended_at_each_step(plan: Plan, tmp_path: Path) -> None:
+    """A bare `except:` in its loop takes the end too; it must not train on."""
+    loop = """
+try:
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            print(step, file=open(sys.argv[3], "a"), flush=True)
+        except:
+            pass
+        optimizer.zero_grad()
+"""
+    begin, end = SCRIPT.index("model(torch.randn"), SCRIPT.index('        print("step"')
+    said = plan(SCRIPT[:begin] + loop.strip() + "\n" + SCRIPT[end:], "48KiB", "6", str(tmp_path / "ended"))
+    assert (tmp_path / "ended").read_text().split() == ["0", "1"]
+    assert " measured" in said
+
+
+def test_what_is_pinned_is_said_with_the_rest(plan: Plan) -> None:
+    text = SCRIPT.replace('host="1GiB"', 'host="1GiB", resident="0.2"')
+    (line,) = (line for line in plan(text, "48KiB", "1").splitlines() if "to pin it" in line)
+    assert line.endswith(', memory.step = "host", memory.resident = "0.2"')

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +138,56 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(PrepareError, match="LBFGS"):
         choose(model, lbfgs, Memory(device="20KiB").budgets(), bandwidths=RATES)
+
+
+@pytest.mark.parametrize(
+    ("pins", "least"),
+    [
+        ({}, r"all its parameters at once"),
+        ({"cache": "500"}, r"a cache of 500 blocks"),
+        ({"resident": "1.0"}, r"1 of the parameters stay"),
+        ({"resident": "0.5"}, r"0\.5 of the parameters stay"),
+        ({"resident": "0.5", "cache": "30"}, r"0\.5 of the parameters stay"),
+        ({"step": "device"}, r"to step there"),
+    ],
+)
+def test_what_is_said_that_would_do_does(pins: dict[str, str], least: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for device in ("1KiB", "40KiB") if pins else ("1KiB",):
+        with pytest.raises(UserError, match=least) as caught:
+            choose(model, optimizer, Memory(device=device, **pins).budgets(), bandwidths=RATES)
+        (said,) = re.findall(r"; (\d+) bytes", str(caught.value))
+        choose(model, optimizer, Memory(device=said, **pins).budgets(), bandwidths=RATES)
+
+
+def test_a_cache_that_no_budget_helps_is_told_of_without_one() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for device in ("1KiB", "20480", "1MiB"):
+        given = Memory(device=device, cache="1", chunk="16KiB", step="host").budgets()
+        with pytest.raises(UserError, match=r"^cache: a call needs 2 blocks, and 1 was given; .* auto$"):
+            choose(model, optimizer, given, bandwidths=RATES)
+    choose(model, optimizer, Memory(device="1MiB", cache="2", chunk="16KiB").budgets(), bandwidths=RATES)
+
+
+def test_where_direct_writes_are_refused_the_disk_is_measured_as_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may open a file for direct transfers, and refuse them."""
+    write, names = os.pwrite, []
+
+    def refusing(file: int, data: Any, offset: int) -> int:
+        names.extend(tmp_path.iterdir())
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    rates = measure(torch.device("cpu"), None, str(tmp_path), 2**20)
+    assert rates.to_disk > 0
+    assert rates.from_disk > 0
+    assert names == []  # nothing is left, whenever the process dies
 
 
 def test_bandwidths_are_measured_for_this_optimizer_and_leave_nothing(tmp_path: Path) -> None:

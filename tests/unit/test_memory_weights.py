@@ -22,7 +22,7 @@ from atoll.core.errors import CheckpointError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.initialising import init, resident_bytes
 from atoll.memory.statedicts import StateDicts
-from atoll.memory.weights import load, save
+from atoll.memory.weights import _replaced, load, save
 from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.tensorfile import CHECKSUM
 from atoll.tensors.tensorreader import TensorFile
@@ -300,8 +300,6 @@ def test_a_state_dict_is_read_as_it_is_used(tmp_path: Path) -> None:
         model.embedding.weight.mul_(2)  # type: ignore[union-attr,operator]
     assert torch.equal(state["embedding.weight"], 2 * expected["embedding.weight"])
     assert torch.equal(before["embedding.weight"], expected["embedding.weight"])
-    with pytest.raises(UserError, match="can only be read"):
-        state["embedding.weight"].mul_(2)
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt")
     assert type(loaded["embedding.weight"]) is Tensor
@@ -315,6 +313,69 @@ def test_a_state_dict_is_read_as_it_is_used(tmp_path: Path) -> None:
     assert type(model.inner.state_dict()["0.weight"]) is LazyTensor  # type: ignore[union-attr]
     served.close()
     assert type(model.inner.state_dict()["0.weight"]) is Tensor  # type: ignore[union-attr]
+
+
+def test_what_a_state_dict_gives_cannot_be_written_into(tmp_path: Path) -> None:
+    """A write into a copy would be lost without a word."""
+    model = spilled(tmp_path, 1)
+    served = StateDicts(model)
+    lazy: Any = model.state_dict()["embedding.weight"]
+    expected = lazy.clone()
+    whole = torch.ones(50, 24)
+
+    def write_item() -> None:
+        lazy[0, 1] = 5.0
+
+    def write_where() -> None:
+        lazy[lazy > 0] = 5.0
+
+    for write in (
+        lambda: lazy.mul_(2),
+        write_item,
+        write_where,
+        lambda: lazy.t().mul_(2),
+        lambda: lazy.split(10)[1][2:4].view(-1).zero_(),
+        lambda: torch.add(whole, 1, out=lazy),
+        lambda: torch._foreach_mul_([lazy], 2.0),
+        lambda: lazy[1].copy_(whole[0]),
+    ):
+        with pytest.raises(UserError, match="can only be read"):
+            write()
+    with pytest.raises(ValueError, match="read-only"):
+        lazy.numpy()[0] = 3
+    # Views read what their base does, and lie as it does.
+    assert torch.equal(lazy.t()[3:5], expected.t()[3:5])
+    assert lazy.t().stride() == expected.t().stride()
+    assert torch.equal(lazy.t().reshape(-1), expected.t().reshape(-1))
+    assert torch.equal(lazy.t() @ whole, expected.t() @ whole)
+    assert [part.sum() for part in lazy.split(30)] == [part.sum() for part in expected.split(30)]
+    assert lazy[4, 5].item() == expected[4, 5].item()
+    assert type(copy.deepcopy(lazy[3])) is Tensor
+    served.close()
+
+
+def test_a_file_may_list_an_empty_tensor_behind_its_neighbour(tmp_path: Path) -> None:
+    of = {"dtype": "F32"}
+    head = json.dumps(
+        {
+            "b": of | {"shape": [1], "data_offsets": [0, 4]},
+            "a": of | {"shape": [0], "data_offsets": [0, 0]},
+        }
+    ).encode()
+    (tmp_path / "f").write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    assert safetensors.torch.load_file(tmp_path / "f").keys() == {"a", "b"}
+    with TensorFile(tmp_path / "f") as file:
+        assert file.tensor("a").shape == (0,)
+        assert file.tensor("b").tolist() == [0.0]
+
+
+def test_two_that_save_to_one_place_write_into_files_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    with _replaced(path) as one, _replaced(path) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert path.read_bytes() == b"one"  # the one that ended last
+    assert list(tmp_path.iterdir()) == [path]
 
 
 _STREAM = """

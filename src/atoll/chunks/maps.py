@@ -96,7 +96,8 @@ class ChunkMap(msgspec.Struct, frozen=True):
 
     @property
     def waste(self) -> float:
-        """The fraction of storage that belongs to no parameter: tails and alignment."""
+        """The fraction of storage that belongs to no parameter: padding, and tails where they are stored. A
+        layout in blocks stores none (`block_waste` counts them)."""
         total = self.nbytes
         return (total - self.used_bytes) / total if total else 0.0
 

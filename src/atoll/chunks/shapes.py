@@ -31,7 +31,11 @@ def parse_shapes(data: bytes, file: str) -> list[ParameterSpec]:
     settings). Raises UserError, one line that names `file` and the entry, counted from 1.
     """
     try:
-        entries = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        entries = json.loads(
+            data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_without_twice
+        )
+    except PrepareError as error:
+        raise UserError(f"{file}: {error}") from None
     except RecursionError:
         raise UserError(f"{file}: nested too deeply; a list of objects is right") from None
     except ValueError as error:
@@ -58,6 +62,16 @@ def parse_shapes(data: bytes, file: str) -> list[ParameterSpec]:
 
 def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no number there")
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        of = f", of name {str(found['name'])[:200]!r}" if "name" in found else ""
+        raise PrepareError(f"{twice[:200]!r} is given twice in one object{of}; give it once")
+    return found
 
 
 def _named(entry: object) -> str:

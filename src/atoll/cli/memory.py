@@ -13,6 +13,8 @@ from atoll.cli import memory_plan
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.units import format_bytes, parse_bytes
 
+_SMALLEST = "4MiB"
+
 
 def register(app: typer.Typer) -> None:
     """Give `app` these commands."""
@@ -35,18 +37,25 @@ def show_layout(
     members: Annotated[str, typer.Option(metavar="N", help="Members that each chunk is split over.")] = "1",
     smallest: Annotated[
         str, typer.Option(metavar="SIZE", help="The smallest chunk: what fills the links.")
-    ] = "4MiB",
+    ] = _SMALLEST,
+    chunk: Annotated[
+        str, typer.Option(metavar="SIZE", help="The chunk size, in place of a search.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one object, in bytes.")] = False,
 ) -> None:
     """Print the chunk size, the chunks by group and the waste, for the parameters in SHAPES.json."""
     count = _whole("--members", members)
     least = _size("--smallest", smallest)
+    size = None if chunk == "auto" else _size("--chunk", chunk)
+    if size is not None and smallest != _SMALLEST:
+        raise ConfigError("--chunk names the size, and --smallest is for a search; give one of them")
     try:
         data = shapes.read_bytes()
     except OSError as error:
         raise UserError(f"{shapes}: cannot be read: {error.strerror or error}") from None
     try:
-        chunk_map = lay_out_memory(parse_shapes(data, str(shapes)), smallest=least, members=count)
+        specs = parse_shapes(data, str(shapes))
+        chunk_map = lay_out_memory(specs, chunk_bytes=size, smallest=least, members=count)
     except PrepareError as error:
         raise UserError(f"{shapes}: {error}") from None
     figures = _figures(chunk_map, count)
@@ -109,8 +118,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         f"{_counted(figures['parameters'], 'parameter')}, {format_bytes(figures['used_bytes'])}, in "
         f"{_counted(figures['chunks'], 'chunk')} of at most {format_bytes(size)} ({size} bytes)",
         *(_group_line(group) for group in figures["groups"]),
-        f"waste: {figures['waste']:.3%} of what is stored; {figures['block_waste']:.3%} of "
-        f"{_counted(figures['blocks'], 'block')} on the device, if all lie there",
+        f"waste: {figures['block_waste']:.3%} of {_counted(figures['blocks'], 'block')} on the device, if "
+        f"all lie there; {figures['waste']:.3%} of what is stored at home",
     ]
     if run > 1:
         lines.append(

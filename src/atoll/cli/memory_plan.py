@@ -116,14 +116,15 @@ def _lines(script: str, seen: Seen) -> Iterator[str]:
             f"{format_seconds(seen.seconds)} measured"
         )
     yield f"  reason      {plan.reason}"
-    yield f"  to pin it   {_pins(plan)}"
+    yield f"  to pin it   {_pins(plan, seen.budgets.pins.resident)}"
 
 
-def _pins(plan: MemoryPlan) -> str:
-    """The keys of `[memory]` that give this plan again."""
+def _pins(plan: MemoryPlan, resident: float | None) -> str:
+    """The keys of `[memory]` that give this plan again; `resident` as it was pinned."""
     if plan.fits:
         return f"memory.chunk = {plan.chunk_bytes}"
-    return f'memory.chunk = {plan.chunk_bytes}, memory.cache = {plan.cache_blocks}, memory.step = "host"'
+    pins = f'memory.chunk = {plan.chunk_bytes}, memory.cache = {plan.cache_blocks}, memory.step = "host"'
+    return pins if resident is None else f'{pins}, memory.resident = "{resident}"'
 
 
 def _as_object(seen: Seen) -> dict[str, Any]:

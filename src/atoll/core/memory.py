@@ -99,6 +99,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def budgets(self, prefix: str = "") -> Budgets:
         """These texts as numbers. Raises ConfigError, one line that begins with the key (after `prefix`)."""
+        self._check_types(prefix)
         if not self.device:
             given = next((key for key in ("host", "disk") if getattr(self, key)), "")
             and_given = f", and {prefix}{given} alone says too little" if given else ""
@@ -111,6 +112,12 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError(
                 f"{prefix}master: masters are stepped in host memory; leave {prefix}step at auto or host"
             )
+        for key in ("cache", "resident"):
+            if self.step == "device" and getattr(self, key) != "auto":
+                raise ConfigError(
+                    f"{prefix}step: on the device everything stays there; leave out {key}, or leave step at "
+                    "auto or host"
+                )
         folder, disk = self._disk(prefix)
         return Budgets(
             device=_size(prefix + "device", self.device),
@@ -131,6 +138,19 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def is_given(self) -> bool:
         """Whether anything was set: the table of a configuration is there or not."""
         return self != Memory()
+
+    def _check_types(self, prefix: str) -> None:
+        """Whoever writes Python may give anything; numbers are as good as texts."""
+        for key in ("device", "host", "disk", "chunk", "cache", "resident"):
+            given: object = getattr(self, key)
+            if isinstance(given, bool) or not isinstance(given, (str, int, float)):
+                raise ConfigError(
+                    f"{prefix}{key}: {given!r} is neither a text nor a number; leave it out, or give "
+                    f"{'auto' if getattr(Memory(), key) == 'auto' else 'a size like 2GiB'}"
+                )
+        master: object = self.master
+        if not isinstance(master, bool):
+            raise ConfigError(f"{prefix}master: {master!r} is neither True nor False")
 
     def _disk(self, prefix: str) -> tuple[str, int]:
         if not self.disk:

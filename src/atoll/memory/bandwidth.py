@@ -6,9 +6,9 @@ nothing makes one faster than it is.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from atoll.core.errors import ConfigError
+from atoll.memory.disk import _open_nameless, _try_direct
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.elementwise import copy_for
 
@@ -98,36 +99,28 @@ def _disk(folder: str, nbytes: int) -> tuple[float, float]:
     with mmap.mmap(-1, nbytes) as memory:
         memory.write(os.urandom(_LEAST) * (nbytes // _LEAST))  # zeros may be stored as nothing
         try:
-            descriptor, path = tempfile.mkstemp(dir=folder, prefix=".atoll-probe-")
-            os.close(descriptor)
+            file = _open_nameless(Path(folder))
             try:
-                return _write_and_read(path, memory)
+                return _write_and_read(file, memory)
             finally:
-                Path(path).unlink()
+                os.close(file)
         except OSError as error:
             raise ConfigError(f"disk: {folder}: cannot be written to: {error.strerror}") from None
 
 
-def _write_and_read(path: str, memory: mmap.mmap) -> tuple[float, float]:
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        descriptor = os.open(path, os.O_RDWR | direct)
-    except OSError:  # a file system in memory, say
-        descriptor = os.open(path, os.O_RDWR)
-    try:
+def _write_and_read(file: int, memory: mmap.mmap) -> tuple[float, float]:
+    _try_direct(file)  # as the disk tier does, which makes do with the system's cache too
 
-        def write() -> None:
-            if os.pwrite(descriptor, memory, 0) != len(memory):
-                raise OSError(28, "no space is left")
-            os.fdatasync(descriptor)
+    def write() -> None:
+        if os.pwrite(file, memory, 0) != len(memory):
+            raise OSError(errno.ENOSPC, "no space is left")
+        os.fdatasync(file)
 
-        def read() -> None:
-            os.posix_fadvise(descriptor, 0, len(memory), os.POSIX_FADV_DONTNEED)
-            os.preadv(descriptor, [memory], 0)
+    def read() -> None:
+        os.posix_fadvise(file, 0, len(memory), os.POSIX_FADV_DONTNEED)
+        os.preadv(file, [memory], 0)
 
-        return len(memory) / _least(write, _TRIALS), len(memory) / _least(read, _TRIALS)
-    finally:
-        os.close(descriptor)
+    return len(memory) / _least(write, _TRIALS), len(memory) / _least(read, _TRIALS)
 
 
 def _least(action: Callable[[], None], trials: int) -> float:

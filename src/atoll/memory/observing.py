@@ -55,7 +55,8 @@ class Seen:
 
 
 class EnoughSeen(BaseException):
-    """Ends the script: no error, and nothing that a script's `except Exception` should take for one."""
+    """Ends the script: no error, and nothing that a script's `except Exception` should take for one. It is
+    raised by the third step and each later one."""
 
 
 class Observation:
@@ -107,9 +108,10 @@ class Observation:
             self._recorder = Recorder(fitted.model, fitted.mover)
             self._began = now
             self._recorder.start()
-        elif self._steps == _RECORDED:
-            self._search(fitted, optimizer, now - self._began)
-            raise EnoughSeen
+        elif self._steps >= _RECORDED:
+            if self._steps == _RECORDED:
+                self._search(fitted, optimizer, now - self._began)
+            raise EnoughSeen  # at each later step too: a bare `except:` takes the first for an error
 
     def _search(self, fitted: Fitted, optimizer: torch.optim.Optimizer, seconds: float) -> None:
         model, budgets = fitted.model, fitted.budgets

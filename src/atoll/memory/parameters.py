@@ -132,6 +132,8 @@ class ChunkParameter(nn.Parameter):
 
     def stored_value(self) -> Tensor:
         """A copy of the present values, in ordinary memory; nothing becomes resident."""
+        if not hasattr(self, "_atoll"):  # given back since somebody took this method, as a state_dict does
+            return self.detach().to("cpu", copy=True)
         return _engine(self).value(self).cpu()
 
     def store_value(self, value: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -149,7 +150,8 @@ def _files(path: Path) -> Iterator[tuple[Path, list[str] | None]]:
 @contextmanager
 def _replaced(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path`, through to the disk, when all is written to it."""
-    writing = path.with_name(f".{path.name}.writing")
+    # Of a name of its own: two processes may save to one place, and the one that ends last is found there.
+    writing = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
     try:
         with writing.open("wb") as file:
             yield file

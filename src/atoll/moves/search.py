@@ -144,7 +144,7 @@ def blocks_at_once(counts: Sequence[int]) -> int:
 
 
 class _LeastError(Exception):
-    """A candidate that a tier is too small for: which, and what would do."""
+    """A candidate that a tier is too small for: which, and what would do (of "cache", blocks)."""
 
     def __init__(self, tier: str, nbytes: int, why: str) -> None:
         super().__init__(why)
@@ -296,20 +296,14 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
     device; None where that is none."""
     blocks, pins = budgets.device // shape.chunk_bytes, budgets.pins
     least = shape.most_at_once
-    if blocks < least:
-        raise _LeastError(
-            "device",
-            least * shape.chunk_bytes,
-            f"a call needs all its parameters at once, and the largest is {shape.largest()}",
-        )
+    _check_device(shape, pins, blocks)
     stepping = _chosen(shape, (blocks - least) * quarters // 4, shape.on_device, trained=True)
     if quarters and not stepping:
         return None
     blocks -= sum(shape.on_device(c) for c in stepping)
     staying: frozenset[int] = frozenset()
     if pins.resident is not None:
-        total = sum(cost.blocks for cost in shape.costs)
-        staying = _chosen(shape, math.floor(pins.resident * total), lambda c: shape.costs[c].blocks)
+        staying = _resident(shape, pins)
         held = sum(shape.costs[c].blocks for c in staying)
         if blocks - held < least:
             raise _LeastError(
@@ -321,14 +315,35 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
     others = sum(cost.blocks for c, cost in enumerate(shape.costs) if c not in staying | stepping)
     cache = min(blocks, max(others, least))
     if pins.cache_blocks is not None:
-        if pins.cache_blocks > blocks or pins.cache_blocks < least:
-            raise _LeastError(
-                "device",
-                max(pins.cache_blocks, least) * shape.chunk_bytes,
-                f"a cache of {pins.cache_blocks} blocks, where a call needs {least}",
-            )
+        if pins.cache_blocks > blocks:  # beside what steps on the device
+            why = f"a cache of {pins.cache_blocks} blocks"
+            raise _LeastError("device", pins.cache_blocks * shape.chunk_bytes, why)
         cache = pins.cache_blocks
     return _predict(shape, bandwidths, budgets, cache, staying, stepping)
+
+
+def _check_device(shape: _Shape, pins: Pins, blocks: int) -> None:
+    """Raise _LeastError where `blocks` are too few for what a call needs and what is pinned together: the
+    bytes named here do for all of it."""
+    least = shape.most_at_once
+    if pins.cache_blocks is not None and pins.cache_blocks < least:
+        raise _LeastError("cache", least, f"{pins.cache_blocks}")
+    needed = pins.cache_blocks or least
+    why = f"a call needs all its parameters at once, and the largest is {shape.largest()}"
+    if pins.cache_blocks is not None:
+        why = f"a cache of {pins.cache_blocks} blocks is to be there"
+    if pins.resident is not None:
+        needed += sum(shape.costs[c].blocks for c in _resident(shape, pins))
+        why = f"{pins.resident:g} of the parameters stay on it, and {why}"
+    if blocks < needed:
+        raise _LeastError("device", needed * shape.chunk_bytes, why)
+
+
+def _resident(shape: _Shape, pins: Pins) -> frozenset[int]:
+    """The chunks that stay on the device by `pins.resident`."""
+    assert pins.resident is not None
+    total = sum(cost.blocks for cost in shape.costs)
+    return _chosen(shape, math.floor(pins.resident * total), lambda c: shape.costs[c].blocks)
 
 
 def _predict(
@@ -422,9 +437,14 @@ def _chosen(
 
 def _least_of(refused: Sequence[_LeastError]) -> str:
     """What to say where no chunk size does: of the tier that is too small, by the size that asks least."""
-    # A size that only the host or the disk is too small for has passed the device's budget.
-    tier = next(tier for tier in ("disk", "host", "device") if any(r.tier == tier for r in refused))
+    # A size that only the host or the disk is too small for has passed the device's budget. No budget helps
+    # a cache that is too small for a call.
+    tiers = ("disk", "host", "device", "cache")
+    tier = next(tier for tier in tiers if any(r.tier == tier for r in refused))
     least = min((r for r in refused if r.tier == tier), key=lambda r: r.nbytes)
+    if tier == "cache":
+        needs, given = f"{least.nbytes} blocks", least.why
+        return f"cache: a call needs {needs}, and {given} was given; give {least.nbytes} or more, or auto"
     more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
     return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from atoll.core.errors import UserError
 
@@ -23,8 +23,9 @@ class LazyTensor(Tensor):
     that nobody else has.
 
     Any operation on it reads it, runs on what was read, and gives a plain tensor; below autograd, so that
-    it does not matter who calls. Pickled or deep-copied it is a plain tensor. Raises UserError where an
-    operation would write into it.
+    it does not matter who calls. A view of it is lazy too, since a write into a view would be lost. Pickled
+    or deep-copied it is a plain tensor. Raises UserError where an operation would write into it; what
+    `numpy()` gives is read-only.
     """
 
     source: Callable[[], Tensor]
@@ -36,9 +37,10 @@ class LazyTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device | None = None,
+        strides: Sequence[int] | None = None,
     ) -> LazyTensor:
         made: LazyTensor = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=dtype, device=device or torch.device("cpu")
+            cls, tuple(shape), strides, dtype=dtype, device=device or torch.device("cpu")
         )
         made.source = source
         return made
@@ -54,13 +56,20 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if func is _DETACH:
             lazy = args[0]
-            return LazyTensor(lazy.source, lazy.shape, lazy.dtype, lazy.device)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if _is_written(argument) and isinstance(value, LazyTensor):
+            return LazyTensor(lazy.source, lazy.shape, lazy.dtype, lazy.device, lazy.stride())
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
+            kwargs
+        )
+        for argument in func._schema.arguments:
+            if _is_written(argument) and any(
+                isinstance(value, LazyTensor) for value in tree_leaves(given.get(argument.name))
+            ):
                 raise UserError(
                     f"{func}: tensors of a state_dict of a model in chunks can only be read; "
                     "change the parameter, or a clone() of the tensor"
                 )
+        if func.is_view and isinstance(args[0], LazyTensor):
+            return _viewed(func, args, kwargs)
         args, kwargs = tree_map_only(LazyTensor, read_whole, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -78,7 +87,9 @@ class LazyTensor(Tensor):
         return whole.__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.source().numpy(force=force)
+        array = self.source().numpy(force=force)
+        array.setflags(write=False)
+        return array
 
     def tolist(self) -> Any:
         return self.source().tolist()
@@ -87,6 +98,22 @@ class LazyTensor(Tensor):
 def read_whole(tensor: Tensor) -> Tensor:
     """A plain tensor with the values of `tensor`: itself, unless it is lazy."""
     return tensor.source() if isinstance(tensor, LazyTensor) else tensor
+
+
+def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The views that `func` gives of a lazy tensor, `args[0]`: lazy, and laid out as those of a plain one."""
+    base, others = args[0], args[1:]
+    empty = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    layouts, structure = tree_flatten(func(empty, *others, **kwargs))
+
+    def lazy(number: int, like: Tensor) -> LazyTensor:
+        def source() -> Tensor:
+            view: Tensor = tree_leaves(func(base.source(), *others, **kwargs))[number]
+            return view
+
+        return LazyTensor(source, like.shape, like.dtype, base.device, like.stride())
+
+    return tree_unflatten([lazy(number, like) for number, like in enumerate(layouts)], structure)
 
 
 def _is_written(argument: Any) -> bool:

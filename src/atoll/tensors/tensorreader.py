@@ -131,7 +131,7 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"its header is not one of tensors: {error}") from None
         end = len(head)
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != end:
                 raise self._damaged(f"{name!r} begins at {entry.begin} bytes, where {end} was expected")
             end = entry.end
