@@ -12,24 +12,11 @@ from torch.optim import Optimizer
 import atoll
 from atoll.core.config import Chunks, Config
 from atoll.testing.models import MODELS
+from atoll.testing.optimizers import FUSED, SETTINGS
 from atoll.testing.pool import ring_of_one
 
 STEPS = 8
 
-FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
-SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [{"lr": 0.05}, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}],
-    "Adam": [{"lr": 1e-2}, {"lr": 1e-2, "amsgrad": True, "maximize": True}],
-    "AdamW": [{"lr": 1e-2, "weight_decay": 0.1}],
-    "Adamax": [{"lr": 1e-2}],
-    "NAdam": [{"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}],
-    "RAdam": [{"lr": 1e-2}],
-    "Adagrad": [{"lr": 1e-2, "initial_accumulator_value": 0.1, "lr_decay": 0.01}],
-    "Adadelta": [{"lr": 1.0}],
-    "RMSprop": [{"lr": 1e-2, "momentum": 0.9, "centered": True}],
-    "ASGD": [{"lr": 1e-2, "t0": 3}],
-    "Rprop": [{"lr": 1e-2}],
-}
 # Torch's own fused SGD with momentum raises when a parameter's first gradient comes after the others'.
 CASES = [
     pytest.param(

@@ -21,7 +21,7 @@ from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, OwnSource
-from atoll.tensors.binding import carve
+from atoll.tensors.binding import carve, check_usable
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
 
@@ -370,17 +370,6 @@ class Gradients:
         _set_own_gradient(parameter, None)  # first: what is left there the next backward would add to
         check_usable(each.trained.names[index], gradient)
         each.take(index, gradient, self._measures)
-
-
-def check_usable(name: str, gradient: Tensor) -> None:
-    """Raise UserError for a gradient that cannot lie in a chunk."""
-    if gradient.requires_grad:
-        raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
-            "take second derivatives with torch.autograd.grad"
-        )
-    if gradient.layout != torch.strided:
-        raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
 
 
 def _hook_first(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

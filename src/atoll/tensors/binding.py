@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from atoll.chunks import Chunk, ChunkMap, ParameterSpec
-from atoll.core.errors import BindingError, PrepareError
+from atoll.core.errors import BindingError, PrepareError, UserError
 
 
 def carve(storage: Tensor, offset: int, like: Tensor) -> Tensor:
@@ -150,6 +150,17 @@ def bind_model(chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]) -> l
         chunk_of.bind(torch.zeros(chunk.numel, dtype=held[0].dtype, device=held[0].device))
         bound.append(chunk_of)
     return bound
+
+
+def check_usable(name: str, gradient: Tensor) -> None:
+    """Raise UserError for a gradient of the parameter `name` that cannot lie in a chunk."""
+    if gradient.requires_grad:
+        raise UserError(
+            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
+            "take second derivatives with torch.autograd.grad"
+        )
+    if gradient.layout != torch.strided:
+        raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
 
 
 def check_bindable(parameters: Mapping[str, nn.Parameter]) -> None:

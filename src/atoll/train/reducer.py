@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from atoll.core.errors import RunError, UserError
-from atoll.tensors.binding import BoundChunk
+from atoll.core.errors import RunError
+from atoll.tensors.binding import BoundChunk, check_usable
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
 
@@ -223,7 +223,7 @@ class SendingReducer(Reducer):
             if gradient is not view:
                 if gradient.dtype != view.dtype:
                     chunk.bound.check()
-                _check_usable(name, gradient)
+                check_usable(name, gradient)
             self._calls.arm()
             self.unsent = True
             if chunk.fired[index]:
@@ -267,13 +267,3 @@ class SendingReducer(Reducer):
 
     def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
         return self._gradients[bound.chunk.id].own()
-
-
-def _check_usable(name: str, gradient: Tensor) -> None:
-    if gradient.requires_grad:
-        raise UserError(
-            f"the gradient of {name!r} carries a graph of its own (backward with create_graph=True); "
-            "take second derivatives with torch.autograd.grad"
-        )
-    if gradient.layout != torch.strided:
-        raise UserError(f"the gradient of {name!r} is sparse; build the layer with sparse=False")
