@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
-from atoll.core.heap import give_back_freed_memory
+from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
@@ -118,6 +118,8 @@ class Moving(Fitted):
         trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
         self._owners = _Owners(model)
         self._sizes = {chunk.id: chunk_map.blocks_of(chunk) for chunk in chunk_map.chunks}
+        arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
+        self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
         self._store = _store(budgets, plan)
         self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
@@ -156,7 +158,10 @@ class Moving(Fitted):
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
-        return self._store.choices
+        heap = "as the C library has it", "it is not glibc, or the user has set glibc's own variables"
+        if self._heap_is_bounded:
+            heap = "bounded", "large tensors come from the system, and each step gives back what is free"
+        return [*self._store.choices, ("memory.heap", *heap)]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError
+from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.ondemand import StatesOnDemand
@@ -331,8 +332,11 @@ class Stepper:
         began = time.monotonic()
         states = self._chunks[chunk]
         run = partial(run_step, type(self.optimizer), step.own)
+        had_state = states.has_elements
         with self._gradients.stepped_with(chunk) as gradients:
             states.step(step.groups[states.group], gradients, step.present[chunk], run)
+        if states.has_elements and not had_state:
+            give_back_freed_memory()  # what the optimizer has made, and lies in payloads now: chunk by chunk
         self.figures.chunks += 1
         self.figures.seconds += time.monotonic() - began
         self._calls.stepped(chunk)
