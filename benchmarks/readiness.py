@@ -11,7 +11,7 @@ worker. What a confirmation takes is timed inside the turns, on worker 0: it has
 in it, for whom the next collective would wait otherwise. What the heartbeats take is the CPU time of their
 thread.
 
-Memory is a worker's peak in processes of their own, as in benchmarks/memory.py: of a ring without a hub, of
+Memory is a worker's peak in processes of their own, as in benchmarks/footprint.py: of a ring without a hub, of
 one through a hub, and of one that makes an iteration again.
 """
 
