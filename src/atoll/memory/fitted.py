@@ -25,6 +25,8 @@ from atoll.moves import Cache, Order, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
+GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
+
 
 class Fitted:
     """A model that trains within budgets, until `close`. Use the model and the optimizer as before.
@@ -123,7 +125,8 @@ class Moving(Fitted):
         self._arena = _device_arena(plan.blocks, plan, parameters)
         self._store = _store(budgets, plan)
         self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
-        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came)
+        room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
+        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
         self.engine.gradients = self.gradients
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
@@ -189,7 +192,8 @@ class Moving(Fitted):
         self.engine.refresh(self._stepped)
         self._statistics.add(self.engine.handle_step_ended())
         self._store.step_ended()
-        give_back_freed_memory()  # of gradients and copies, whose holes glibc does not fill
+        # Of gradients and copies, whose holes glibc does not fill.
+        self.gradients.once_arrived(give_back_freed_memory)
         self._came.clear()
         self.steps += 1
         moves, nbytes = self._latest
@@ -238,8 +242,10 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
-            self.gradients.close()
-            self._store.close()
+            try:
+                self.gradients.close()
+            finally:
+                self._store.close()
 
 
 class _Owners:

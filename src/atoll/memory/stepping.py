@@ -156,10 +156,11 @@ class Stepper:
         self._thread.start()
         atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
 
-    def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
+    def wait_stepped(self, chunk: int, seconds: float = _DEADLINE, *, tells: bool = True) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
 
-        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised.
+        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised; where it `tells`,
+        the script has been told by that.
         """
         with self._condition:
             step = self._step
@@ -168,6 +169,8 @@ class Stepper:
                 step.waiting.appendleft(chunk)
             self._wait(lambda: step is None or not step.has(chunk), seconds, f"chunk {chunk}")
             if chunk in self._failed and not self._closing:
+                if not tells:
+                    raise self._failed[chunk]
                 self._tell(self._failed[chunk])
 
     def wait_all(self, seconds: float = _DEADLINE) -> None:
