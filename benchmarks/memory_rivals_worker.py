@@ -161,6 +161,7 @@ def deepspeed(folder: Path, plan: Plan) -> None:
         model_parameters=job.model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": plan.batch,
+            "gradient_clipping": 0.0,  # else it is 1: nobody else clips
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": RATE, "betas": BETAS, "weight_decay": DECAY},
