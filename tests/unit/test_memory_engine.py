@@ -98,6 +98,20 @@ def test_a_use_that_needs_more_than_the_budget_says_the_least_that_would_do() ->
     assert least == 8 * BLOCK
 
 
+def test_flattening_an_rnn_s_parameters_leaves_them_in_their_chunks() -> None:
+    """On CUDA `flatten_parameters()` ends in this call, which moves them into memory of its own."""
+    torch.manual_seed(0)
+    model = nn.LSTM(8, 8)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with fit(model, None, memory=memory(1)) as fitted:
+        weights: list[Any] = list(model.parameters())
+        before = [weight.data_ptr() for weight in weights]
+        torch._cudnn_rnn_flatten_weight(weights, 4, 8, 2, 8, 0, 1, False, False)
+        assert [weight.data_ptr() for weight in weights] == before
+        assert fitted.stats().device_peak <= BLOCK
+        assert all(torch.equal(model.get_parameter(name), value) for name, value in values.items())
+
+
 def test_a_budget_below_the_largest_parameter_is_refused_with_the_least() -> None:
     model = nn.Sequential(nn.Linear(32, 256, bias=False), nn.Linear(256, 32, bias=False))
     with pytest.raises(UserError, match=r"largest is '0\.weight'") as error:

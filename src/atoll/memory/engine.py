@@ -226,7 +226,8 @@ class Engine:
             stay = self._enter(decision.chunk, decision.place)
             if self._stream is not None:
                 # What still reads the block's former values has been queued before.
-                self._stream.wait_event(torch.accelerator.current_stream().record_event())
+                computing = torch.accelerator.current_stream(self.arena.device)
+                self._stream.wait_event(computing.record_event())
             stay.coming = self._bringing.submit(self._copy, stay, self._stream, ahead=True)
         self._cut_short = False
 

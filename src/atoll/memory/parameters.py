@@ -305,6 +305,11 @@ def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
     func(**given)
 
 
+def _keep_apart(_func: Any, _args: Arguments, _kwargs: Keywords) -> None:
+    """`flatten_parameters()` of an RNN, on CUDA: it would move them into one piece of memory, out of their
+    chunks. cuDNN takes them where they lie, with a copy."""
+
+
 _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
@@ -312,4 +317,5 @@ _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.backward: _backward_of,
     torch.autograd.grad: _gradient_of,
+    torch._cudnn_rnn_flatten_weight: _keep_apart,
 }

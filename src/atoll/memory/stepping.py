@@ -334,7 +334,7 @@ class Stepper:
     def _step_chunk(self, step: _Step, chunk: int) -> None:
         began = time.monotonic()
         states = self._chunks[chunk]
-        run = partial(run_step, type(self.optimizer), step.own)
+        run = partial(run_step, type(self.optimizer), states.there(step.own))
         had_state = states.has_elements
         with self._gradients.stepped_with(chunk) as gradients:
             states.step(step.groups[states.group], gradients, step.present[chunk], run)
