@@ -123,7 +123,14 @@ def fake_session(config: Config, late: bool = False) -> tuple[atoll.Session, Fak
     side = FakeSide()
     nodes = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{node + 1}") for node in range(3)]
     meeting = SimpleNamespace(
-        run="test", node=0, late=late, incarnation=1, hub="", founding=0, close=lambda: None
+        run="test",
+        node=0,
+        late=late,
+        incarnation=1,
+        hub="",
+        founding=0,
+        devices=[1, 1, 1],
+        close=lambda: None,
     )
     introduction = Introduction(cast(Any, meeting), nodes, None)
     worker = NodeWorker(introduction, cast(CpuSide, side), config.timeout_seconds)

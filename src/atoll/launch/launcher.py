@@ -1,18 +1,22 @@
 """torchrun's launcher, as `atoll run` starts it: ends with its parent, leaves word of how workers ended.
 
 Run as a module, with torchrun's own arguments. torchrun starts each worker in a session of its own, sends
-SIGTERM to the others when one fails, and hands SIGINT and SIGTERM on to all of them.
+SIGTERM to the others when one fails, and hands SIGINT and SIGTERM on to all of them. Where a run has several
+launches, each a node of strategy `peers`, a launch ends as its worker did that failed.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from atoll.core.config import FIRST_VARIABLE
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.rundir import RunDirectory
 
@@ -37,6 +41,25 @@ def read_ends(path: Path) -> list[WorkerEnd]:
         return []
 
 
+def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
+    """What starts a launch of so many workers, on this machine: `script` is its path and its arguments."""
+    # One machine needs no name service, and a laptop's own name often leads nowhere.
+    torchrun = ["--standalone", f"--nproc-per-node={workers}", "--local-addr=127.0.0.1"]
+    return [sys.executable, "-m", "atoll.launch.launcher", *torchrun, "-m", "atoll.launch.worker", *script]
+
+
+def end_as(ends: Sequence[WorkerEnd]) -> None:
+    """End this process as the worker whose end made the others end: by its signal, or with its status. Those
+    that the agent has stopped, and whose ring broke, come after one that was killed."""
+    killed = [-end.exit_code for end in ends if end.exit_code < 0 and end.exit_code != -signal.SIGTERM]
+    if not killed:
+        raise SystemExit(max(1, *(end.exit_code for end in ends)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left its own
+    if killed[0] != signal.SIGKILL:
+        signal.signal(killed[0], signal.SIG_DFL)
+    os.kill(os.getpid(), killed[0])
+
+
 def main() -> None:
     # SIGTERM, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
     die_with_parent(signal.SIGTERM, int(os.environ[PARENT_VARIABLE]))
@@ -51,8 +74,10 @@ def main() -> None:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         ends = [WorkerEnd(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
-        write_ends(ends, run.ends)
         print(error, file=sys.stderr)
+        if FIRST_VARIABLE in os.environ:
+            end_as(ends)
+        write_ends(ends, run.ends)
         raise SystemExit(1) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
