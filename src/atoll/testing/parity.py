@@ -146,8 +146,8 @@ def train_grouped(
 
 
 def train_peers(place: Place, case: Case, stale_max: int = 0, nodes: int = 0) -> Trajectory:
-    """The same on nodes without a server, which meet in the place's store: on `nodes` of several devices, or on
-    as many as there are workers."""
+    """The same on nodes without a server, which meet in the place's store: `nodes` of several devices (0: as
+    many as there are workers)."""
     config = Config(
         run=Run(strategy="peers"),
         chunks=Chunks(size=case.chunk_size),

@@ -73,7 +73,7 @@ class NodeParts:
 class PeerExchange(Reducer):
     """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's."""
 
-    def connect(self, parts: NodeParts) -> None:
+    def use(self, parts: NodeParts) -> None:
         """Exchange through this node's CPU side; called once, before all else."""
         worker = self._worker = parts.worker
         self._stale_max, self._overlaid = parts.stale_max, parts.overlaid

@@ -131,6 +131,10 @@ class Introduction:
         first = sum(self.devices[:node])
         return range(first, first + self.devices[node])
 
+    def node_of(self, rank: int) -> int:
+        """Whose device a worker is."""
+        return next(node for node in range(len(self.devices)) if rank in self.workers_of(node))
+
     def describe(self) -> str:
         """Where the nodes have met, in a few words."""
         return self._meeting.hub or "the store of the launch"
@@ -362,7 +366,7 @@ class _InStore:
 class StoreMeeting(_InStore):
     """In the store of a launch, torchrun's or the caller's."""
 
-    def __init__(self, place: Place, timeout: float, devices: int) -> None:
+    def __init__(self, place: Place, timeout: float, devices: int = 1) -> None:
         assert place.store is not None
         super().__init__(place.rank, place.world, incarnation=1, timeout=timeout, devices=devices)
         self._place = place

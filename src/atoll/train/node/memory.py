@@ -121,7 +121,7 @@ class HostMemory:
         return cls(plan, make_file(plan.nbytes, "the memory that a node's processes share"))
 
     @classmethod
-    def read(cls, plan: MemoryPlan, path: str) -> HostMemory:
+    def opened(cls, plan: MemoryPlan, path: str) -> HostMemory:
         """Map the memory at another process's `path`, to read from. Raises RunError where it cannot be."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

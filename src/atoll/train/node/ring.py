@@ -31,7 +31,7 @@ class NodeReducer(RingReducer, PeerExchange):
         self, chunks: Sequence[BoundChunk], ring: Ring, calls: Calls, parts: NodeParts, message_bytes: int
     ) -> None:
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
-        self.connect(parts)
+        self.use(parts)
         self._seconds = 0.0  # that this device has computed for the iteration
 
     def reduce(self) -> None:

@@ -181,7 +181,7 @@ class PeerModel:
             message_bytes = message_bytes_for(training.chunk_map)
             return NodeReducer(training.chunks, ring, training.calls, parts, message_bytes)
         exchange = PeerExchange(training.chunks, training.calls)
-        exchange.connect(parts)
+        exchange.use(parts)
         return exchange
 
     def begin(self) -> None:
@@ -194,16 +194,13 @@ class PeerModel:
     def _check_alike(self) -> None:
         """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
         found = self._workers.gather(self._fingerprint, "the nodes' processors")
-        introduction = self._worker.introduction
-        of_worker = dict(zip(self._workers.ranks, found, strict=True))
-        leaders = [introduction.workers_of(node)[0] for node in self._workers.nodes]
-        for node, leader in zip(self._workers.nodes, leaders, strict=True):
-            if of_worker[leader] != of_worker[leaders[0]]:
+        nodes = [self._worker.introduction.node_of(rank) for rank in self._workers.ranks]
+        for node, other in zip(nodes, found, strict=True):
+            if other != found[0]:
                 raise PrepareError(
-                    f"the nodes do not compute the same bits: node {self._workers.nodes[0]} has "
-                    f"{of_worker[leaders[0]]}, and node {node} {of_worker[leader]}; strategy 'peers' needs "
-                    "one build of torch and one instruction set on all nodes (ATEN_CPU_CAPABILITY sets a "
-                    "lower one), or use strategy 'server'"
+                    f"the nodes do not compute the same bits: node {nodes[0]} has {found[0]}, and node "
+                    f"{node} {other}; strategy 'peers' needs one build of torch and one instruction set on all "
+                    "nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
                 )
 
     def set_up(self) -> None:
@@ -247,7 +244,7 @@ class PeerModel:
             return memory.path.encode()
 
         path = self._worker.devices.led(make, "the node's shared memory").decode()
-        memory = made[0] if made else HostMemory.read(self._plan, path)
+        memory = made[0] if made else HostMemory.opened(self._plan, path)
         self._worker.devices.gather(b"", "the look into the node's shared memory")
         return memory
 
