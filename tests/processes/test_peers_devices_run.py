@@ -1,5 +1,5 @@
-"""Nodes of several devices from `atoll run`: one of a node's workers is killed, the node is lost and comes back
-as one, and the others go on meanwhile."""
+"""Nodes of several devices from `atoll run`: one of a node's workers is killed, the node is lost and comes
+back as one, and the others go on meanwhile."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def worker_of(command: Command, worker: int) -> psutil.Process:
     for process in command.alive():
         try:
             place = process.environ()
-            if "atoll.launch.worker" in process.cmdline() and "LOCAL_RANK" in place:
-                if int(place["ATOLL_FIRST_WORKER"]) + int(place["LOCAL_RANK"]) == worker:
-                    return process
+            number = int(place.get("ATOLL_FIRST_WORKER", "-1")) + int(place.get("LOCAL_RANK", "-99"))
+            if "atoll.launch.worker" in process.cmdline() and number == worker:
+                return process
         except psutil.Error:
             continue
     raise AssertionError(f"worker {worker} does not live: {nodes_of(command)}")

@@ -187,8 +187,9 @@ class PeerExchange(Reducer):
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.taken)
         self._worker.take(self._say())
+        note = Said(self._node_pace())
         if self._worker.returned is None:  # else what was computed counts nowhere
-            self._hand_over(accepted, hyperparameters)
+            self._hand_over(accepted, hyperparameters, note)
         self._clip = None
         if self._left:
             computing = began - self._left
@@ -267,7 +268,7 @@ class PeerExchange(Reducer):
 
     # Inside
 
-    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: Said) -> None:
         """Write the gradients into their slot, and say so."""
         own, memory = self._weighed, self._memory
         assert memory is not None
@@ -291,7 +292,7 @@ class PeerExchange(Reducer):
                 present=present,
                 hyperparameters=hyperparameters,
                 clip=self._clip,
-                note=msgspec.msgpack.encode(Said(self._node_pace())),
+                note=msgspec.msgpack.encode(note),
             )
         )
         sent_to = max(0, len(self._worker.members) - 1)
@@ -302,7 +303,7 @@ class PeerExchange(Reducer):
         return b""
 
     def _node_pace(self) -> float:
-        """Seconds that this node takes for a sample."""
+        """Seconds that this node takes for a sample, by what its devices have just said."""
         return self.pace()
 
     def _write(self, bound: BoundChunk, into: Buffer) -> bytes:

@@ -52,6 +52,14 @@ class NodeReducer(RingReducer, PeerExchange):
         known = all(each > 0 for each in seconds) and self._weighed.samples > 0
         return max(seconds) / self._weighed.samples if known else 0.0
 
+    def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
+        """The devices say whose gradients were not finite before they were summed."""
+        own = msgspec.msgpack.encode(self.own_nonfinite()[:1])
+        said = self._worker.devices.gather(own, "the devices' gradients that are not finite")
+        named = [msgspec.msgpack.decode(part, type=list[str]) for part in said]
+        name_of = self._ring.place.name_of
+        return [f"{name!r} on worker {name_of(each)}" for each, names in enumerate(named) for name in names]
+
     # A newcomer has no need of what a ring knows, which may be another node's: how many devices each has is
     # its own.
 

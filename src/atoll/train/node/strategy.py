@@ -199,8 +199,8 @@ class PeerModel:
             if other != found[0]:
                 raise PrepareError(
                     f"the nodes do not compute the same bits: node {nodes[0]} has {found[0]}, and node "
-                    f"{node} {other}; strategy 'peers' needs one build of torch and one instruction set on all "
-                    "nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                    f"{node} {other}; strategy 'peers' needs one build of torch and one instruction set on "
+                    "all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
                 )
 
     def set_up(self) -> None:
