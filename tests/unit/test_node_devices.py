@@ -251,6 +251,9 @@ def led(place: Place) -> list[Any]:
     try:
         found: list[Any] = [devices.led(lambda: b"told", "a word", said=b"%d" % place.rank), devices.said]
 
+        long = devices.led(lambda: bytes(300_000), "a long word")
+        found.append(long == bytes(300_000))
+
         def fail() -> bytes:
             raise GivenUpError("the leader's own line")
 
@@ -266,9 +269,9 @@ def led(place: Place) -> list[Any]:
 def test_a_leader_tells_all_or_is_waited_for_no_longer_than_its_time(pool: WorkerPool) -> None:
     leader, other = pool.run(led, world=2)
     for each in (leader, other):
-        assert each[:3] == [b"told", [b"0", b"1"], "GivenUpError: the leader's own line"]
-    assert other[3].startswith("DeadlineError: worker 1 waited 1.")
-    assert " for worker 0 on a third one (deadline sync.timeout, 1 s" in other[3]
+        assert each[:4] == [b"told", [b"0", b"1"], True, "GivenUpError: the leader's own line"]
+    assert other[4].startswith("DeadlineError: worker 1 waited 1.")
+    assert " for worker 0 on a third one (deadline sync.timeout, 1 s" in other[4]
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from atoll.core.config import HUB_VARIABLE, RUN_VARIABLE, Config
-from atoll.core.errors import DeadlineError, RunError
+from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
+from atoll.core.errors import ConfigError, DeadlineError, RunError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.node.introduction import Known, StoreMeeting, _Kept, known_before
 from atoll.train.place import Place
@@ -22,6 +22,7 @@ NODES = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{5000 + node
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Kept:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv(RANK_VARIABLE, raising=False)
     for name in (HUB_VARIABLE, RUN_VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     kept = _Kept(tmp_path / "nodes", 1)
@@ -51,6 +52,21 @@ def test_where_torchrun_starts_its_workers_again_all_begin_anew(
     assert known_before(Config()) is None
     monkeypatch.setenv(HUB_VARIABLE, "tcp://127.0.0.1:4000")  # each launch is one node, which may die alone
     assert known_before(Config()) is not None
+
+
+def test_a_node_comes_back_with_as_many_devices_as_it_had(
+    kept: _Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.write(Known("run", 1, 1, NODES, "", 0, [1, 2]))
+    kept.close()
+    line = "node 1 had 2 devices when the run began, and comes back with 1: start as many workers as then"
+    with pytest.raises(ConfigError, match=line):
+        known_before(Config())
+    assert known_before(Config(), devices=2) is None  # RANK is a device's then
+    monkeypatch.setenv(RANK_VARIABLE, "1")
+    found = known_before(Config(), devices=2)
+    assert found is not None
+    assert (found.node, found.devices) == (1, [1, 2])
 
 
 class LostStore(HashStore):

@@ -18,21 +18,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 from atoll.core.config import HUB_VARIABLE, Config, check_nodes
 from atoll.core.errors import AtollError, ConfigError, UserError, error_named
 from atoll.train.place import Place
-from atoll.train.ringbytes import gather_bytes
+from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
 
 # Beyond sync.timeout: devices wait for their leader, whose own wait has that deadline, and whose error says
 # what it waited for.
 LEADER_SECONDS = 10.0
+_LONG = 2**16  # bytes: a gathering has room for as many of each device
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a device brings to a call that all of its node make; `failed`: the leader's error, its class and
-    its line."""
+    """What a device brings to a call that all of its node make: what it has said. The leader's is that and
+    what it tells, or `failed`: its error's class and line."""
 
     call: str
     payload: bytes = b""
     failed: tuple[str, str] | None = None
+    more: bool = False  # what the leader tells is long, and follows
 
 
 class Devices:
@@ -60,12 +62,12 @@ class Devices:
         if self.ring is None:
             self.said = [said]
             return act()
-        word, failure = _Word(call, said), None
-        told = b""
+        word, failure, told = _Word(call, said), None, b""
         if self.rank == 0:
             try:
                 told = act()
-                word = _Word(call, msgspec.msgpack.encode((told, said)))
+                more = len(told) > _LONG
+                word = _Word(call, msgspec.msgpack.encode((b"" if more else told, said)), more=more)
             except AtollError as error:
                 word, failure = _Word(call, failed=(type(error).__name__, str(error))), error
         words = self._meet(word)
@@ -73,9 +75,12 @@ class Devices:
             raise failure
         if words[0].failed is not None:
             raise error_named(*words[0].failed)
-        told, first = msgspec.msgpack.decode(words[0].payload, type=tuple[bytes, bytes])
+        short, first = msgspec.msgpack.decode(words[0].payload, type=tuple[bytes, bytes])
         self.said = [first, *(each.payload for each in words[1:])]
-        return told
+        if words[0].more:
+            assert self.ring.session is not None
+            return broadcast_bytes(self.ring.session, told if self.rank == 0 else None, call)
+        return short
 
     def _meet(self, word: _Word) -> list[_Word]:
         if self.ring is None:
