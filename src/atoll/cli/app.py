@@ -96,7 +96,7 @@ def _run(
         str | None,
         typer.Option(
             metavar="K",
-            help="Groups of workers, for ps-hra and hierarchical (auto: as many as are best); nodes, for peers.",
+            help="Groups of workers, for ps-hra and hierarchical; auto: as many as are best. Peers: nodes.",
         ),
     ] = None,
     group_by: Annotated[
