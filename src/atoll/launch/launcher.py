@@ -48,16 +48,21 @@ def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "atoll.launch.launcher", *torchrun, "-m", "atoll.launch.worker", *script]
 
 
-def end_as(ends: Sequence[WorkerEnd]) -> None:
-    """End this process as the worker whose end made the others end: by its signal, or with its status. Those
-    that the agent has stopped, and whose ring broke, come after one that was killed."""
-    killed = [-end.exit_code for end in ends if end.exit_code < 0 and end.exit_code != -signal.SIGTERM]
-    if not killed:
-        raise SystemExit(max(1, *(end.exit_code for end in ends)))
+def culprit_of(ends: Sequence[WorkerEnd]) -> WorkerEnd:
+    """The worker whose end made the others end. Those that the agent has stopped, and those that have lost
+    touch with it, come after one that was killed, and after one with a status of its own."""
+    killed = [end for end in ends if end.exit_code < 0 and end.exit_code != -signal.SIGTERM]
+    return killed[0] if killed else max(ends, key=lambda end: end.exit_code)
+
+
+def end_as(end: WorkerEnd) -> None:
+    """End this process as a worker did: by its signal, or with its status."""
+    if end.exit_code >= 0:
+        raise SystemExit(end.exit_code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left its own
-    if killed[0] != signal.SIGKILL:
-        signal.signal(killed[0], signal.SIG_DFL)
-    os.kill(os.getpid(), killed[0])
+    if end.exit_code != -signal.SIGKILL:
+        signal.signal(-end.exit_code, signal.SIG_DFL)
+    os.kill(os.getpid(), -end.exit_code)
 
 
 def main() -> None:
@@ -70,16 +75,23 @@ def main() -> None:
 
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
+    first = os.environ.get(FIRST_VARIABLE)
+    if first is not None:
+        run.ends_of(int(first)).unlink(missing_ok=True)  # of a life before
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         ends = [WorkerEnd(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
         print(error, file=sys.stderr)
-        if FIRST_VARIABLE in os.environ:
-            end_as(ends)
+        if first is not None:
+            its = culprit_of(ends)
+            write_ends([WorkerEnd(int(first) + its.worker, its.pid, its.exit_code)], run.ends_of(int(first)))
+            end_as(its)
         write_ends(ends, run.ends)
         raise SystemExit(1) from None
     except SignalException as error:
+        if first is not None:
+            end_as(WorkerEnd(int(first), os.getpid(), -error.sigval))
         raise SystemExit(128 + error.sigval) from None
 
 

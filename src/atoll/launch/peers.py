@@ -9,7 +9,7 @@ import time
 from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, Config
 from atoll.core.errors import GivenUpError
 from atoll.core.events import Failed, Warned
-from atoll.launch.launcher import launcher_command
+from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
 from atoll.launch.rings import RingLaunch
 
 
@@ -51,6 +51,12 @@ class PeerLaunch(RingLaunch):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _end_of(self, rank: int, code: int) -> WorkerEnd:
+        """Of several workers, that of the one which made the others end."""
+        lead = self._lead(rank)
+        told = read_ends(self._directory.ends_of(lead)) if self._devices > 1 else []
+        return told[0] if told else WorkerEnd(lead, self._workers[rank].pid, code)
 
     def _is_back(self, rank: int) -> None:
         self.losses.back(self._name_of(rank), self._now())

@@ -225,7 +225,7 @@ class ServedLaunch:
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
-            if ended and self._lead(rank) not in {end.worker for end in self._ends}:
+            if ended and rank not in {end.worker // self._devices for end in self._ends}:
                 self._worker_ended(rank, ended)
         if lost:  # before the workers, for until they have ended nobody else ends it
             self._tell_lost(lost)
@@ -242,7 +242,7 @@ class ServedLaunch:
         how = self.given_up if given_up else f"was killed by {signal_name(-code)}"
         if (code < 0 or given_up) and self._starts_again(rank, how):
             return
-        self._ends.append(WorkerEnd(self._lead(rank), self._workers[rank].pid, code))
+        self._ends.append(self._end_of(rank, code))
         write_ends(self._ends, self._directory.ends)
         if code > 0 and not lost_site and not given_up:
             self._stop_workers()
@@ -251,6 +251,9 @@ class ServedLaunch:
             self._see_to_killed(rank, how)
         if len(self._order) > 1 and not self._stopping:
             self._order.remove(rank)
+
+    def _end_of(self, rank: int, code: int) -> WorkerEnd:
+        return WorkerEnd(rank, self._workers[rank].pid, code)
 
     def _ends_given_up(self, rank: int) -> bool:
         """Whether a worker that the hub has given up has ended for that, and not with an error of its
