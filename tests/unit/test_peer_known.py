@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from atoll.core.config import HUB_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
-from atoll.core.errors import ConfigError, DeadlineError, RunError
+from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
-from atoll.train.node.introduction import Known, StoreMeeting, _Kept, known_before
+from atoll.train.node import introduction as module
+from atoll.train.node.introduction import (
+    Introduction,
+    Known,
+    StoreMeeting,
+    _hear_leader,
+    _Kept,
+    _tell_devices,
+    known_before,
+)
+from atoll.train.node.start import CpuSide
 from atoll.train.place import Place
 from atoll.wire.device import NodeAt
 
@@ -90,3 +102,31 @@ def test_who_waited_for_a_node_that_is_lost_says_for_how_long_it_did() -> None:
     late = StoreMeeting(Place(rank=0, world=2, store=HashStore()), 0.1)
     with pytest.raises(DeadlineError, match=r"node 0 waited 0\.\d s for node 1 of 2 .*sync.timeout, 0.1 s"):
         late.exchange("tcp://127.0.0.1:1")
+
+
+def test_a_nodes_devices_hear_of_its_introduction_from_the_one_that_leads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = Place(rank=0, world=2, store=HashStore())
+    met = StoreMeeting(Place(rank=1, world=2, store=HashStore()), 1.0)
+    met.devices = [1, 2]
+    introduction = Introduction(met, NODES, None)
+    assert _tell_devices(leader, lambda: (introduction, cast(CpuSide, None))) is not None
+    heard = _hear_leader(replace(leader, rank=1), 1.0)
+    assert (heard.node, heard.nodes, heard.devices, heard.late) == (1, NODES, [1, 2], False)
+    assert (introduction.place.rank, heard.place.rank, heard.place.world) == (1, 2, 3)
+
+    def fail() -> None:
+        raise UserError("the hub refuses this key")
+
+    leader = replace(leader, store=HashStore())
+    with pytest.raises(UserError, match="the hub refuses this key"):
+        _tell_devices(leader, fail)
+    with pytest.raises(UserError, match="the hub refuses this key"):
+        _hear_leader(replace(leader, rank=1), 1.0)
+
+    for name in ("_START_SECONDS", "LEADER_SECONDS"):
+        monkeypatch.setattr(module, name, 0.0)
+    line = r"device 1 of a node waited up to 0 s for the node's first worker to be introduced"
+    with pytest.raises(DeadlineError, match=line):
+        _hear_leader(replace(leader, rank=1, store=HashStore()), 0.1)
