@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
-from atoll.train.node import process
+from atoll.train.node import entering, process
 from atoll.train.node.globals import GlobalParameters
 from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 from atoll.wire import nodes as n
+
+MIB = 2**20
 
 WORKER = """
 import os, time
@@ -267,11 +270,42 @@ def test_who_stood_still_comes_back() -> None:
 
 
 def test_a_node_comes_late() -> None:
+    """With a script's state of several messages, as an average of the weights makes it."""
     with FakeRun(2, stale_max=1) as run:
         run.train(5)
-        run.introduce_late(FakeNode(2, stale_max=1))
+        for each in run.nodes:
+            each.script_size = 17 * MIB + each.node
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
         run.train_until_all_are_in()
+        assert late.ready is not None
+        script = late.ready.script.rstrip(b"\0")
+        givers = {b"script of %d at %d" % (node, late.ready.iteration): node for node in (0, 1)}
+        assert len(late.ready.script) == len(script) + 17 * MIB + givers[script]
         run.train(run.furthest + 6)
+        run.assert_equal()
+
+
+def allows_no_scripts() -> None:
+    entering.most_script = process.most_script = lambda _state: 10  # type: ignore[assignment]
+
+
+def test_a_script_that_takes_too_much_is_not_given_and_the_members_say_so() -> None:
+    with FakeRun(2, stale_max=1, preludes=dict.fromkeys((0, 1), allows_no_scripts)) as run:
+        run.train(5)
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
+        run.train_until_all_are_in()
+        assert late.ready is not None
+        assert late.ready.script == b""
+        run.train(run.furthest + 3)
+        for each in run.nodes[:2]:
+            (said,) = [told.reason for told in each.told if told.what == "state"]
+            assert re.fullmatch(
+                r"a node that comes late gets no state of the script: it takes 1\d B, and 10 B is the most "
+                "here; register less, or go on from a checkpoint",
+                said,
+            )
         run.assert_equal()
 
 
