@@ -241,6 +241,30 @@ def test_two_of_three_go_on_when_one_is_killed() -> None:
             torch.testing.assert_close(flat, expected[chunk])
 
 
+def test_where_a_majority_dies_at_once_the_rest_says_so_and_goes_no_further() -> None:
+    with FakeRun(3, stale_max=1) as run:
+        run.train(4)
+        left, *dead = run.nodes
+        for each in dead:
+            os.kill(each.cpu.pid, signal.SIGKILL)
+        run.nodes[1:] = []
+        line = (
+            "a majority of the 3 nodes of view 0: there is none without node 1 and node 2; if they are lost, "
+            "go on from a checkpoint"
+        )
+
+        def is_said() -> bool:
+            left.advance(100)
+            return left.waiting.startswith(line)
+
+        for _ in range(2):  # again and again: it may come to wait for something else meanwhile
+            left.waiting = ""
+            run.until(is_said, "it says so")
+        for each in dead:
+            each.close()
+        assert (left.taken, left.iteration) == (4, 6)
+
+
 def test_who_stood_still_comes_back() -> None:
     """SIGSTOP for longer than the timeouts: the others go on, and it is a member anew in the same process."""
     with FakeRun(3, stale_max=1) as run:

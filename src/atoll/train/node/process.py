@@ -184,8 +184,11 @@ class CpuSideProcess:
             self._see_to_entering(self._entering)
         elif self._setup_since is not None:
             self._see_to_set_up(self._setup_since)
-        if self._wanted is not None and now > self._waiting_at + _WAITING_EACH:
-            self._tell_waiting()
+        if now > self._waiting_at + _WAITING_EACH and self._node_ is not None:
+            # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
+            lost = bool(self._node_.lost_majority())
+            if self._wanted is not None or lost:
+                self._tell_waiting(again=lost)
         self._tell_figures(now=False)
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -826,13 +829,13 @@ class CpuSideProcess:
         if before is not None:
             self._post.send(d.Freed(before=before))
 
-    def _tell_waiting(self) -> None:
+    def _tell_waiting(self, *, again: bool) -> None:
         self._waiting_at = time.monotonic()
         lines = self._node.waiting_for()
         if self._calculating.busy or self._jobs:
             lines = [*lines, "the optimizer's step"]
         told = "; ".join(lines[:4])[:4000]
-        if told and told != self._waiting_told:
+        if told and (again or told != self._waiting_told):
             self._waiting_told = told
             self._post.send(d.Waiting(what=told))
 
