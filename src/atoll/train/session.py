@@ -326,16 +326,23 @@ class Session:
         return sampler
 
     def batches(
-        self, dataset: Sized, seed: int = 0, *, shuffle: bool = True, drop_last: bool = False
+        self,
+        dataset: Sized,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        ahead: int | None = None,
     ) -> BatchesSampler | LeasedBatches | PeerBatches:
         """This worker's part of batches of `sync.global_batch` samples over all workers, however many there
         are: for `DataLoader(dataset, batch_sampler=...)`.
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
         follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
-        nodes' speeds, and even among a node's devices. With the mean weighted by samples, any number of
-        workers trains as one does. Order and place are as with `sampler`. Raises UserError where
-        `sync.global_batch` is not set.
+        nodes' speeds (a node's devices take even parts), the sooner the fewer batches are fetched `ahead` of
+        their use: say 0 where a DataLoader has no workers, and the same on every worker (None: up to 31).
+        With the mean weighted by samples, any number of workers trains as one does.
+        Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:
@@ -350,6 +357,7 @@ class Session:
                 seed=seed,
                 shuffle=shuffle,
                 drop_last=drop_last,
+                ahead=ahead,
                 on_index=self._sampler_gives,
             )
             self._state.samplers.append(peer_batches)
@@ -609,7 +617,7 @@ class Session:
         if isinstance(self._workers, NodeWorkers):
             assert self._node is not None
             stale_max = self.config.sync.stale_max
-            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.seconds, stale_max)
+            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.latest, stale_max)
             self._entrance = self._peers = peers
             return peers
         return Alone() if self._ring is None else OverRing(self._ring)

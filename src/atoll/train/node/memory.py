@@ -231,12 +231,14 @@ class HostBytes:
     shared: int  # slots, buffers and frozen chunks
     parameters: int  # the global parameters
     optimizer: int  # the optimizer's state
+    twin: int  # of the trained parameters and that state, for the overlay; only behind a node that is slow
     scratch: int  # of a step, and of the overlay
     contributions: int  # received, and kept for others: at most
 
     @property
     def total(self) -> int:
-        return self.shared + self.parameters + self.optimizer + self.scratch + self.contributions
+        own = self.parameters + self.optimizer + self.twin + self.scratch
+        return self.shared + own + self.contributions
 
 
 def host_bytes(plan: MemoryPlan, parameters: Mapping[str, int], most: int) -> HostBytes:

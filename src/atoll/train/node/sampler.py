@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import CheckpointError, UserError
 from atoll.train.dealing import Item, Run
 from atoll.train.node.dealing import PeerDeal
 from atoll.train.sampler import check_saved, epoch_order, left_in, length_of, saved_place
@@ -37,16 +37,21 @@ class PeerBatches(Sampler[list[int]]):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        ahead: int | None = None,
         on_index: Callable[[Any], None] | None = None,
     ) -> None:
-        """`iteration()` is the one under way; this worker is the node's `device`-th of `devices`; the rest as
-        in BatchesSampler."""
+        """`iteration()` is the one under way; this worker is the node's `device`-th of `devices`; `ahead` is
+        how many batches are asked for at most that are beyond the next one; the rest as in BatchesSampler.
+        Raises UserError for an `ahead` below 0."""
+        if ahead is not None and ahead < 0:
+            raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._length = length_of(dataset)
         self._node, self._iteration, self._on_index = node, iteration, on_index
         self._device, self._devices = device, devices
         self._seed, self._epoch = int(seed), 0
-        self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last)
+        options = {} if ahead is None else {"ahead": ahead}
+        self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last, **options)
         self._sizes: list[int] = []  # of what was given and not used; 0 for a fill
         self._consumed = 0  # samples of it that a backward has reached
         self._iterations = self._iterating = 0  # the number of the one that is asked for more; 0: none is

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
-from atoll.core.units import format_bytes
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.train.node.cpu import fingerprint
 from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
@@ -25,9 +24,8 @@ from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
 from atoll.train.resume import TrainingState
 from atoll.train.strategies import Stepper, Training, message_bytes_for
-from atoll.wire.device import Applied, Ready, SetUp, State, WantState
+from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
-from atoll.wire.nodes import MOST_SCRIPT
 
 
 class Peers:
@@ -129,16 +127,10 @@ class Peers:
 
     def _capture(self) -> bytes:
         try:
-            script = self._state.capture(fixed=True)
-            if len(script) > MOST_SCRIPT:
-                raise CheckpointError(
-                    f"it takes {format_bytes(len(script))}, and {format_bytes(MOST_SCRIPT)} is the most; "
-                    "register less, or go on from a checkpoint"
-                )
+            return self._state.capture(fixed=True)
         except CheckpointError as error:  # the newcomer's to know, and nothing that ends this one
-            self._worker.tell(f"a node that comes late gets no state of the script: {error}")
+            self._worker.tell(f"{NO_STATE}: {error}")
             return b""
-        return script
 
     def _returned(self, script: bytes) -> None:
         if not script:
