@@ -10,7 +10,8 @@ with parameters and optimizer offloaded. For scale: DistributedDataParallel, whi
 and one worker alone, in plain PyTorch and under Atoll's budgets. There is no accelerator here, so a "device"
 is an arena of the CPU's memory, for the rivals plain memory.
 
-A step's time is its slowest worker's; a run's, the median of its steps after the first. The runs take turns,
+A step's time is its slowest worker's; a run's, the median of its steps after the first. CPU time, over both
+workers and all their threads, is told beside it: what else the machine does moves it less. The runs take turns,
 in a new random order in each round. That all train the same thing is checked: each step's mean loss against
 that of DistributedDataParallel (one worker: of plain PyTorch) in the same round.
 
@@ -75,6 +76,7 @@ class Outcome:
     """One run, of all its workers."""
 
     seconds: float  # of a step
+    cpu: float  # seconds of CPU time of a step, over all workers
     peaks: list[int]  # bytes of each process beyond what it had before the model was made
     losses: list[float]  # each step's mean over the workers
     method: str  # where the peaks are from
@@ -119,6 +121,7 @@ def outcome(records: Sequence[Record], summary: Path) -> Outcome:
     losses = zip(*(record.losses for record in records), strict=True)
     return Outcome(
         seconds=median(max(step) for step in steps),
+        cpu=sum(record.cpu for record in records),
         peaks=[record.peak for record in records],
         losses=[sum(step) / len(step) for step in losses],
         method=records[0].method,
@@ -160,6 +163,7 @@ def case(system: System, outcomes: Mapping[System, Sequence[Outcome | str]]) -> 
         "workers": system.workers,
         "failed": [each for each in own if isinstance(each, str)],
         "seconds": median(each.seconds for each in made) if made else None,
+        "cpu": median(each.cpu for each in made) if made else None,
         "peak": median(max(each.peaks) for each in made) if made else None,
         "arenas": arenas(made),
         "off": max(offs) if offs else None,
@@ -188,7 +192,7 @@ def line(case: Mapping[str, Any]) -> str:
         said += f"did not run ({len(case['failed'])} times): {case['failed'][0]}; "
     if case["seconds"] is None:
         return said
-    said += f"{milliseconds(case['seconds'])} a step, at most {case['peak'] / MIB:.0f} MiB a process"
+    said += f"{milliseconds(case['seconds'])} a step, {milliseconds(case['cpu'])} of CPU time, at most {case['peak'] / MIB:.0f} MiB a process"
     if case["arenas"]:
         said += ", of them " + " and ".join(f"{n / MIB:.0f} in the {t}'s" for t, n in case["arenas"].items())
     if case["off"] is not None:

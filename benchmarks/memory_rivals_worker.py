@@ -62,6 +62,7 @@ class Record:
     peak: int = 0  # bytes of the process at most, beyond what it had just before the model was made
     losses: list[float] = field(default_factory=list)  # of this worker's batch, of all steps
     seconds: list[float] = field(default_factory=list)  # of the steps after the warm ones
+    cpu: float = 0.0  # seconds of CPU time that all threads spent on such a step
 
 
 class Job:
@@ -83,12 +84,15 @@ class Job:
     def train(self, trained: nn.Module, step: Callable[[Tensor], None]) -> None:
         """`step(loss)` makes the backward, the optimizer's step, and lets the gradients go."""
         for number, windows in enumerate(self.batches()):
+            if number == self.plan.warm:
+                spent = time.process_time()
             began = time.perf_counter()
             loss = gpt.loss_of(trained, windows)
             step(loss)
             if number >= self.plan.warm:
                 self.record.seconds.append(time.perf_counter() - began)
             self.record.losses.append(loss.item())
+        self.record.cpu = (time.process_time() - spent) / self.plan.steps
 
     def train_with(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         def step(loss: Tensor) -> None:

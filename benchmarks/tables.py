@@ -385,12 +385,13 @@ def memory_rivals(record: Record) -> str:
 def _sharded_row(case: Record, rivals: Sequence[str]) -> list[str]:
     own = [case["system"], str(case["workers"])]
     if case["seconds"] is None:
-        return [*own, f"did not run: {case['failed'][0]}", "", "", "", *("" for _ in rivals), ""]
+        return [*own, f"did not run: {case['failed'][0]}", "", "", "", "", *("" for _ in rivals), ""]
     peaks = f"{case['peak'] / MIB:.0f}", " + ".join(f"{n / MIB:.0f}" for n in case["arenas"].values())
     off = "" if case["off"] is None else f"{case['off']:.0e}" + ("" if case["alike"] else ", unlike")
     against = [f"{case['against'][name]['median']:.2f}" if name in case["against"] else "" for name in rivals]
     verdict = "" if case["met"] is None else VERDICTS[case["met"]]
-    return [*own, milliseconds(case["seconds"]), *peaks, off, *against, verdict]
+    times = milliseconds(case["seconds"]), milliseconds(case["cpu"])
+    return [*own, *times, *peaks, off, *against, verdict]
 
 
 def memory_gpu(record: Record) -> str:
