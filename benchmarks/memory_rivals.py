@@ -11,9 +11,9 @@ and one worker alone, in plain PyTorch and under Atoll's budgets. There is no ac
 is an arena of the CPU's memory, for the rivals plain memory.
 
 A step's time is its slowest worker's; a run's, the median of its steps after the first. CPU time, over both
-workers and all their threads, is told beside it: what else the machine does moves it less. The runs take turns,
-in a new random order in each round. That all train the same thing is checked: each step's mean loss against
-that of DistributedDataParallel (one worker: of plain PyTorch) in the same round.
+workers and all their threads, is told beside it: what else the machine does moves it less. The runs take
+turns, in a new random order in each round. That all train the same thing is checked: each step's mean loss
+against that of DistributedDataParallel (one worker: of plain PyTorch) in the same round.
 
 PYTHON is an interpreter in whose environment DeepSpeed is installed beside the same torch, and Atoll, whose
 model and data it uses. A system that is not given, or fails, is in the results with why.
@@ -192,7 +192,8 @@ def line(case: Mapping[str, Any]) -> str:
         said += f"did not run ({len(case['failed'])} times): {case['failed'][0]}; "
     if case["seconds"] is None:
         return said
-    said += f"{milliseconds(case['seconds'])} a step, {milliseconds(case['cpu'])} of CPU time, at most {case['peak'] / MIB:.0f} MiB a process"
+    said += f"{milliseconds(case['seconds'])} a step, {milliseconds(case['cpu'])} of CPU time"
+    said += f", at most {case['peak'] / MIB:.0f} MiB a process"
     if case["arenas"]:
         said += ", of them " + " and ".join(f"{n / MIB:.0f} in the {t}'s" for t, n in case["arenas"].items())
     if case["off"] is not None:
