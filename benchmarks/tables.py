@@ -369,16 +369,8 @@ def _rival_row(case: Record) -> list[str]:
 def memory_rivals(record: Record) -> str:
     """Ratios: Atoll's step over the rival's."""
     rivals = list(dict.fromkeys(name for case in record["cases"] for name in case["against"]))
-    heads = [
-        "system",
-        "workers",
-        "a step",
-        "a process, MiB",
-        "arenas, MiB",
-        "losses within",
-        *rivals,
-        "target",
-    ]
+    own = ["system", "workers", "a step", "CPU time", "a process, MiB", "arenas, MiB", "losses within"]
+    heads = [*own, *rivals, "target"]
     return table(heads, [_sharded_row(case, rivals) for case in record["cases"]])
 
 
@@ -387,7 +379,7 @@ def _sharded_row(case: Record, rivals: Sequence[str]) -> list[str]:
     if case["seconds"] is None:
         return [*own, f"did not run: {case['failed'][0]}", "", "", "", "", *("" for _ in rivals), ""]
     peaks = f"{case['peak'] / MIB:.0f}", " + ".join(f"{n / MIB:.0f}" for n in case["arenas"].values())
-    off = "" if case["off"] is None else f"{case['off']:.0e}" + ("" if case["alike"] else ", unlike")
+    off = "" if case["off"] is None else f"{case['off']:.1g}" + ("" if case["alike"] else ", unlike")
     against = [f"{case['against'][name]['median']:.2f}" if name in case["against"] else "" for name in rivals]
     verdict = "" if case["met"] is None else VERDICTS[case["met"]]
     times = milliseconds(case["seconds"]), milliseconds(case["cpu"])
