@@ -26,6 +26,7 @@ from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, take
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.parameters import give_back, place_of, put, take_over, version
 from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
@@ -430,6 +431,7 @@ class Engine:
 
         return sorted(chunks, key=key)
 
+    @uninterrupted
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
         place = place_of(parameter)
@@ -447,6 +449,7 @@ class Engine:
             with self._values(each) as values:
                 return copy.copy_(each.part(values, slot))
 
+    @uninterrupted
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
         place = place_of(parameter)

@@ -12,6 +12,7 @@ from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
@@ -139,6 +140,7 @@ class Moving(Fitted):
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
+        self._keeps_interrupts = interrupts.begin()
         try:
             self.engine.take_over()
             if optimizer is not None:
@@ -229,6 +231,7 @@ class Moving(Fitted):
             return None
         return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
 
+    @interrupts.uninterrupted
     def close(self) -> None:
         if self.engine.is_closed:
             return
@@ -242,6 +245,9 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
+            if self._keeps_interrupts:
+                self._keeps_interrupts = False
+                interrupts.end()
             try:
                 self.gradients.close()
             finally:

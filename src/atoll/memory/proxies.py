@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from atoll.core.errors import UserError
+from atoll.memory.interrupts import uninterrupted
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -123,6 +124,7 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
+@uninterrupted
 def _set_data(tensor: GradientProxy, value: Tensor) -> None:
     """`p.grad.data = value`: its values are copied."""
     if value is tensor:  # `p.grad.data = p.grad.data`
@@ -148,6 +150,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return results or None
 
 
+@uninterrupted
 def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the gradients in their proxies' places."""
     proxies = {
