@@ -209,7 +209,7 @@ def under_atoll(plan: Plan, record: Record, model: Network) -> None:
         session.prepare(model, optimizer)
         if plan.dealt:
             training = data(plan.steps * session.config.sync.global_batch, plan.seed)
-            loader = DataLoader(training, batch_sampler=session.batches(training, seed=plan.seed))
+            loader = DataLoader(training, batch_sampler=session.batches(training, seed=plan.seed, ahead=0))
         else:
             batch = plan.shares[record.node]
             training = data(batch * len(plan.shares) * plan.steps, plan.seed)

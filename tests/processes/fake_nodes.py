@@ -122,6 +122,7 @@ class FakeNode:
         self.computed_at: list[int] = []  # the staleness of each iteration
         self._wanted = -1
         self.capture: list[int] = []
+        self.script_size = 0  # bytes of the script's state beyond a few
         self.place = d.NodeAt(node, incarnation, "")
         begin = d.Begin(run="test", node=node, incarnation=incarnation, stale_max=stale_max, **options)
         self.cpu.send(begin)
@@ -233,7 +234,7 @@ class FakeNode:
             return False
         if k in self.capture:
             self.capture.remove(k)
-            script = b"script of %d at %d" % (self.node, k)
+            script = b"script of %d at %d" % (self.node, k) + bytes(self.script_size)
             self.cpu.send(d.Captured(iteration=k, script=script, meeting=self.meeting))
         self.contribute()
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
-from atoll.train.node import process
+from atoll.train.node import entering, process
 from atoll.train.node.globals import GlobalParameters
 from atoll.train.node.memory import make_file
 from atoll.wire import device as d
 from atoll.wire import nodes as n
+
+MIB = 2**20
 
 WORKER = """
 import os, time
@@ -238,6 +241,30 @@ def test_two_of_three_go_on_when_one_is_killed() -> None:
             torch.testing.assert_close(flat, expected[chunk])
 
 
+def test_where_a_majority_dies_at_once_the_rest_says_so_and_goes_no_further() -> None:
+    with FakeRun(3, stale_max=1) as run:
+        run.train(4)
+        left, *dead = run.nodes
+        for each in dead:
+            os.kill(each.cpu.pid, signal.SIGKILL)
+        run.nodes[1:] = []
+        line = (
+            "a majority of the 3 nodes of view 0: there is none without node 1 and node 2; if they are lost, "
+            "go on from a checkpoint"
+        )
+
+        def is_said() -> bool:
+            left.advance(100)
+            return left.waiting.startswith(line)
+
+        for _ in range(2):  # again and again: it may come to wait for something else meanwhile
+            left.waiting = ""
+            run.until(is_said, "it says so")
+        for each in dead:
+            each.close()
+        assert (left.taken, left.iteration) == (4, 6)
+
+
 def test_who_stood_still_comes_back() -> None:
     """SIGSTOP for longer than the timeouts: the others go on, and it is a member anew in the same process."""
     with FakeRun(3, stale_max=1) as run:
@@ -267,11 +294,42 @@ def test_who_stood_still_comes_back() -> None:
 
 
 def test_a_node_comes_late() -> None:
+    """With a script's state of several messages, as an average of the weights makes it."""
     with FakeRun(2, stale_max=1) as run:
         run.train(5)
-        run.introduce_late(FakeNode(2, stale_max=1))
+        for each in run.nodes:
+            each.script_size = 17 * MIB + each.node
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
         run.train_until_all_are_in()
+        assert late.ready is not None
+        script = late.ready.script.rstrip(b"\0")
+        givers = {b"script of %d at %d" % (node, late.ready.iteration): node for node in (0, 1)}
+        assert len(late.ready.script) == len(script) + 17 * MIB + givers[script]
         run.train(run.furthest + 6)
+        run.assert_equal()
+
+
+def allows_no_scripts() -> None:
+    entering.most_script = process.most_script = lambda _state: 10  # type: ignore[assignment]
+
+
+def test_a_script_that_takes_too_much_is_not_given_and_the_members_say_so() -> None:
+    with FakeRun(2, stale_max=1, preludes=dict.fromkeys((0, 1), allows_no_scripts)) as run:
+        run.train(5)
+        late = FakeNode(2, stale_max=1)
+        run.introduce_late(late)
+        run.train_until_all_are_in()
+        assert late.ready is not None
+        assert late.ready.script == b""
+        run.train(run.furthest + 3)
+        for each in run.nodes[:2]:
+            (said,) = [told.reason for told in each.told if told.what == "state"]
+            assert re.fullmatch(
+                r"a node that comes late gets no state of the script: it takes 1\d B, and 10 B is the most "
+                "here; register less, or go on from a checkpoint",
+                said,
+            )
         run.assert_equal()
 
 

@@ -148,6 +148,23 @@ def test_a_node_is_killed_and_comes_back_with_the_hub_dead(command: Command) -> 
 
 
 @pytest.mark.soak
+def test_where_a_majority_dies_the_run_ends_with_a_line_that_says_the_way_out(command: Command) -> None:
+    path = command.directory / "peers.toml"
+    path.write_text('[run]\nstrategy = "peers"\n[sync]\ntimeout = "20s"\n')
+    launched = command.start(SCRIPT, workers=3, environment={"ATOLL_CONFIG": str(path)})
+    wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")
+    workers = nodes_of(command)
+    for node in (1, 2):
+        workers[node].kill()
+    _, err = launched.communicate(timeout=100)
+    assert launched.returncode == 1, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("atoll: node 0 waited 20.")
+    assert "it waits for a majority of the 3 nodes of view 0: there is none without node 1 and node 2" in last
+    assert "if they are lost, go on from a checkpoint" in last
+
+
+@pytest.mark.soak
 def test_one_that_stands_still_is_left_out_and_takes_up_where_the_others_are(command: Command) -> None:
     launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
     wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")

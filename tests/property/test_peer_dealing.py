@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from statistics import stdev
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import UserError
 from atoll.train.dealing import Item
-from atoll.train.node.dealing import AHEAD, BLOCK, Fact, PeerDeal, split, weights_by
+from atoll.train.node.dealing import AHEAD, Fact, PeerDeal, split, weights_by
 
 
 class World:
@@ -22,13 +23,24 @@ class World:
     """
 
     def __init__(
-        self, seed: int, length: int, batch: int, nodes: int, stale_max: int, per: int, dies: dict[int, int]
+        self,
+        seed: int,
+        length: int,
+        batch: int,
+        nodes: int,
+        stale_max: int,
+        per: int,
+        dies: dict[int, int],
+        ahead: int = AHEAD,
+        uneven: float = 0.0,
     ) -> None:
         self.random = random.Random(seed)
         self.length, self.stale_max, self.per, self.dies = length, stale_max, per, dies
+        self.ahead, self.uneven, self.seed = max(ahead, per - 1), uneven, seed
         self.paces = {node: self.random.choice([0.1, 0.2, 0.5, 1.0]) for node in range(nodes)}
         self.deals = {
-            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max) for node in range(nodes)
+            node: PeerDeal([(0, 0, length)], batch, range(nodes), stale_max, ahead=self.ahead)
+            for node in range(nodes)
         }
         self.told = dict.fromkeys(range(nodes), 0)  # iterations that a node knows to be applied
         self.trained: Counter[Item] = Counter()  # by contributions that were applied
@@ -64,8 +76,7 @@ class World:
                     break
                 items += dealt.part_of(node)
                 ticks += 1
-            ahead = self.random.randrange(AHEAD - self.per)
-            deal.tick(used + ahead)  # the loader goes on
+            deal.tick(used + self.random.randint(0, self.ahead))  # the loader goes on
             parts[node] = items
             counts.add(ticks)
             if ticks:
@@ -83,7 +94,11 @@ class World:
         """A node has applied at least so many iterations when it begins one."""
         until = self.random.randint(max(0, least), most)
         for iteration in range(self.told[node], until):
-            paces = {each: pace for each, pace in self.paces.items() if self.alive(each, iteration)}
+            drawn = random.Random(f"{self.seed}, {iteration}")
+            each_time = {
+                each: pace * drawn.lognormvariate(0, self.uneven) for each, pace in self.paces.items()
+            }
+            paces = {each: pace for each, pace in each_time.items() if self.alive(each, iteration)}
             self.deals[node].applied(iteration, paces)
         self.told[node] = max(self.told[node], until)
 
@@ -97,6 +112,8 @@ worlds = st.builds(
     stale_max=st.integers(0, 5),
     per=st.integers(1, 3),
     dies=st.dictionaries(st.integers(1, 4), st.integers(0, 60), max_size=3),
+    ahead=st.integers(0, AHEAD),
+    uneven=st.sampled_from([0.0, 0.5]),
 )
 
 
@@ -115,6 +132,34 @@ def test_each_sample_counts_once_however_far_nodes_are(world: World, epochs: int
     assert world.trained + Counter(rest) == whole
     if not world.dies:
         assert not rest
+
+
+@pytest.mark.parametrize(("ahead", "first"), [(0, 16), (AHEAD, 48)])
+def test_parts_follow_speeds_the_sooner_the_less_is_fetched_ahead(ahead: int, first: int) -> None:
+    world = World(7, length=3_200, batch=40, nodes=3, stale_max=4, per=1, dies={}, ahead=ahead)
+    world.paces = {0: 0.1, 1: 0.1, 2: 0.4}
+    parts = []
+    for deal in world.deals.values():
+        deal.again([(0, 0, 3_200)], carry=False)
+    for _ in range(60):
+        dealt = world.deals[0].tick(world.deals[0].used)
+        assert dealt is not None
+        parts.append(dealt.parts)
+        world._iterate()
+    assert parts == [{0: 14, 1: 13, 2: 13}] * first + [{0: 18, 1: 18, 2: 4}] * (60 - first)
+
+
+def test_parts_follow_a_speed_that_changes() -> None:
+    """Of steps as uneven as can be by many iterations; where a node has become far slower, by the newest."""
+    generator = random.Random(3)
+    uneven = [Fact(t, {0: generator.lognormvariate(0, 0.47), 1: 1.0}) for t in range(400)]
+    windows = [weights_by(uneven[t : t + 64])[0] for t in range(0, 336, 8)]
+    few = [weights_by(uneven[t + 48 : t + 64])[0] for t in range(0, 336, 8)]
+    assert stdev(windows) < 0.6 * stdev(few)
+    slowed = [Fact(t, {0: 1.0 if t < 100 else 3.0, 1: 1.0}) for t in range(200)]
+    assert weights_by(slowed[40:104]) == {0: 1.0, 1: 1.0}
+    assert weights_by(slowed[46:110]) == {0: 1 / 3, 1: 1.0}
+    assert weights_by(slowed[100:164]) == {0: 1 / 3, 1: 1.0}
 
 
 def test_parts_follow_the_speeds() -> None:
@@ -151,9 +196,9 @@ def test_speeds_count_once_all_are_known() -> None:
     assert weights_by(facts) == {0: 2.0, 1: 4.0}
 
 
-def test_a_loader_that_fetches_too_far_ahead_is_told() -> None:
-    deal = PeerDeal([(0, 0, 10_000)], 1, [0, 1], 4)
-    assert deal.tick(AHEAD - 1) is not None
-    with pytest.raises(UserError, match=f"a DataLoader that fetches more than {AHEAD} batches ahead"):
-        deal.tick(AHEAD)
-    assert AHEAD % BLOCK == 0
+@pytest.mark.parametrize("ahead", [0, 3, AHEAD])
+def test_a_loader_that_fetches_too_far_ahead_is_told(ahead: int) -> None:
+    deal = PeerDeal([(0, 0, 10_000)], 1, [0, 1], 4, ahead=ahead)
+    assert deal.tick(ahead) is not None
+    with pytest.raises(UserError, match=f"a DataLoader fetches more than {ahead} batches ahead"):
+        deal.tick(ahead + 1)

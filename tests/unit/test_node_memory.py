@@ -175,18 +175,24 @@ def test_the_formula_is_what_is_there() -> None:
     memory = HostMemory.create(plan)
     assert os.fstat(memory.fd).st_size == found.shared
     memory.close()
-    given = [[model.contribution(t, node) for node in range(3)] for t in range(3)]
+    given = [[model.contribution(t, node) for node in range(3)] for t in range(6)]
     parameters.apply(0, given[0])
-    waiting = [Pending(t, given[t][:2]) for t in (1, 2)]
-    Overlay(parameters).write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, waiting)
+    overlay = Overlay(parameters)
+    for pending in (2, 5):
+        waiting = [Pending(t, given[t][: 3 if t == 5 else 2]) for t in range(1, 1 + pending)]
+        overlay.write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, waiting)
+        assert (overlay._twin is not None) is (pending == 5)
     used: list[int] = []
     parameters.for_each_chunk(lambda _chunk, scratch: used.append(scratch.nbytes))
     assert found.scratch == used[-1]
     states = [parameters.optimizer.state(chunk)[0] for chunk in parameters.chunks]
     assert found.optimizer == sum(flat.nbytes for elements in states for flat in elements.values())
     assert found.parameters == sum(chunk.nbytes for chunk in model.layout.chunks)
+    assert overlay._twin is not None
+    twins = [(overlay._twin.values(c), *overlay._twin.state(c)[0].values()) for c in overlay._twin.chunks]
+    assert found.twin == sum(flat.nbytes for flats in twins for flat in flats)
     one = model.contribution(0, 0).gradients
     assert found.contributions == 6 * sum(flat.nbytes for flat in one.values())
     assert found.total == (
-        found.shared + found.parameters + found.optimizer + found.scratch + found.contributions
+        found.shared + (found.parameters + found.optimizer + found.twin + found.scratch) + found.contributions
     )

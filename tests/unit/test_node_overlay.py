@@ -12,7 +12,7 @@ import torch
 from peer_model import WEIGHTS, PeerModel
 from torch import Tensor
 
-from atoll.train.node.globals import Contribution, GlobalParameters
+from atoll.train.node.globals import Contribution, GlobalParameters, Step
 from atoll.train.node.overlay import Overlay, Pending
 from atoll.train.node.state import pack_globals
 from atoll.wire.device import Clip
@@ -136,3 +136,89 @@ def test_a_norm_is_found_anew_when_another_contribution_has_come() -> None:
         assert all(torch.equal(found[chunk], again[chunk]) for chunk in found)
     for t in range(3):
         assert parameters.apply(t, given[t]) == fresh.apply(t, given[t])
+
+
+def trained_chunk(parameters: GlobalParameters) -> int:
+    return next(chunk for chunk in parameters.chunks if parameters.optimizer.trains(chunk))
+
+
+def steps_of(parameters: GlobalParameters, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The iterations whose steps are made from now on, of one chunk."""
+    made: list[int] = []
+    plain = parameters.step_chunk
+    one = trained_chunk(parameters)
+
+    def step_chunk(chunk: int, step: Step, *rest: Any) -> None:
+        made.extend([step.iteration] if chunk == one else [])
+        plain(chunk, step, *rest)
+
+    monkeypatch.setattr(parameters, "step_chunk", step_chunk)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=["SGD", "Adam", "AdamW", "Adagrad", "NAdam"])
+def test_what_is_kept_of_one_writing_changes_nothing_in_the_next(
+    kind: type[torch.optim.Optimizer], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contributions in any order, some nodes far behind, members that go, values that come from elsewhere:
+    each writing is what one makes that has kept nothing."""
+    saved = 0
+    for seed in range(2):
+        generator = random.Random(seed)
+        model = PeerModel(kind, settings)
+        parameters, iterations = model.globals(), 12
+        given = drawn(model, iterations, seed)
+        overlay, made = Overlay(parameters), steps_of(parameters, monkeypatch)
+        one = trained_chunk(parameters)
+        nodes = [0] * 3  # the next iteration of each
+        while parameters.iteration < iterations:
+            node = generator.choices(range(3), [4, 4, 1])[0]
+            now = parameters.iteration
+            if generator.random() < 0.05:
+                parameters.set_values(one, parameters.values(one) + 0.25)
+            elif generator.random() < 0.05:
+                states, slots = parameters.optimizer.state(one)
+                parameters.set_state(one, {key: 2 * state for key, state in states.items()}, slots)
+            elif nodes[node] < iterations:
+                nodes[node] += 1
+            here = [[given[t][node] for node in range(3) if t < nodes[node]] for t in range(iterations)]
+            if len(here[now]) == 3 or (here[now] and generator.random() < 0.02):  # or one is left out
+                parameters.apply(now, here[now])
+                nodes = [max(each, now + 1) for each in nodes]
+            waiting = [Pending(t, here[t]) for t in range(parameters.iteration, iterations) if here[t]]
+            before = bytes(pack_globals(parameters))
+            found = {chunk: torch.full_like(parameters.values(chunk), 7.0) for chunk in parameters.chunks}
+            made.clear()
+            overlay.write(found, waiting)
+            assert bytes(pack_globals(parameters)) == before
+            saved += len(waiting) - len(made)
+            with monkeypatch.context() as patch:
+                patch.setattr("atoll.train.node.overlay._WORTH_KEEPING", 1000)
+                expected = local(parameters, waiting)
+            assert all(torch.equal(found[chunk], expected[chunk]) for chunk in expected)
+    assert saved > 50
+
+
+def test_behind_a_slow_node_the_newest_iteration_alone_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    given = [[model.contribution(t, node) for node in range(3)] for t in range(12)]
+    overlay, made = Overlay(parameters), steps_of(parameters, monkeypatch)
+    into = {chunk: torch.empty_like(parameters.values(chunk)) for chunk in parameters.chunks}
+
+    def stepped(*nodes: int) -> list[int]:
+        """What is stepped where so many nodes' contributions are here of each iteration that is pending."""
+        made.clear()
+        here = enumerate(nodes, start=parameters.iteration)
+        overlay.write(into, [Pending(t, given[t][:count]) for t, count in here])
+        return list(made)
+
+    assert stepped(*[2] * 10) == list(range(10))
+    assert stepped(*[2] * 10, 1) == [10]
+    assert stepped(*[2] * 11) == [10]
+    assert stepped(*[2] * 11, 1) == [11]
+    assert stepped(3, *[2] * 11) == list(range(12))  # the slow one's contribution is under all others
+    parameters.apply(0, given[0])
+    assert stepped(*[2] * 11) == []  # what was stepped before
+    parameters.apply(1, given[1])
+    assert stepped(*[2] * 10) == list(range(2, 12))

@@ -14,7 +14,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import DeadlineError, GivenUpError, NonFiniteGradientError, PrepareError, UserError
-from atoll.train.node import exchange, meetings, strategy
+from atoll.train.node import exchange, meetings
 from atoll.train.node.exchange import said_in
 from atoll.wire.device import (
     NO_MORE,
@@ -396,17 +396,9 @@ def test_what_is_gathered_goes_in_pieces(node: Node, monkeypatch: pytest.MonkeyP
     assert max(pieces) <= 50 + 8
 
 
-def test_a_script_that_is_too_large_for_one_that_comes_late(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_comes_late_and_gets_no_state_of_the_script_ends() -> None:
     """The others go on; it ends, with a status by which it may be started again."""
-    monkeypatch.setattr(strategy, "MOST_SCRIPT", 10)
-    node.side.say(CaptureAt(iteration=1))
-    node.step()
-    node.backward()
-    (captured,) = node.side.of(Captured)
-    assert captured.script == b""
-    late = Node(config(), late=True, first=1, script=captured.script)
+    late = Node(config(), late=True, first=1, script=b"")
     with pytest.raises(GivenUpError, match="node 0 cannot come in: the others could not give it the script"):
         late.session.resume()
     late.session._leave()

@@ -434,7 +434,20 @@ class Node:
         lines += [f"{_name(life)}, to come to meeting {self.met}" for life in self._absent()]
         if self._own_meeting is not None and not lines:
             lines.append(f"a majority of view {self.view.number}, to hold the parts of meeting {self.met}")
-        return lines
+        return [self.lost_majority(), *lines] if self.lost_majority() else lines
+
+    def lost_majority(self) -> str:
+        """Who must answer before anything more can be decided, where too few others are left for that, in
+        words; else empty. (In a view of two the witness may be the other voter.)"""
+        nodes = [each.life.node for each in self.view.members]
+        gone = [node for node in nodes if node in self._wish.remove]
+        if not gone or len(nodes) == 2 or 2 * (len(nodes) - len(gone)) > len(nodes):
+            return ""
+        names = " and ".join(f"node {node}" for node in gone)
+        return (
+            f"a majority of the {len(nodes)} nodes of view {self.view.number}: there is none without {names}"
+            "; if they are lost, go on from a checkpoint"
+        )
 
     def held(self) -> list[Key]:
         """The keys whose payloads must be kept, own ones too."""

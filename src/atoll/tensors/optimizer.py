@@ -204,6 +204,23 @@ class ChunkState:
                     elif key not in self.elements:
                         state[key] = value
 
+    def copy(self, other: ChunkState) -> None:
+        """Be what `other` is, of a chunk that is laid out alike."""
+        self.dissolve()
+        for key in self.elements.keys() - other.elements.keys():
+            del self.elements[key]
+        for key, values in other.elements.items():
+            if key in self.elements:
+                self.elements[key].copy_(values)
+            else:
+                self.elements[key] = values.clone()
+        for index, (slot, theirs) in enumerate(zip(self.slots, other.slots, strict=True)):
+            offset, parameter = self.chunk.chunk.slots[index].offset, self.chunk.parameters[index]
+            slot.clear()
+            for key, value in theirs.items():
+                held = self.elements.get(key)
+                slot[key] = copied(value) if held is None else carve(held, offset, parameter)
+
     def load(self, slot: int, state: State, elementwise: set[str]) -> None:
         """Take a parameter's state from plain torch's form."""
         view: State = {}
@@ -381,6 +398,16 @@ class ChunkOptimizer:
             self._import()
         for state, before in zip(self._states, saved, strict=True):
             state.rewind(before)
+
+    def copy(self, other: ChunkOptimizer) -> None:
+        """Have the state that `other` has, of chunks that are laid out alike; not the parameters' values."""
+        for each in (self, other):
+            each.restore()
+            if each._state_was_replaced():
+                each._import()
+        for state, theirs in zip(self._states, other._states, strict=True):
+            state.copy(theirs)
+        self._publish()
 
     def restore(self) -> None:
         """Undo an exchange that a failing step left behind."""

@@ -219,6 +219,12 @@ class _HeldChunk:
             self.flat.copy_(values)
             self.stepper.rewind(states)
 
+    def copy(self, other: _HeldChunk) -> None:
+        """Have the values and the state that `other` has."""
+        self.open.clear()
+        self.flat.copy_(other.flat)
+        self.stepper.copy(other.stepper)
+
     def apply(self, settings: Settings) -> None:
         """Have the next step use `settings`."""
         if settings is not self.settings:
@@ -326,6 +332,11 @@ class ShardOptimizer:
         were. `scratch` holds them meanwhile, under "values" and "state.KEY"."""
         with self._chunks[chunk].undone(scratch):
             yield
+
+    def copy(self, chunk: int, other: ShardOptimizer) -> None:
+        """Have the values and the state that another one of the same layout and optimizer has of a chunk that
+        is trained; its next steps are `other`'s then, bit for bit."""
+        self._chunks[chunk].copy(other._chunks[chunk])
 
     def contribute(
         self,

@@ -31,3 +31,8 @@ class Pace:
     def seconds(self) -> float:
         """The median of the latest iterations; 0 until enough are made."""
         return median(self._seconds) if len(self._seconds) >= self._probe else 0.0
+
+    @property
+    def latest(self) -> float:
+        """Of the latest iteration that counts alone; 0 before one does."""
+        return self._seconds[-1] if self._seconds else 0.0

@@ -26,6 +26,7 @@ from atoll.wire.base import (
     decode_with,
 )
 
+NO_STATE = "a node that comes late gets no state of the script"  # why follows
 NO_MORE = 2**52  # in the place of an iteration: the script has made all of its own
 Note: TypeAlias = Annotated[bytes, Meta(max_length=2**16)]  # the session's own words on a contribution
 Buffer: TypeAlias = Annotated[int, Meta(ge=0, lt=16)]

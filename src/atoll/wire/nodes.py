@@ -28,7 +28,6 @@ from atoll.wire.peers import Key, PeerMessage
 from atoll.wire.peerviews import Life
 
 MOST_PART = 2**23  # bytes of a node's part in a meeting
-MOST_SCRIPT = 2**25  # bytes of a script's state, for one that comes late
 
 
 class Greet(Message, frozen=True):
@@ -130,13 +129,16 @@ class Takeover(Message, frozen=True):
 
 
 class Script(Message, frozen=True):
-    """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it;
-    `meeting` is the next one's number there, and `number` counts the set-ups that were made before."""
+    """The script's state before `iteration` (wire/device.py: Captured), for a node that comes in with it: the
+    payload is what lies from byte `start` of it, of `total` bytes; `digest` is of all of them. `meeting` is
+    the next one's number there, and `number` counts the set-ups that were made before."""
 
     iteration: Count
     meeting: Count
     number: Count
-    script: Annotated[bytes, Meta(max_length=MOST_SCRIPT)]
+    start: Count
+    total: Count
+    digest: Annotated[bytes, Meta(max_length=64)]
 
 
 NodeMessage: TypeAlias = Union[

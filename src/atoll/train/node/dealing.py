@@ -20,8 +20,10 @@ from atoll.core.errors import UserError
 from atoll.train.dealing import Item, Run, after, merged
 
 BLOCK = 16  # ticks that are dealt alike
-AHEAD = 32  # ticks that a loader may fetch ahead
-_WINDOW = 16  # iterations over which a node's speed is the median
+AHEAD = 31  # ticks that a loader may fetch ahead, where nothing else is said
+_WINDOW = 64  # iterations over which a node's speed is the median
+_NEWEST = 16  # and where it has changed: where theirs is beyond _CHANGED times that, or below its part
+_CHANGED = 1.5
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -60,7 +62,10 @@ class DealState(msgspec.Struct):
 
 
 class PeerDeal:
-    """The pool `runs` among `nodes`, from `tick` on. Ticks go on over epochs: `again` gives the next pool."""
+    """The pool `runs` among `nodes`, from `tick` on. Ticks go on over epochs: `again` gives the next pool.
+
+    `ahead` is how many ticks beyond the next one are asked for at most; the same on all nodes.
+    """
 
     def __init__(
         self,
@@ -70,8 +75,9 @@ class PeerDeal:
         stale_max: int,
         *,
         drop_last: bool = False,
+        ahead: int = AHEAD,
     ) -> None:
-        self.batch, self._stale_max, self._drop_last = batch, stale_max, drop_last
+        self.batch, self._stale_max, self._drop_last, self._ahead = batch, stale_max, drop_last, ahead
         self._state = DealState(list(runs), 0, 0, [], [], [], {}, -1, sorted(nodes))
 
     # What is told
@@ -95,12 +101,13 @@ class PeerDeal:
     # What is asked
 
     def tick(self, number: int) -> Dealt | None:
-        """What all take in a tick; None: nothing is left. Raises UserError for one AHEAD or more ahead."""
+        """What all take in a tick; None: nothing is left. Raises UserError for one that is too far ahead."""
         state = self._state
-        if number >= state.used + AHEAD:
+        if number > state.used + self._ahead:
             raise UserError(
-                f"a DataLoader that fetches more than {AHEAD} batches ahead (num_workers times "
-                "prefetch_factor): under strategy 'peers' they are not dealt yet; lower one of the two"
+                f"a DataLoader fetches more than {self._ahead} batches ahead (num_workers times "
+                "prefetch_factor; and those of an iteration that has several): under strategy 'peers' they "
+                "are not dealt yet; fetch fewer, or give session.batches a larger ahead= on every node"
             )
         while state.next <= number:
             if not self._deal():
@@ -171,7 +178,8 @@ class PeerDeal:
 
     def _known_at(self, tick: int) -> int:
         """The last iteration that every node has applied, whenever it deals this tick."""
-        iteration = next((made for made, ticks in reversed(self._state.made) if ticks <= tick - AHEAD), None)
+        used = tick - 1 - self._ahead
+        iteration = next((made for made, ticks in reversed(self._state.made) if ticks <= used), None)
         return -1 if iteration is None else iteration - self._stale_max - 1
 
     def _judge(self, until: int) -> None:
@@ -205,7 +213,7 @@ class PeerDeal:
         first = max(0, kept[0] - 1) if kept else 0
         state.made = state.made[first:]
         state.dealt = [each for each in state.dealt if each.tick >= state.made[0][1] or first == 0]
-        needed = (state.used - AHEAD) // BLOCK
+        needed = (state.used - 1 - self._ahead) // BLOCK
         state.blocks = {block: weights for block, weights in state.blocks.items() if block >= needed}
 
 
@@ -217,8 +225,15 @@ def weights_by(facts: Sequence[Fact]) -> dict[int, float]:
         paces = [fact.paces[node] for fact in facts if fact.paces.get(node, 0.0) > 0]
         if not paces:
             return dict.fromkeys(sorted(facts[-1].paces), 1.0)
-        weights[node] = 1.0 / median(paces)
+        weights[node] = 1.0 / _pace_by(paces)
     return weights
+
+
+def _pace_by(paces: Sequence[float]) -> float:
+    """What a node's iterations say of its next ones: many of them, since few tell little of uneven steps; the
+    newest alone, where those are much slower or faster."""
+    whole, newest = median(paces), median(paces[-_NEWEST:])
+    return whole if whole / _CHANGED <= newest <= whole * _CHANGED else newest
 
 
 def split(size: int, weights: Mapping[int, float]) -> dict[int, int]:

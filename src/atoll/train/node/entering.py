@@ -6,13 +6,32 @@ when that came to the newcomer's first iteration. Source: S0, "Members come and 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
+from typing import NamedTuple
 
 from atoll.train.node.network import Network
-from atoll.train.node.takeover import Taker
+from atoll.train.node.takeover import Pieces, Taker, pieces_of
 from atoll.wire.nodes import Script
 from atoll.wire.peerviews import Life, View
+
+_BESIDES = 2**25  # bytes of a script's state beyond those of the model and its optimizer's state
+
+
+def most_script(state: int) -> int:
+    """Bytes that a script's own state may take where what is trained takes `state`: averages of the weights,
+    and whatever is small."""
+    return state + _BESIDES
+
+
+class Scripted(NamedTuple):
+    """A script's state before `iteration`; `meeting` and `number` as in wire/nodes.py: Script."""
+
+    iteration: int
+    meeting: int
+    number: int
+    state: bytes | memoryview
 
 
 class Entering:
@@ -28,12 +47,33 @@ class Entering:
         self.taker: Taker | None = None
         self.unpacking = False
         self.has_state = False
-        self.scripts: dict[int, Script] = {}  # by the iteration that each is of
+        self._pieces: dict[int, Pieces] = {}  # of scripts' states, by member: each sends its own
+        self._scripts: dict[int, Scripted] = {}  # by member
+
+    def take_script(self, sender: int, message: Script, payload: memoryview | None, most: int) -> str:
+        """Take a piece of a member's script's state, which may have `most` bytes. Why it is not taken; empty
+        where it is, or is of no use any more."""
+        if self.script is not None:
+            return ""
+        if message.total > most:
+            return f"{message.total} bytes of a script's state, where {most} is the most"
+        pieces = self._pieces.setdefault(sender, Pieces(most))
+        of = message.iteration, message.meeting, message.number, message.digest
+        pieces.add(of, message.start, message.total, payload)
+        if (whole := pieces.whole) is None:
+            return ""
+        del self._pieces[sender]
+        if digest_of(whole) != message.digest:
+            return "a script's state that is not as it was sent"
+        self._scripts[sender] = Scripted(message.iteration, message.meeting, message.number, whole)
+        if self.script is not None:
+            self._pieces.clear()
+        return ""
 
     @property
-    def script(self) -> Script | None:
+    def script(self) -> Scripted | None:
         """What the script begins with, once it is here."""
-        return self.scripts.get(self.first) if self.first is not None else None
+        return next((each for each in self._scripts.values() if each.iteration == self.first), None)
 
     @property
     def waited(self) -> float:
@@ -56,7 +96,7 @@ class Newcomers:
 
     def __init__(self) -> None:
         self._first: dict[Life, int] = {}
-        self._scripts: dict[int, Script] = {}
+        self._scripts: dict[int, Scripted] = {}
 
     def view(self, old: View | None, new: View, own: Life) -> list[int]:
         """A view is there: the iterations at whose beginning the script is to be captured."""
@@ -67,21 +107,41 @@ class Newcomers:
         self._first.update({each.life: each.first for each in come})
         return sorted({each.first for each in come})
 
-    def captured(self, script: Script, network: Network) -> None:
+    def captured(self, script: Scripted, network: Network) -> None:
         """The script has come to an iteration that somebody begins with."""
         self._scripts[script.iteration] = script
         for life, first in self._first.items():
             if first == script.iteration:
-                network.send_chunk(life.node, script)
+                _send(script, life.node, network)
 
     def up(self, node: int, network: Network) -> None:
         """A node can be reached anew."""
         for life, first in self._first.items():
             if life.node == node and first in self._scripts:
-                network.send_chunk(node, self._scripts[first])
+                _send(self._scripts[first], node, network)
 
     def contributed(self, life: Life) -> None:
         """A newcomer is at work."""
         if self._first.pop(life, None) is not None:
             kept = set(self._first.values())
             self._scripts = {first: script for first, script in self._scripts.items() if first in kept}
+
+
+def _send(script: Scripted, to: int, network: Network) -> None:
+    raw = memoryview(script.state)
+    digest = digest_of(raw)
+    for start, piece in pieces_of(raw):
+        told = Script(
+            iteration=script.iteration,
+            meeting=script.meeting,
+            number=script.number,
+            start=start,
+            total=raw.nbytes,
+            digest=digest,
+        )
+        network.send_chunk(to, told, piece)
+
+
+def digest_of(raw: memoryview) -> bytes:
+    """What a script's state is told by: 16 bytes."""
+    return hashlib.blake2b(raw, digest_size=16).digest()

@@ -14,7 +14,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor
 
 from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
-from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer
+from atoll.tensors.shardoptimizer import Scratch, Settings, ShardOptimizer, SlotValues
 from atoll.wire.device import Clip
 from atoll.wire.messages import Hyperparameters
 
 _COLUMNS = 1024  # of 8 bytes each: the width by which a chunk's bits are summed
+_MADE = 64  # of the latest iterations, of whose contributions each was made
+
+Whose: TypeAlias = tuple[tuple[int, int], ...]  # contributions to an iteration: node and incarnation of each
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """An iteration's step, ready to be made chunk by chunk: contributions that count, each one's share of the
-    weight, and what the mean is multiplied by (None: by nothing)."""
+    """An iteration's step, ready to be made chunk by chunk: `whose` contributions were taken, those of them
+    that count, each one's share of the weight, and what the mean is multiplied by (None: by nothing)."""
 
+    iteration: int
+    whose: Whose
     counted: Sequence[Contribution]
     shares: Sequence[float]
     settings: Sequence[Settings]
@@ -96,16 +102,32 @@ class GlobalParameters:
         threads: int = 1,
     ) -> None:
         self.layout, self.optimizer_name = layout, optimizer
-        every = [chunk.id for chunk in layout.chunks]
-        with one_thread():
-            self.optimizer = ShardOptimizer(
-                layout, every, optimizer, hyperparameters, configured=configured, fused=fused
-            )
+        self._configured, self._fused = configured, fused
+        self.optimizer = self._make([chunk.id for chunk in layout.chunks], hyperparameters)
         self.chunks = tuple(chunk.id for chunk in layout.trainable)  # what contributions are made of
         self.iteration = 0
         self._sums: dict[int, bytes] = {}  # of each chunk's bits, once it is known
         self._norms: dict[int, _Norm] = {}  # of iterations that are not applied yet
         self._crew = _Crew(threads)
+        self.made: dict[int, Whose] = {}  # of the latest iterations
+        self.replaced = 0  # how often values or state came from elsewhere than a step
+
+    def _make(self, chunks: Sequence[int], hyperparameters: Hyperparameters) -> ShardOptimizer:
+        with one_thread():
+            return ShardOptimizer(
+                self.layout,
+                chunks,
+                self.optimizer_name,
+                hyperparameters,
+                configured=self._configured,
+                fused=self._fused,
+            )
+
+    def twin(self) -> ShardOptimizer:
+        """One more optimizer of the chunks that are trained, which steps as this one does: as much memory as
+        they and their state take."""
+        trained = [chunk for chunk in self.chunks if self.optimizer.trains(chunk)]
+        return self._make(trained, self.optimizer.hyperparameters)
 
     def values(self, chunk: int) -> Tensor:
         """A chunk's global parameters [extent] where they lie: the next step changes them."""
@@ -115,6 +137,12 @@ class GlobalParameters:
         """Put other values in a chunk's place."""
         self.optimizer.set_values(chunk, values)
         self._sums.pop(chunk, None)
+        self.replaced += 1
+
+    def set_state(self, chunk: int, states: Mapping[str, Tensor], slots: SlotValues) -> None:
+        """Put another state of the optimizer in a chunk's place."""
+        self.optimizer.set_state(chunk, states, slots)
+        self.replaced += 1
 
     @property
     def digest(self) -> bytes:
@@ -166,6 +194,8 @@ class GlobalParameters:
             self.for_each_chunk(lambda chunk, scratch: self._advance(chunk, step, scratch))
         if taken:
             self.optimizer.set_hyperparameters(taken[0].hyperparameters)
+        self.made[iteration] = () if step is None else step.whose
+        self.made.pop(iteration - _MADE, None)
         self.iteration += 1
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
         unlike = tuple(
@@ -199,41 +229,48 @@ class GlobalParameters:
             return None
         first, total = contributions[0], sum(each.weight for each in counted)
         settings = self.optimizer.settings(first.hyperparameters)
-        step = Step(counted, [each.weight / total for each in counted], settings, None, None)
+        whose = tuple((each.node, each.incarnation) for each in contributions)
+        shares = [each.weight / total for each in counted]
+        step = Step(iteration, whose, counted, shares, settings, None, None)
         if first.clip is None:
             return step
-        whose = tuple((each.node, each.incarnation) for each in contributions)
         known = self._norms.get(iteration)
         if known is None or known.whose != whose:
             norm = self._norm(step, first.clip)
             known = self._norms[iteration] = _Norm(whose, norm, _coefficient(norm, first.clip))
-        return Step(counted, step.shares, settings, known.norm, known.coefficient)
+        return replace(step, norm=known.norm, coefficient=known.coefficient)
 
-    def step_chunk(self, chunk: int, step: Step, scratch: Scratch) -> None:
-        """Make a step on one chunk's values and state, if an optimizer trains it."""
-        if self.optimizer.trains(chunk):
+    def step_chunk(
+        self, chunk: int, step: Step, scratch: Scratch, optimizer: ShardOptimizer | None = None
+    ) -> None:
+        """Make a step on one chunk's values and state, if an optimizer trains it: of this one, or of a
+        twin."""
+        optimizer = optimizer or self.optimizer
+        if optimizer.trains(chunk):
             mean = self._mean(chunk, step, scratch)
             if step.coefficient is not None:
                 out = scratch.part("mean", mean.numel(), mean.dtype)
                 mean = torch.mul(mean, step.coefficient, out=out)
-            self.optimizer.step_by(chunk, mean, _present(chunk, step.counted), step.settings)
+            optimizer.step_by(chunk, mean, _present(chunk, step.counted), step.settings)
 
     def for_each_chunk(self, work: Callable[[int, Scratch], None]) -> None:
         """Do `work` on every trainable chunk, each with scratch memory of its own meanwhile."""
         self._crew.do(work, self.chunks)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the "parameters", of the "optimizer"'s state, and of "scratch" memory at most."""
-        state, largest = 0, {"values": 0}  # in scratch memory, of each kind
+        """Bytes of the "parameters", of the "optimizer"'s state, of a "twin", and of "scratch" memory at
+        most."""
+        state, trained, largest = 0, 0, {"values": 0}  # the last in scratch memory, of each kind
         for id_ in self.chunks:
             extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
+            trained += values if self.optimizer.trains(id_) else 0
             largest["values"] = max(largest["values"], 2 * values)  # the mean, and those before a step
             for key, dtype in self.optimizer.state_dtypes(id_).items():
                 state += extent * dtype.itemsize
                 largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)
         parameters = sum(chunk.nbytes for chunk in self.layout.chunks)
         scratch = sum(largest.values()) * self._crew.size
-        return {"parameters": parameters, "optimizer": state, "scratch": scratch}
+        return {"parameters": parameters, "optimizer": state, "twin": trained + state, "scratch": scratch}
 
     def _advance(self, chunk: int, step: Step, scratch: Scratch) -> None:
         self.step_chunk(chunk, step, scratch)
@@ -271,9 +308,9 @@ class GlobalParameters:
 
 @dataclass(frozen=True)
 class _Norm:
-    """A mean's norm, of whose contributions it is (node, incarnation), and what clipping multiplies by."""
+    """A mean's norm, of whose contributions it is, and what clipping multiplies by."""
 
-    whose: tuple[tuple[int, int], ...]
+    whose: Whose
     norm: Tensor
     coefficient: Tensor | None
 

@@ -8,7 +8,12 @@ S0 would multiply each step by its contributions' part of a full batch. A mean o
 for the mean over all, though, and whole steps learn better (docs/notes/peers.md).
 
 Chunks are done one by one, each through all the steps: so little memory is needed, and of a chunk that fits
-into the processor's cache it is only the gradients that each step reads from memory. Source: S0, "Overlay".
+into the processor's cache it is only the gradients that each step reads from memory.
+
+Where a node is far behind the others, many iterations are pending, and from one writing to the next only the
+newest change. A twin of the optimizer keeps what the steps before those have made then.
+
+Source: S0, "Overlay".
 """
 
 from __future__ import annotations
@@ -19,10 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.tensors.shardoptimizer import Scratch
-from atoll.train.node.globals import Contribution, GlobalParameters
+from atoll.tensors.shardoptimizer import Scratch, ShardOptimizer
+from atoll.train.node.globals import Contribution, GlobalParameters, Step, Whose
 
 OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
+_WORTH_KEEPING = 4  # steps: to copy values and state costs about two
 
 
 @dataclass(frozen=True)
@@ -35,29 +41,70 @@ class Pending:
 
 class Overlay:
     """Writes local parameters: `parameters`, and over them what is pending. To be used by the thread that
-    applies, for it steps them and takes that back."""
+    applies, for it may step them and take that back."""
 
     def __init__(self, parameters: GlobalParameters) -> None:
         self._parameters = parameters
+        self._twin: ShardOptimizer | None = None
+        self._since = self._replaced = 0  # the global iteration that the twin began with
+        self._kept: list[tuple[int, Whose]] = []  # iterations that it has stepped from there
 
     @torch.no_grad()
     def write(self, into: Mapping[int, Tensor], waiting: Sequence[Pending]) -> None:
         """Write every trainable chunk's local parameters into `into` (see HostMemory.buffer). `waiting`: the
         pending iterations in order; with none, what is written are the global parameters. Those, and the
         optimizer's state, are afterwards what they were."""
-        parameters, steps = self._parameters, []
-        for each in waiting:
-            step = parameters.prepare(each.iteration, each.contributions)
-            if step is not None:
-                steps.append(step)
+        parameters = self._parameters
+        prepared = (parameters.prepare(each.iteration, each.contributions) for each in waiting)
+        steps = [step for step in prepared if step is not None]
+        have = self._made_of(steps)  # steps that the twin has made
+        keep = max(have, _settled(steps))  # and those that it is to have
+        begin, twin = have == 0, self._twin
+        if keep and twin is None:
+            twin = self._twin = parameters.twin()
+        self._kept = []  # nothing is known of it if this fails
 
         def write(chunk: int, scratch: Scratch) -> None:
-            if not steps or not parameters.optimizer.trains(chunk):
+            optimizer = parameters.optimizer
+            if not steps or not optimizer.trains(chunk):
                 into[chunk].copy_(parameters.values(chunk))
                 return
-            with parameters.optimizer.undone(chunk, scratch):
-                for step in steps:
-                    parameters.step_chunk(chunk, step, scratch)
-                into[chunk].copy_(parameters.values(chunk))
+            if keep and twin is not None:
+                if begin:
+                    twin.copy(chunk, optimizer)
+                optimizer = twin
+                for step in steps[have:keep]:
+                    parameters.step_chunk(chunk, step, scratch, optimizer)
+            if keep == len(steps):
+                into[chunk].copy_(optimizer.values(chunk))
+                return
+            with optimizer.undone(chunk, scratch):
+                for step in steps[keep:]:
+                    parameters.step_chunk(chunk, step, scratch, optimizer)
+                into[chunk].copy_(optimizer.values(chunk))
 
         parameters.for_each_chunk(write)
+        self._since, self._replaced = parameters.iteration, parameters.replaced
+        self._kept = [(step.iteration, step.whose) for step in steps[:keep]]
+
+    def _made_of(self, steps: Sequence[Step]) -> int:
+        """How many of these steps, from the first on, the twin has made of the global parameters as they are;
+        0 where it has made anything else."""
+        now, known = self._parameters.iteration, self._parameters.made
+        if self._replaced != self._parameters.replaced:
+            return 0
+        applied = {iteration: whose for iteration, whose in self._kept if iteration < now}
+        for iteration in range(self._since, now):
+            if iteration not in known or known[iteration] != applied.get(iteration, ()):
+                return 0
+        rest = self._kept[len(applied) :]
+        return len(rest) if rest == [(step.iteration, step.whose) for step in steps[: len(rest)]] else 0
+
+
+def _settled(steps: Sequence[Step]) -> int:
+    """How many of these steps, from the first on, will be the same for a while: up to where each node has
+    contributed that is not far behind. (When one that is contributes, all are made again.)"""
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps, start=1):
+        last.update({node: number for node, _ in step.whose})
+    return min((number for number in last.values() if number >= _WORTH_KEEPING), default=0)

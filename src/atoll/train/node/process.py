@@ -20,11 +20,12 @@ import numpy as np
 
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.core.points import reach
+from atoll.core.units import format_bytes
 from atoll.peers import outputs as out
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
 from atoll.train.node.calculating import Calculating
-from atoll.train.node.entering import Entering, Newcomers
+from atoll.train.node.entering import Entering, Newcomers, Scripted, most_script
 from atoll.train.node.figures import Counting
 from atoll.train.node.globals import Outcome
 from atoll.train.node.network import Arrived, Met, Network
@@ -183,8 +184,11 @@ class CpuSideProcess:
             self._see_to_entering(self._entering)
         elif self._setup_since is not None:
             self._see_to_set_up(self._setup_since)
-        if self._wanted is not None and now > self._waiting_at + _WAITING_EACH:
-            self._tell_waiting()
+        if now > self._waiting_at + _WAITING_EACH and self._node_ is not None:
+            # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
+            lost = bool(self._node_.lost_majority())
+            if self._wanted is not None or lost:
+                self._tell_waiting(again=lost)
         self._tell_figures(now=False)
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -393,14 +397,19 @@ class CpuSideProcess:
         self._asked.append((pack, tell))
 
     def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
-        if not self._is_over:
-            script = n.Script(
-                iteration=message.iteration - self._shift,
-                meeting=message.meeting,
-                number=self._number,
-                script=message.script,
-            )
-            self._newcomers.captured(script, self._network)
+        if self._is_over:
+            return
+        state, most = message.script, self._most_script
+        if len(state) > most:
+            reason = f"it takes {format_bytes(len(state))}, and {format_bytes(most)} is the most here"
+            self._tell("state", "", f"{d.NO_STATE}: {reason}; register less, or go on from a checkpoint")
+            state = b""
+        iteration = message.iteration - self._shift
+        self._newcomers.captured(Scripted(iteration, message.meeting, self._number, state), self._network)
+
+    @property
+    def _most_script(self) -> int:
+        return most_script(most_bytes(self._model.globals))
 
     def _handle_resumed(self, message: d.Resumed, _: list[int]) -> None:
         if message.incarnation == self._resuming:
@@ -464,16 +473,14 @@ class CpuSideProcess:
                     incarnation=incarnation,
                     iteration=first,
                     meeting=script.meeting,
-                    script=script.script,
+                    script=bytes(script.state),
                     reason=entering.reason[:4000],
                 )
             )
         else:
-            self._post.send(
-                d.Ready(
-                    iteration=first, incarnation=incarnation, meeting=script.meeting, script=script.script
-                )
-            )
+            state = bytes(script.state)
+            told = d.Ready(iteration=first, incarnation=incarnation, meeting=script.meeting, script=state)
+            self._post.send(told)
 
     def _hear_takeover(self, sender: int, message: n.Takeover, payload: memoryview | None) -> None:
         entering = self._entering
@@ -506,6 +513,12 @@ class CpuSideProcess:
             self._do(self._node.handle_state(now, model.globals.iteration))
 
         self._jobs.append((unpack, unpacked))
+
+    def _hear_script(self, sender: int, message: n.Script, payload: memoryview | None) -> None:
+        if self._entering is None or self._trained is None:
+            return
+        if wrong := self._entering.take_script(sender, message, payload, self._most_script):
+            self._tell("refused", f"node {sender}", wrong)
 
     def _give_state(self) -> None:
         """Have the state packed for those who may have it now."""
@@ -557,8 +570,8 @@ class CpuSideProcess:
             self._give_state()
         elif isinstance(message, n.Takeover):
             self._hear_takeover(sender, message, payload)
-        elif isinstance(message, n.Script) and self._entering is not None:
-            self._entering.scripts.setdefault(message.iteration, message)
+        elif isinstance(message, n.Script):
+            self._hear_script(sender, message, payload)
 
     def _reach_word(self, word: PeerMessage, node: Node) -> None:
         if isinstance(word, _OF_ROUNDS):
@@ -816,13 +829,13 @@ class CpuSideProcess:
         if before is not None:
             self._post.send(d.Freed(before=before))
 
-    def _tell_waiting(self) -> None:
+    def _tell_waiting(self, *, again: bool) -> None:
         self._waiting_at = time.monotonic()
         lines = self._node.waiting_for()
         if self._calculating.busy or self._jobs:
             lines = [*lines, "the optimizer's step"]
         told = "; ".join(lines[:4])[:4000]
-        if told and told != self._waiting_told:
+        if told and (again or told != self._waiting_told):
             self._waiting_told = told
             self._post.send(d.Waiting(what=told))
 

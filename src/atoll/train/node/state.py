@@ -129,7 +129,7 @@ def unpack_globals(raw: memoryview, parameters: GlobalParameters) -> Head:
     for part, (values, states) in zip(packed.head.parts, packed.payloads, strict=True):
         if values is not None:
             parameters.set_values(part.chunk, values)
-        optimizer.set_state(part.chunk, states, part.slots)
+        parameters.set_state(part.chunk, states, part.slots)
     optimizer.set_hyperparameters(packed.head.hyperparameters)
     if any(part.values for part in packed.head.parts):
         parameters.iteration = packed.head.iteration

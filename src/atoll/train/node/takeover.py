@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from atoll.train.node.network import Network
@@ -34,10 +34,45 @@ class Giver:
 
 def give(network: Network, to: int, raw: memoryview, iteration: int, shift: int) -> None:
     """Send a state, which nobody changes any more, to a node."""
-    for start in range(0, max(raw.nbytes, 1), _PIECE):
-        piece = raw[start : start + _PIECE]
+    for start, piece in pieces_of(raw):
         told = Takeover(iteration=iteration, start=start, total=raw.nbytes, shift=shift)
         network.send_chunk(to, told, piece)
+
+
+class Pieces:
+    """Bytes that come in pieces one after the other, `most` of them, put together. A piece that comes out of
+    order begins nothing: it is of an answer whose beginning was lost, or of another."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: object = None
+        self._raw, self.got = bytearray(), 0
+
+    def add(self, of: object, start: int, total: int, payload: memoryview | None) -> bool:
+        """Take a piece of `of`, from byte `start` of `total`; False for one that does not go on with what is
+        here. What it says is looked at before memory is taken."""
+        size = payload.nbytes if payload is not None else 0
+        if of is None or total > self._most or start + size > total:
+            return False
+        if start == 0:
+            self._of, self._raw, self.got = of, bytearray(total), 0
+        if (start, of, total) != (self.got, self._of, len(self._raw)):
+            return False
+        if payload is not None:
+            self._raw[self.got : self.got + size] = payload
+        self.got += size
+        return True
+
+    @property
+    def whole(self) -> memoryview | None:
+        """All of it, once it is here."""
+        return memoryview(self._raw) if self._of is not None and self.got == len(self._raw) else None
+
+
+def pieces_of(raw: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """What goes into a message each, and where it begins; one of nothing, if there is nothing."""
+    for start in range(0, max(raw.nbytes, 1), _PIECE):
+        yield start, raw[start : start + _PIECE]
 
 
 class Taker:
@@ -45,10 +80,9 @@ class Taker:
     `most` bytes is what it may have."""
 
     def __init__(self, network: Network, life: Life, source: int, base: int, most: int) -> None:
-        self.source, self._network, self._life, self._base, self._most = source, network, life, base, most
-        self._raw = bytearray()
-        self._got = 0
-        self.iteration, self.shift = -1, 0
+        self.source, self._network, self._life, self._base = source, network, life, base
+        self._pieces = Pieces(most)
+        self.shift = 0
         self._began = self._asked_at = time.monotonic()
         self._heard_at = self._began
         self._ask()
@@ -58,29 +92,20 @@ class Taker:
         self._network.send(self.source, Lacks(life=self._life, base=self._base))
 
     def handle(self, sender: int, message: Takeover, payload: memoryview | None) -> memoryview | None:
-        """Take a piece; the whole once it is there. A piece that comes out of order begins nothing: it is of
-        an answer whose beginning was lost, or of another."""
-        size = payload.nbytes if payload is not None else 0
+        """Take a piece; the whole once it is there."""
         if sender != self.source or message.iteration < self._base:
             return None
-        if message.total > self._most or message.start + size > message.total:
+        of = message.iteration, message.shift
+        if not self._pieces.add(of, message.start, message.total, payload):
             return None
-        if message.start == 0:
-            self._raw, self._got = bytearray(message.total), 0
-            self.iteration, self.shift = message.iteration, message.shift
-        if (message.start, message.iteration, message.total) != (self._got, self.iteration, len(self._raw)):
-            return None
-        self._heard_at = time.monotonic()
-        if payload is not None:
-            self._raw[self._got : self._got + size] = payload
-        self._got += size
-        return memoryview(self._raw) if self._got == len(self._raw) else None
+        self._heard_at, self.shift = time.monotonic(), message.shift
+        return self._pieces.whole
 
     def stalled(self) -> str:
         """Why another node is to be asked; empty while this one may yet answer. Asks again now and then."""
         now = time.monotonic()
         if now > self._heard_at + _STALL_SECONDS:
             return f"nothing of its state came for {now - self._heard_at:.1f} s"
-        if not self._got and now > self._asked_at + _ASK_SECONDS:
+        if not self._pieces.got and now > self._asked_at + _ASK_SECONDS:
             self._ask()
         return ""
