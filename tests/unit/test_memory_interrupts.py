@@ -54,6 +54,7 @@ class Interrupt:
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     rates = measure(torch.device("cpu"), None, str(tmp_path))
     monkeypatch.setattr(planning, "measure", lambda *_: rates)
+    monkeypatch.setattr(interrupts, "_KEPT", interrupts._Kept())  # other tests may not have closed theirs
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before

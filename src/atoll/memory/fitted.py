@@ -22,7 +22,7 @@ from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
-from atoll.moves import Cache, Order, StepStatistics, optimum
+from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
@@ -37,6 +37,7 @@ class Fitted:
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
+        self.gradient_norm: Tensor | None = None  # at the latest clipping, before it
 
     @property
     def mover(self) -> Engine | None:
@@ -60,9 +61,14 @@ class Fitted:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(
+        norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
+        self.gradient_norm = norm
+        return norm
+
+    def _norm_shown(self) -> float | None:
+        return None if self.gradient_norm is None else float(self.gradient_norm)
 
     def __enter__(self) -> Fitted:
         return self
@@ -94,7 +100,10 @@ class Resident(Fitted):
 
     def stats(self) -> MemoryFigures:
         return MemoryFigures(
-            device_budget=self.budgets.device, device_peak=self._arena.peak, host_budget=self.budgets.host
+            device_budget=self.budgets.device,
+            device_peak=self._arena.peak,
+            host_budget=self.budgets.host,
+            gradient_norm=self._norm_shown(),
         )
 
     def close(self) -> None:
@@ -138,6 +147,7 @@ class Moving(Fitted):
             (self.engine.moves.copy(), self.engine.nbytes.copy()),
         )
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._step_blocks = 0
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
         self._keeps_interrupts = interrupts.begin()
@@ -174,7 +184,8 @@ class Moving(Fitted):
         if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
             # One that was frozen at `fit` has its gradient by itself.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        return self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self.gradient_norm
 
     def _gradient_came(self, chunk: int, slot: int) -> None:
         counted, each = self.engine, self.engine.chunks[chunk]
@@ -192,7 +203,9 @@ class Moving(Fitted):
 
     def _after_step(self) -> None:
         self.engine.refresh(self._stepped)
-        self._statistics.add(self.engine.handle_step_ended())
+        ended = self.engine.handle_step_ended()
+        self._statistics.add(ended)
+        self._step_blocks = ended.blocks_in
         self._store.step_ended()
         # Of gradients and copies, whose holes glibc does not fill.
         self.gradients.once_arrived(give_back_freed_memory)
@@ -205,6 +218,7 @@ class Moving(Fitted):
     def stats(self) -> MemoryFigures:
         engine, disk = self.engine, self._store.statistics
         order = engine.cache.order
+        least = None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
         return MemoryFigures(
             device_budget=self.budgets.device,
             device_peak=self._arena.peak,
@@ -218,18 +232,15 @@ class Moving(Fitted):
             step_moves=self._step_figures[0],
             step_nbytes=self._step_figures[1],
             written_back=engine.written_back,
-            optimum=None if order is None else self._optimum(order),
+            optimum=least if all(blocks == 1 for blocks in self._sizes.values()) else None,
+            step_blocks=self._step_blocks,
+            optimum_blocks=least,
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
             waited=engine.waited,
+            gradient_norm=self._norm_shown(),
         )
-
-    def _optimum(self, order: Order[int]) -> int | None:
-        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
-        if any(blocks > 1 for blocks in self._sizes.values()):
-            return None
-        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
 
     @interrupts.uninterrupted
     def close(self) -> None:
