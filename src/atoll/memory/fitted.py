@@ -17,7 +17,7 @@ from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.initialising import take
+from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
@@ -133,7 +133,7 @@ class Moving(Fitted):
         arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
-        self._store = _store(budgets, plan)
+        self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
         self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
         room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
         self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
@@ -153,6 +153,8 @@ class Moving(Fitted):
         self._keeps_interrupts = interrupts.begin()
         try:
             self.engine.take_over()
+            if self._store.disk is not None:
+                self._store.disk.reserve()
             if optimizer is not None:
                 calls = StepCalls(self._before_step, lambda _: None, self._after_step)
                 self._stepper = Stepper(
@@ -301,9 +303,11 @@ def _device_arena(blocks: int, plan: MemoryPlan, parameters: Mapping[str, nn.Par
     return Arena(blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
 
 
-def _store(budgets: Budgets, plan: MemoryPlan) -> Store:
-    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole."""
+def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
+    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
+    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
     if not plan.disk_bytes:
         return Store(Arena(plan.host_bytes, PAGE, "cpu", "host", alignment=PAGE))
     host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
-    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes))
+    beside = max(budgets.disk - spilled, 0)
+    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes, reserved=beside))
