@@ -178,6 +178,8 @@ class Engine:
             return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
+            for stay in self._resident.values():
+                self._wait(stay)  # who is on its way may leave again once it is there
         return self.cache.handle_use(chunk, held=self._is_held)
 
     def _mend(self) -> None:
@@ -261,7 +263,7 @@ class Engine:
 
     @staticmethod
     def _wait_for(coming: Future[None], what: str) -> None:
-        if not wait([coming], timeout=_DEADLINE).done:
+        if not coming.done() and not wait([coming], timeout=_DEADLINE).done:
             raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
 
     def _settled(self, chunk: int) -> Stay:

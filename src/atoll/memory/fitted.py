@@ -240,7 +240,7 @@ class Moving(Fitted):
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
-            waited=engine.waited,
+            waited=engine.waited + self.gradients.waited,
             gradient_norm=self._norm_shown(),
         )
 

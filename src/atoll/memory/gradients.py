@@ -304,6 +304,11 @@ class Gradients:
         if untold is not None:
             raise untold
 
+    @property
+    def waited(self) -> float:
+        """Seconds that backward has waited for gradients to leave."""
+        return self._leaving.waited
+
     def once_arrived(self, job: Callable[[], None]) -> None:
         """Do `job` on the thread that carries gradients, after those that are on their way."""
         self._leaving.then(job)

@@ -92,8 +92,8 @@ class GradientProxy(torch.Tensor):
     def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
         """A proxy with the shape and dtype of `like`."""
         with torch.inference_mode(False), torch.no_grad():
-            value = _nan(like.dtype, device).expand(like.shape)
-            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, value)
+            nan = _nan(like.shape, like.dtype, device)
+            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, nan)
         proxy.source = source
         return proxy
 
@@ -119,9 +119,9 @@ class GradientProxy(torch.Tensor):
 
 
 @functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """If anything reads a proxy itself, it does not read a plausible gradient."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 @uninterrupted
