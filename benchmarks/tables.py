@@ -77,6 +77,33 @@ def _footprint_row(case: Record) -> list[str]:
     return [*own, *peaks, rivals, "met" if case["met"] else "missed"]
 
 
+def memory(record: Record) -> str:
+    """The steps, then what the plan said of them."""
+    heads = [
+        "case",
+        "copies / compute",
+        "to the device",
+        "to the host",
+        "chunk",
+        "predicted",
+        "measured",
+        "off by",
+        "target",
+    ]
+    rows = [_plan_row(case) for case in record["cases"] if "predicted" in case]
+    return f"{ratios(record)}\n\n{table(heads, rows)}"
+
+
+def _plan_row(case: Record) -> list[str]:
+    moved = [
+        f"{case['step_nbytes'][way] / MIB:.1f} MiB in {case['step_moves'][way]}"
+        for way in ("to_device", "to_host")
+    ]
+    chunk = f"{case['chunk_bytes'] / 2**10:.0f} KiB, {case['cache_blocks']} blocks"
+    times = [milliseconds(case["predicted"]), milliseconds(case["seconds"]), f"{case['off']:+.1%}"]
+    return [case["name"], f"{case['copies']:.2f}", *moved, chunk, *times, VERDICTS[case["predicted_met"]]]
+
+
 def served(record: Record) -> str:
     """The exchanges, then the workers of uneven speed."""
     exchanges = {**record, "cases": [case for case in record["cases"] if "ratio" in case]}
@@ -555,6 +582,7 @@ def tables(folder: Path) -> dict[str, str]:
         "wan": wan,
         "peers": peers,
         "peers_rivals": peers_rivals,
+        "memory": memory,
         "memory_rivals": memory_rivals,
         "memory_gpu": memory_gpu,
     }

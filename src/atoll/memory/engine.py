@@ -26,6 +26,7 @@ from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, take
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.parameters import give_back, place_of, put, take_over, version
 from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
@@ -177,6 +178,8 @@ class Engine:
             return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
+            for stay in self._resident.values():
+                self._wait(stay)  # who is on its way may leave again once it is there
         return self.cache.handle_use(chunk, held=self._is_held)
 
     def _mend(self) -> None:
@@ -261,7 +264,7 @@ class Engine:
 
     @staticmethod
     def _wait_for(coming: Future[None], what: str) -> None:
-        if not wait([coming], timeout=_DEADLINE).done:
+        if not coming.done() and not wait([coming], timeout=_DEADLINE).done:
             raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
 
     def _settled(self, chunk: int) -> Stay:
@@ -431,6 +434,7 @@ class Engine:
 
         return sorted(chunks, key=key)
 
+    @uninterrupted
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
         place = place_of(parameter)
@@ -448,6 +452,7 @@ class Engine:
             with self._values(each) as values:
                 return copy.copy_(each.part(values, slot))
 
+    @uninterrupted
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
         place = place_of(parameter)

@@ -12,16 +12,17 @@ from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.initialising import take
+from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
-from atoll.moves import Cache, Order, StepStatistics, optimum
+from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
@@ -36,6 +37,7 @@ class Fitted:
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
+        self.gradient_norm: Tensor | None = None  # at the latest clipping, before it
 
     @property
     def mover(self) -> Engine | None:
@@ -59,9 +61,14 @@ class Fitted:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(
+        norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
+        self.gradient_norm = norm
+        return norm
+
+    def _norm_shown(self) -> float | None:
+        return None if self.gradient_norm is None else float(self.gradient_norm)
 
     def __enter__(self) -> Fitted:
         return self
@@ -93,7 +100,10 @@ class Resident(Fitted):
 
     def stats(self) -> MemoryFigures:
         return MemoryFigures(
-            device_budget=self.budgets.device, device_peak=self._arena.peak, host_budget=self.budgets.host
+            device_budget=self.budgets.device,
+            device_peak=self._arena.peak,
+            host_budget=self.budgets.host,
+            gradient_norm=self._norm_shown(),
         )
 
     def close(self) -> None:
@@ -123,7 +133,7 @@ class Moving(Fitted):
         arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
-        self._store = _store(budgets, plan)
+        self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
         self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
         room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
         self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
@@ -137,10 +147,14 @@ class Moving(Fitted):
             (self.engine.moves.copy(), self.engine.nbytes.copy()),
         )
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._step_blocks = 0
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
+        self._keeps_interrupts = interrupts.begin()
         try:
             self.engine.take_over()
+            if self._store.disk is not None:
+                self._store.disk.reserve()
             if optimizer is not None:
                 calls = StepCalls(self._before_step, lambda _: None, self._after_step)
                 self._stepper = Stepper(
@@ -172,7 +186,8 @@ class Moving(Fitted):
         if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
             # One that was frozen at `fit` has its gradient by itself.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        return self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self.gradient_norm
 
     def _gradient_came(self, chunk: int, slot: int) -> None:
         counted, each = self.engine, self.engine.chunks[chunk]
@@ -190,7 +205,9 @@ class Moving(Fitted):
 
     def _after_step(self) -> None:
         self.engine.refresh(self._stepped)
-        self._statistics.add(self.engine.handle_step_ended())
+        ended = self.engine.handle_step_ended()
+        self._statistics.add(ended)
+        self._step_blocks = ended.blocks_in
         self._store.step_ended()
         # Of gradients and copies, whose holes glibc does not fill.
         self.gradients.once_arrived(give_back_freed_memory)
@@ -203,6 +220,7 @@ class Moving(Fitted):
     def stats(self) -> MemoryFigures:
         engine, disk = self.engine, self._store.statistics
         order = engine.cache.order
+        least = None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
         return MemoryFigures(
             device_budget=self.budgets.device,
             device_peak=self._arena.peak,
@@ -216,19 +234,17 @@ class Moving(Fitted):
             step_moves=self._step_figures[0],
             step_nbytes=self._step_figures[1],
             written_back=engine.written_back,
-            optimum=None if order is None else self._optimum(order),
+            optimum=least if all(blocks == 1 for blocks in self._sizes.values()) else None,
+            step_blocks=self._step_blocks,
+            optimum_blocks=least,
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
-            waited=engine.waited,
+            waited=engine.waited + self.gradients.waited,
+            gradient_norm=self._norm_shown(),
         )
 
-    def _optimum(self, order: Order[int]) -> int | None:
-        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
-        if any(blocks > 1 for blocks in self._sizes.values()):
-            return None
-        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
-
+    @interrupts.uninterrupted
     def close(self) -> None:
         if self.engine.is_closed:
             return
@@ -242,6 +258,9 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
+            if self._keeps_interrupts:
+                self._keeps_interrupts = False
+                interrupts.end()
             try:
                 self.gradients.close()
             finally:
@@ -284,9 +303,11 @@ def _device_arena(blocks: int, plan: MemoryPlan, parameters: Mapping[str, nn.Par
     return Arena(blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
 
 
-def _store(budgets: Budgets, plan: MemoryPlan) -> Store:
-    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole."""
+def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
+    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
+    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
     if not plan.disk_bytes:
         return Store(Arena(plan.host_bytes, PAGE, "cpu", "host", alignment=PAGE))
     host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
-    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes))
+    beside = max(budgets.disk - spilled, 0)
+    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes, reserved=beside))

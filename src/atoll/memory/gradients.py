@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.memory import copies
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
@@ -303,6 +304,11 @@ class Gradients:
         if untold is not None:
             raise untold
 
+    @property
+    def waited(self) -> float:
+        """Seconds that backward has waited for gradients to leave."""
+        return self._leaving.waited
+
     def once_arrived(self, job: Callable[[], None]) -> None:
         """Do `job` on the thread that carries gradients, after those that are on their way."""
         self._leaving.then(job)
@@ -311,6 +317,7 @@ class Gradients:
         """Whether its gradient lies in a chunk."""
         return id(parameter) in self._places
 
+    @uninterrupted
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What `parameter.grad` is: None, or a `GradientProxy`."""
         place = self._places.get(id(parameter))
@@ -319,6 +326,7 @@ class Gradients:
         each, index = place
         return each.slots[index].show() if each.present[index] else None
 
+    @uninterrupted
     def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """`parameter.grad = gradient`, whose values are copied."""
         place = self._places.get(id(parameter))
@@ -344,6 +352,7 @@ class Gradients:
         each.take(index, values, None)
         each.arrive()  # the script may go on to change its tensor
 
+    @uninterrupted
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -364,6 +373,7 @@ class Gradients:
                     each.scale(factor)
         return norm
 
+    @uninterrupted
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm, a scalar on the CPU: per-parameter norms, combined in registration order."""
         norm_type = float(norm_type)
@@ -415,6 +425,7 @@ class Gradients:
             each.release()
 
     def _hook(self, each: _ChunkGradients, index: int) -> Callable[[Tensor], None]:
+        @uninterrupted
         def on_gradient(_: Tensor) -> None:
             self._take(each, index)
             self._arrived(each.trained.chunk.id, index)

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import UserError
 from atoll.memory import statedicts
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.saved import Place, entered
 
 if TYPE_CHECKING:
@@ -93,6 +94,19 @@ class ChunkParameter(nn.Parameter):
                 f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
                 "close()"
             )
+        return cls._on_values(parameters, func, types, args, kwargs)
+
+    @classmethod
+    @uninterrupted
+    def _on_values(
+        cls,
+        parameters: Sequence[ChunkParameter],
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Arguments,
+        kwargs: Keywords,
+    ) -> Any:
+        """Run `func` with the chunks of these among its arguments on the device."""
         used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
         try:
             with entered():

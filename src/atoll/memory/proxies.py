@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from atoll.core.errors import UserError
+from atoll.memory.interrupts import uninterrupted
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -91,8 +92,8 @@ class GradientProxy(torch.Tensor):
     def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
         """A proxy with the shape and dtype of `like`."""
         with torch.inference_mode(False), torch.no_grad():
-            value = _nan(like.dtype, device).expand(like.shape)
-            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, value)
+            nan = _nan(like.shape, like.dtype, device)
+            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, nan)
         proxy.source = source
         return proxy
 
@@ -118,11 +119,12 @@ class GradientProxy(torch.Tensor):
 
 
 @functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """If anything reads a proxy itself, it does not read a plausible gradient."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
+@uninterrupted
 def _set_data(tensor: GradientProxy, value: Tensor) -> None:
     """`p.grad.data = value`: its values are copied."""
     if value is tensor:  # `p.grad.data = p.grad.data`
@@ -148,6 +150,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return results or None
 
 
+@uninterrupted
 def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the gradients in their proxies' places."""
     proxies = {

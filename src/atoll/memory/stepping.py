@@ -27,6 +27,7 @@ from atoll.core.errors import DeadlineError
 from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
@@ -243,6 +244,12 @@ class Stepper:
         self._restore()
         self._call = call
         args, kwargs = call_closure_now(args, kwargs)
+        self._note(optimizer)
+        return args, kwargs
+
+    @uninterrupted
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is to be stepped, and leave the chunks' parameters out of the optimizer's own step."""
         check_groups(optimizer, self._group_parameters, "the optimizer was fitted")
         self.wait_all()
         self._take_over()  # what the script has put there
@@ -253,11 +260,15 @@ class Stepper:
         groups = [_noted(group, without="params") for group in optimizer.param_groups]
         self._next = _Step(_noted(optimizer.__dict__), groups, present)
         self._leave_out()
-        return args, kwargs
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if sys._getframe(1) is not self._call:
             return
+        self._begin_step()
+
+    @uninterrupted
+    def _begin_step(self) -> None:
+        """Hand what was noted to the stepping thread."""
         self._restore()
         step, self._next = self._next, None
         assert step is not None
@@ -346,6 +357,7 @@ class Stepper:
 
     # The state, as plain torch shows it.
 
+    @uninterrupted
     def _plain(self, parameter: nn.Parameter) -> State:
         """A copy of one parameter's state as plain torch has it."""
         states, slot = self._slots[id(parameter)]
@@ -380,6 +392,7 @@ class Stepper:
         }
         return {**self._numbers(states, slot), **lazy}
 
+    @uninterrupted
     def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self._closed:
             kept: Tensor = self.optimizer.state[parameter][key]
@@ -407,6 +420,7 @@ class Stepper:
         self._held = self._shown.held()
         self._shown.fill(self._lazy)
 
+    @uninterrupted
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
         self._restore()
