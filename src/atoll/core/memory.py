@@ -55,7 +55,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How chunked memory has done since it began: what `Fitted.stats()` gives, and summary.json has.
 
     Budgets and peaks are the arenas', in bytes. The keys of `moves` and `nbytes` are directions: "to_device",
-    "to_host", "to_disk", "from_disk"; `step_moves` and `step_nbytes` are the latest step's. `written_back`
+    "to_host", "to_disk", "from_disk", and with several members "from_members";
+    `step_moves` and `step_nbytes` are the latest step's. `written_back`
     are those of the moves off the device that carried changed values. `step_blocks` are the blocks that the
     latest step's uses have had brought to the device, and `optimum_blocks` what no schedule of the recorded
     order brings fewer of in a step (None: not recorded yet). Where chunks are of one block each these are

@@ -66,6 +66,7 @@ class Engine:
         # Set while chunks come or leave. Found set by the next call, that was cut short (Ctrl-C, an error).
         self._cut_short = False
         self.is_closed = False
+        self._why_closed = "this graph was made before close() of memory.fit; make its forward again"
         self._absent = [stand_ins(each) for each in self.chunks]
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
@@ -97,15 +98,25 @@ class Engine:
                 for slot, parameter in enumerate(each.parameters):
                     if place_of(parameter) is not None:
                         give_back(parameter, self._value(each, slot))
-            self.is_closed = True
             self._bringing.shutdown()
-            for stand_in in itertools.chain(*self._absent):
-                ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
-            for stay in self._resident.values():
-                for address in stay.addresses:
-                    ADDRESSES.remove(address)
-            self._resident.clear()
-            self._stays.clear()
+            self._let_all_go()
+
+    def abandon(self, why: str) -> None:
+        """Let go of everything; parameters are left without values, and who uses one is told `why`."""
+        self._why_closed = why
+        self._bringing.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._let_all_go()
+
+    def _let_all_go(self) -> None:
+        self.is_closed = True
+        for stand_in in itertools.chain(*self._absent):
+            ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
+        for stay in self._resident.values():
+            for address in stay.addresses:
+                ADDRESSES.remove(address)
+        self._resident.clear()
+        self._stays.clear()
 
     # Uses
 
@@ -155,8 +166,7 @@ class Engine:
 
     def _bring(self, chunk: int) -> Stay:
         """The chunk on the device; makes room as `moves` decides."""
-        if self.is_closed:
-            raise UserError("this graph was made before close() of memory.fit; make its forward again")
+        self._check_open()
         self._mend()
         self._cut_short = True
         try:
@@ -172,6 +182,10 @@ class Engine:
             self.waited += time.perf_counter() - began
             self._lay(stay)
         return self._settled(chunk)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise UserError(self._why_closed)
 
     def _decide(self, chunk: int) -> Decision[int]:
         try:
@@ -440,6 +454,7 @@ class Engine:
         place = place_of(parameter)
         assert place is not None
         with self._lock:
+            self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 self._write_back(place.chunk)
@@ -469,6 +484,7 @@ class Engine:
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock, torch.no_grad():
+            self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)

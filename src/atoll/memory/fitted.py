@@ -18,6 +18,7 @@ from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import spilled_bytes, take
+from atoll.memory.payloads import Payloads
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
@@ -57,6 +58,10 @@ class Fitted:
         """Give the model and the optimizer back as plain ones, their values in ordinary memory."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """`close` after an error, which with several members may have come to this one alone."""
+        self.close()
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -76,7 +81,10 @@ class Fitted:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
 
 class Resident(Fitted):
@@ -134,9 +142,10 @@ class Moving(Fitted):
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
-        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
-        room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
-        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
+        self._trained = trained
+        payloads = self._payloads(chunks)
+        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), payloads)
+        self.gradients = self._gradients_of(trained)
         self.engine.gradients = self.gradients
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
@@ -156,18 +165,54 @@ class Moving(Fitted):
             if self._store.disk is not None:
                 self._store.disk.reserve()
             if optimizer is not None:
-                calls = StepCalls(self._before_step, lambda _: None, self._after_step)
-                self._stepper = Stepper(
-                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
-                )
+                self._stepper = self._stepper_of(optimizer)
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
+            self._ready()
             for chunk in plan.resident:
                 self.engine.pin([chunk])
             give_back_freed_memory()
         except BaseException:
-            self.close()
+            self.abandon()
             raise
+
+    # What a group of members has in another way (memory/sharded.py).
+
+    def _payloads(self, _chunks: Sequence[TrainedChunk]) -> Payloads:
+        return self._store
+
+    @property
+    def _room(self) -> int:
+        """Bytes of gradients that may be on their way off the device."""
+        return GRADIENTS_UNDER_WAY * self.plan.chunk_bytes
+
+    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
+        return Gradients(trained, lambda _: self._store, self._gradient_came, self._room)
+
+    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
+        return Stepper(
+            optimizer,
+            self._trained,
+            self.gradients,
+            lambda _: self._store,
+            self._step_calls(),
+            master=self.budgets.master,
+        )
+
+    def _ready(self) -> None:
+        """All payloads are where they belong."""
+
+    def _end(self) -> None:
+        """The model and the optimizer are plain again."""
+        self._store.close()
+
+    def _end_interrupts(self) -> None:
+        if self._keeps_interrupts:
+            self._keeps_interrupts = False
+            interrupts.end()
+
+    def _step_calls(self) -> StepCalls:
+        return StepCalls(self._before_step, lambda _: None, self._after_step)
 
     @property
     def mover(self) -> Engine:
@@ -258,13 +303,11 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
-            if self._keeps_interrupts:
-                self._keeps_interrupts = False
-                interrupts.end()
+            self._end_interrupts()
             try:
                 self.gradients.close()
             finally:
-                self._store.close()
+                self._end()
 
 
 class _Owners:
@@ -307,7 +350,7 @@ def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
     """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
     its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
     if not plan.disk_bytes:
-        return Store(Arena(plan.host_bytes, PAGE, "cpu", "host", alignment=PAGE))
+        return Store(Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE))
     host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
     beside = max(budgets.disk - spilled, 0)
     return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes, reserved=beside))

@@ -45,13 +45,15 @@ _ESCAPES = (
     "__reduce_ex__", "_reduce_ex_internal",
 )  # fmt: skip
 _LISTS = ("_foreach_", "_amp_foreach_")
+_OVERWRITE = ("zero_", "_foreach_zero_")  # whatever is there
 
 
 class Source(Protocol):
     """Where a proxy's gradient is."""
 
-    def lend(self) -> AbstractContextManager[Tensor]:
-        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own."""
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own.
+        `overwrites`: nobody reads what is there, which may be anything."""
 
     def keep(self) -> Tensor:
         """The gradient in memory that nobody takes away, and that counts as the gradient from now on."""
@@ -63,7 +65,8 @@ class OwnSource:
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
-    def lend(self) -> AbstractContextManager[Tensor]:
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        del overwrites
         return nullcontext(self._gradient)
 
     def keep(self) -> Tensor:
@@ -71,12 +74,13 @@ class OwnSource:
 
 
 class LostSource:
-    """A gradient that has not arrived: whoever reads it is told why."""
+    """A gradient that has not arrived, or is no more: whoever reads it is told why."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
-    def lend(self) -> AbstractContextManager[Tensor]:
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        del overwrites
         raise self._error
 
     def keep(self) -> Tensor:
@@ -160,7 +164,11 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         if func.__name__ in _ESCAPES:
             lent = {key: proxy.source.keep() for key, proxy in proxies.items()}
         else:
-            lent = {key: stack.enter_context(proxy.source.lend()) for key, proxy in proxies.items()}
+            overwrites = func.__name__ in _OVERWRITE
+            lent = {
+                key: stack.enter_context(proxy.source.lend(overwrites=overwrites))
+                for key, proxy in proxies.items()
+            }
         given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
         result = func(*given, **named)  # which other arguments may have an own way with
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}
