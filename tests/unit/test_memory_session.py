@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
 from atoll.train.memory import memory_for
 from atoll.train.place import Place
-from atoll.train.strategies import OverRing, Strategy
+from atoll.train.strategies import OverRing, Served, Strategy
 
 HALF = "48KiB"  # of the 80 KiB that the model's parameters take
 
@@ -133,18 +134,21 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
         assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_who_is_not_alone_is_refused_in_one_line() -> None:
-    class Ring(OverRing):
+@pytest.mark.parametrize("kind", ["hierarchical", "server", "ps-hra", "peers"])
+def test_another_strategy_than_ring_is_refused_in_one_line(kind: Any) -> None:
+    class Other(OverRing if kind == "hierarchical" else Served):  # type: ignore[misc]
         def __init__(self) -> None:
             pass
 
-    ring: Strategy = Ring()
-    for given, config in ((Memory(device="1GiB"), Config()), (None, Config(memory=Memory(device="1GiB")))):
+    strategy: Strategy = Other()
+    run = Run(strategy=kind)
+    budgets = Memory(device="1GiB")
+    for given, config in ((budgets, Config(run=run)), (None, Config(run=run, memory=budgets))):
         with pytest.raises(
-            UserError, match="is for a worker that is alone, and this one is of 2 by strategy 'ring'"
+            UserError, match=f"is for strategy 'ring', or a worker that is alone, and this run's is '{kind}'"
         ):
-            memory_for(config, given, ring, 2)
-    assert memory_for(Config(), None, ring, 2) is None
+            memory_for(config, given, strategy)
+    assert memory_for(Config(run=run), None, strategy) is None
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,13 @@ REVIEWED: dict[str, str] = {
     "net/endpoint.py: _greeting_of: link.sendall(b'\\r\\n\\r\\n')": _PROBE,
     "net/endpoint.py: _rest_of_greeting: link.sendall(_SIGNATURE + b'\\x03')": _PROBE,
     "net/endpoint.py: _rest_of_greeting: link.recv(left)": _PROBE,
+    "net/fetches.py: FetchService.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
+    "net/fetches.py: FetchService._accept: self._listener.accept()": _SLICES,
+    "net/fetches.py: FetchService._next_head: link.recv(FETCH_BYTES)": (
+        "a thread that waits in slices for a member's next fetch, until that or `close` ends it"
+    ),
+    "net/fetches.py: _fill: link.recv_into(into, 0, socket.MSG_WAITALL)": _SLICES,
+    "net/fetches.py: _say: link.send(left)": _SLICES,
     "net/linkprobe.py: LinkServer._serve: self._listener.accept()": _SLICES,
     "net/linkprobe.py: _Link.say: self._link.sendall(data)": _PROBE,
     "net/linkprobe.py: _Link._some: self._link.recv_into(self._thrown, min(most, len(self._thrown)))": (

@@ -56,5 +56,7 @@ def memory_facts(totals: MemoryTotals) -> list[str]:
         if totals.optimum is None and totals.optimum_blocks is not None:
             best = f", {totals.step_blocks:,} blocks, at best {totals.optimum_blocks:,}"
         facts.append(f"{moved:,} moves to the device in the last step{best}")
+        if fetched := totals.nbytes.get("from_members", 0):
+            facts.append(f"{format_bytes(fetched)} from other members in all")
         facts.append(f"waited {format_seconds(totals.waited)}")
     return facts

@@ -25,7 +25,12 @@ class Description(msgspec.Struct):
 
 
 def describe(
-    specs: list[ParameterSpec], model: nn.Module, optimizer: torch.optim.Optimizer, config: Config
+    specs: list[ParameterSpec],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    *,
+    has_budgets: bool = False,
 ) -> Description:
     """This worker's description; of the optimizer's state only how many parameters have some."""
     parameters = {
@@ -47,6 +52,8 @@ def describe(
         for section in sections
         for key, value in msgspec.to_builtins(getattr(config, section)).items()
     }
+    # How large they are is each one's own.
+    configuration["memory"] = "given" if has_budgets else "not given"
     return Description(parameters, buffers, settings, configuration)
 
 

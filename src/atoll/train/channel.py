@@ -100,16 +100,17 @@ class Channel:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = deadline
             return dist.ProcessGroupNCCL(self._store, place.rank, place.world, options)
+        before = listening_ports()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         if place.watch is None and (interface or not place.host):
-            return ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+            group = ProcessGroupGloo(self._store, place.rank, place.world, deadline)
+            self._ports = listening_ports() - before
+            return group
         gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = deadline
-        before = listening_ports() if place.watch is not None else set()
         where = {"interface": interface} if interface else {"hostname": place.host}
         gloo._devices = [ProcessGroupGloo.create_device(**where)]
-        if place.watch is not None:
-            self._ports = listening_ports() - before
+        self._ports = listening_ports() - before
         return ProcessGroupGloo(self._store, place.rank, place.world, gloo)
 
     def _make_watched(self) -> None:
@@ -169,6 +170,13 @@ class Channel:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
+
+    def sum_to(self, tensor: Tensor, root: int) -> Work:
+        """Begin to replace `tensor`, on the worker of rank `root`, by the sum over workers; on the others it
+        is undefined afterwards."""
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        return self._begin("reduce", [tensor], options)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Begin to replace `tensor` by that of the worker of rank `root`."""

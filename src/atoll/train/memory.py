@@ -1,35 +1,42 @@
-"""A prepared model that lies in chunks over tiers of memory (`memory/fit.py`), for a worker that is alone."""
+"""A prepared model that lies in chunks over tiers of memory (`memory/fit.py`): on a worker that is alone, or
+sharded over the members of a ring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.config import Config
-from atoll.core.errors import UserError
+from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
-from atoll.memory.fit import Fitted
+from atoll.memory.fit import Fitted, fit, plan
+from atoll.memory.sharded import Sharded
+from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
-from atoll.train.reducer import Reducer
-from atoll.train.strategies import Alone, Stepper, Strategy, Training
+from atoll.train.members import WorkerMembers
+from atoll.train.reducer import Calls, Reducer
+from atoll.train.rounds import Ring
+from atoll.train.strategies import Alone, OverRing, Stepper, Strategy, Training
 
 
-def memory_for(config: Config, given: Memory | None, strategy: Strategy, world: int) -> Memory | None:
+def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memory | None:
     """What a model may take: as `given`, else as `[memory]` says; None: there are no budgets.
 
-    Raises UserError where the worker is not alone: chunks are not sharded over members yet.
+    Raises UserError for a strategy that cannot hold a model in chunks.
     """
     if given is None and not config.memory.is_given:
         return None
-    if not isinstance(strategy, Alone) or world > 1:
+    ring = isinstance(strategy, OverRing) and config.run.strategy == "ring"
+    if not ring and not isinstance(strategy, Alone):
         what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
         raise UserError(
-            f"{what} is for a worker that is alone, and this one is of {world} by strategy "
-            f"{config.run.strategy!r}: start the script by itself (python train.py), or leave the budgets out"
+            f"{what} is for strategy 'ring', or a worker that is alone, and this run's is "
+            f"{config.run.strategy!r}; choose 'ring', or leave the budgets out"
         )
     if given is not None:
         given.budgets()
@@ -38,12 +45,149 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy, world: 
     return config.memory
 
 
+def tiers_for(
+    config: Config, given: Memory | None, strategy: Strategy, ring: Ring | None, number: int, *, late: bool
+) -> Tiers | None:
+    """The budgets of the session's model `number`, and with whom it is trained in them; None: it has none.
+
+    Raises UserError as `memory_for`, and on a worker that comes `late`: it has no part in the model.
+    """
+    memory = memory_for(config, given, strategy)
+    if memory is None or ring is None:
+        return None if memory is None else Tiers(memory, None)
+    if late:
+        raise UserError(
+            "this worker comes late, and under budgets of memory those who were here at first hold the model "
+            "between them, with no second copy; start the run again with all, from its last checkpoint"
+        )
+    place = ring.place
+    return Tiers(memory, lambda: WorkerMembers(place, config.timeout_seconds, number))
+
+
+class Tiers:
+    """The budgets that one model is to train in, with the other members of a ring or alone: `connect` makes
+    the members known to one another, which is a collective; None: there are no others."""
+
+    def __init__(self, memory: Memory, connect: Callable[[], WorkerMembers] | None) -> None:
+        self._memory, self._connect = memory, connect
+        self._members: WorkerMembers | None = None
+        self._plan: MemoryPlan | None = None  # where there are members
+        self.fitted: Fitted | None = None
+
+    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+        """What trains the model in chunks. None where all of it fits on the device of each of the members:
+        then each has a whole copy there, and trains as without budgets."""
+        if self._connect is None:
+            return AloneInTiers()
+        self._members = self._connect()
+        self._plan = plan(model, optimizer, self._memory, self._members)
+        if not self._plan.fits:
+            return MembersInTiers(self)
+        self.close()
+        return None
+
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the model train in chunks from now on."""
+        self.fitted = fit(model, optimizer, memory=self._memory, members=self._members, plan=self._plan)
+
+    @property
+    def shared(self) -> Sharded | None:
+        """The model, where several members hold it together."""
+        return self.fitted if isinstance(self.fitted, Sharded) else None
+
+    @property
+    def seconds_waited(self) -> float:
+        """For other members, in all."""
+        return 0.0 if self._members is None else self._members.seconds_waited
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other members, of gradients."""
+        return 0 if self._members is None else self._members.sent
+
+    def sync(self, what: str) -> None:
+        """A collective of the members: each then sees what all have written into the model."""
+        if self.shared is not None:
+            self.shared.sync(what)
+
+    def refuse_loss(self, lost: Sequence[int]) -> None:
+        """Raises RunError if members are lost: what they held is in no other's memory."""
+        if lost and self.shared is not None:
+            gone = " and ".join(f"worker {name}" for name in lost)
+            raise RunError(
+                f"{gone} was lost, and with it the only copy of its part of the model, which the workers "
+                "hold between them; start the run again from its last checkpoint"
+            )
+
+    def close(self) -> None:
+        """Part from the other members: what they hold cannot be had any more."""
+        if self.shared is not None:
+            self.shared.abandon()
+        elif self._members is not None:
+            self._members.close()
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and
+        why."""
+        chosen = self.fitted.plan if self.fitted is not None else self._plan
+        assert chosen is not None
+        how = "everything fits" if chosen.fits else f"{chosen.cache_blocks} of them a cache"
+        blocks = f"{chosen.blocks} blocks of {format_bytes(chosen.chunk_bytes)}"
+        choice = f"{self._memory.budgets().describe()}: {blocks}, {how}"
+        beside = [] if self.fitted is None else self.fitted.choices
+        return [("memory", choice, chosen.reason), *beside]
+
+
 class AloneInTiers(Alone):
-    """The strategy of such a worker: nothing is reduced, and the optimizer's steps are `fit`'s to make."""
+    """The strategy of a worker that is alone: nothing is reduced, and the optimizer's steps are `fit`'s."""
 
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
         reducer = Reducer(training.chunks, training.calls)
         return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+
+
+class MembersInTiers(Alone):
+    """The strategy of members of a ring that hold one model together: gradients go to their owners."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        reducer = MembersReducer(training.chunks, training.calls, self._tiers)
+        return reducer, _TieredOptimizer(training.optimizer, training.hooks)
+
+
+class MembersReducer(Reducer):
+    """Sums gradients that lie in chunks to the members that own those, when a backward has ended.
+
+    `fit` takes each gradient into its chunk before the hooks of this see that it has come.
+    """
+
+    def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
+        super().__init__(chunks, calls)
+        self._tiers = tiers
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+            for bound in chunks
+            for parameter in bound.parameters
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().close()
+
+    def _came(self, _parameter: Tensor) -> None:
+        self._calls.arm()
+        self.unsent = True
+
+    def reduce(self) -> None:
+        own, shared = self._contribute(), self._tiers.shared
+        assert shared is not None
+        self._calls.leaving()
+        samples = shared.reduce(own.weight, own.samples)
+        self.bytes_sent = self._tiers.bytes_sent
+        self._done(own, samples)
 
 
 class HeldChunk(BoundChunk):
@@ -76,11 +220,3 @@ def held_chunks(
         members = [names[slot.parameter] for slot in chunk.slots]
         chunks.append(HeldChunk(chunk, members, [parameters[name] for name in members]))
     return chunk_map, chunks
-
-
-def describe(fitted: Fitted) -> tuple[str, str, str]:
-    """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and why."""
-    plan = fitted.plan
-    how = "everything fits" if plan.fits else f"{plan.cache_blocks} of them a cache"
-    choice = f"{fitted.budgets.describe()}: {plan.blocks} blocks of {format_bytes(plan.chunk_bytes)}, {how}"
-    return "memory", choice, plan.reason

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
-from atoll.core.memory import Memory
-from atoll.memory.fit import Fitted, fit
+from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
@@ -21,7 +20,7 @@ from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
 from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
-from atoll.train.memory import held_chunks
+from atoll.train.memory import Tiers, held_chunks
 from atoll.train.node.exchange import PeerExchange
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
@@ -32,10 +31,10 @@ from atoll.train.workers import Workers
 class Prepared:
     """What `session.prepare` makes of one (model, optimizer) pair.
 
-    With `memory`, the model lies in tiers (`fitted`), and the strategy is `AloneInTiers`. `backward` is the
-    session's. `counted(self, samples)` is called when backward reaches a batch, and says
-    how many of them count; `whole(self)` when an iteration is; `stepped(self)` after each optimizer step, and
-    `skipped(reason)` when the policy on NaN and infinities left one out.
+    With `tiers`, the model lies in chunks there, by a strategy of theirs in place of `strategy`; where that
+    is None, it is as without. `backward` is the session's. `counted(self, samples)` is called when backward
+    reaches a batch, and says how many of them count; `whole(self)` when an iteration is; `stepped(self)`
+    after each optimizer step, and `skipped(reason)` when the policy on NaN and infinities left one out.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Prepared:
         device: torch.device,
         workers: Workers,
         strategy: Strategy,
-        memory: Memory | None,
+        tiers: Tiers | None,
         backward: BackwardEnd,
         counted: Callable[[Prepared, float], float],
         whole: Callable[[Prepared], None],
@@ -67,11 +66,14 @@ class Prepared:
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizer, self.parameters)
         specs = specs_of(self.parameters, settings)
-        check_same(workers, describe(specs, self.module, optimizer, config))
+        check_same(workers, describe(specs, self.module, optimizer, config, has_budgets=tiers is not None))
         elementwise = elementwise_keys(optimizer)
+        self.tiers = tiers
+        in_tiers = tiers.strategy(model, optimizer) if tiers is not None else None
+        self._strategy = strategy = in_tiers or strategy
         self.chunk_map: ChunkMap
         self.chunks: list[BoundChunk]
-        if memory is None:
+        if in_tiers is None:
             self.chunk_map = lay_out(specs, chunk_bytes=config.chunk_bytes)
             self.chunks = bind_model(self.chunk_map, self.parameters)
         else:
@@ -80,11 +82,15 @@ class Prepared:
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
         brought = {chunk.chunk.id for chunk in trained} if strategy.brings_parameters else set()
-        others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought and memory is None]
-        workers.take_from_first(others, "worker 0's parameters")
+        if in_tiers is None:
+            others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
+            workers.take_from_first(others, "worker 0's parameters")
+        else:
+            for parameter in self.parameters.values():  # one by one: all may not be in memory at once
+                with torch.no_grad():
+                    workers.take_from_first([parameter], "worker 0's parameters")
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.norm = GradientNorm(self.parameters)
-        self._strategy = strategy
         self.trained = {name for chunk in trained for name in chunk.names}
         self.reducer, self.stepper = strategy.build(
             Training(
@@ -99,7 +105,8 @@ class Prepared:
             )
         )
         # After what comes before a step: the session's word on a gradient is heard first.
-        self.fitted: Fitted | None = None if memory is None else fit(model, optimizer, memory=memory)
+        if tiers is not None and in_tiers is not None:
+            tiers.fit(model, optimizer)
         backward.add(self.reducer)
         self._lazy_hooks = []
         lazy = isinstance(self.reducer, Exchange) and config.sync.lazy
@@ -134,12 +141,20 @@ class Prepared:
         return self._strategy.brings_parameters
 
     def close(self) -> None:
-        """Take the hooks off the model; its parameters and gradients stay where they are."""
+        """Take the hooks off the model; its parameters and gradients stay where they are. What other members
+        hold of it cannot be had any more."""
         self._hooks.close()
         for handle in self._lazy_hooks:
             handle.remove()
         self.reducer.close()
         self.stepper.close()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    @property
+    def _shared(self) -> Sharded | None:
+        """The model, where several members hold it together."""
+        return None if self.tiers is None else self.tiers.shared
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's
@@ -148,6 +163,8 @@ class Prepared:
         if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
             self.reducer.clip(max_norm, norm_type)
             return self.norm.measure(norm_type, error_if_nonfinite)
+        if self._shared is not None:  # each member measures what it owns
+            return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         norms: list[Tensor] = []
 
         def clip() -> float:
@@ -158,8 +175,8 @@ class Prepared:
             self.reducer.clip(clip)
         else:
             clip()
-        if self.fitted is not None:
-            self.fitted.gradient_norm = norms[0]
+        if self.tiers is not None and self.tiers.fitted is not None:
+            self.tiers.fitted.gradient_norm = norms[0]
         return norms[0]
 
     def _before_forward(self) -> None:
@@ -200,7 +217,11 @@ class Prepared:
         alike."""
         if self.config.sync.nonfinite == "allow" or getattr(self.optimizer, "found_inf", None) is not None:
             return True
-        if self.norm.says_finite() or _all_finite(gradients):
+        if self._shared is not None:
+            finite = self._shared.all_finite()
+        else:
+            finite = self.norm.says_finite() or _all_finite(gradients)
+        if finite:
             return True
         reason = self._blame()
         if self.config.sync.nonfinite == "skip":
@@ -212,6 +233,10 @@ class Prepared:
         )
 
     def _blame(self) -> str:
+        if self._shared is not None:  # an owner has the sum alone
+            found = self._workers.gather(self._shared.nonfinite(), "the sums that are not finite")
+            first = next((name for name in self.parameters if name in found), "")
+            return _blamed([f"{first!r}, summed over the workers,"] if first else [])
         everyone = self._strategy.collective and not self._workers.alone
         if not everyone:
             return _blamed(self.reducer.blamed(self._workers.place.rank, self.norm.culprit))

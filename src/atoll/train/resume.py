@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll.core.errors import CheckpointError
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
+from atoll.train.memory import Tiers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.prepared import Prepared
 from atoll.train.random_state import (
@@ -52,6 +53,16 @@ class TrainingState:
         self.registered: dict[str, Stateful] = {}
         self.iteration = 0
         self.resumed_random: dict[str, Any] | None = None  # this worker's, from a load until its next step
+
+    @property
+    def tiers(self) -> list[Tiers]:
+        """Of the models that have budgets of memory."""
+        return [prepared.tiers for prepared in self.prepared if prepared.tiers is not None]
+
+    def sync(self, what: str) -> None:
+        """Let each worker see what all have written into models that they hold between them."""
+        for tiers in self.tiers:
+            tiers.sync(what)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """The first worker writes; raises CheckpointError on every worker if it cannot."""

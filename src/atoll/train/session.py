@@ -49,7 +49,7 @@ from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
 from atoll.train.linkreport import LinkReport
 from atoll.train.logged import finite, loggable
 from atoll.train.lossy import LossyPushes
-from atoll.train.memory import AloneInTiers, describe, memory_for
+from atoll.train.memory import tiers_for
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.strategy import Peers
@@ -233,19 +233,21 @@ class Session:
         another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
 
         With `memory`, or `[memory]` in the configuration, they train within budgets, as by
-        `atoll.memory.fit`; the worker has to be alone.
+        `atoll.memory.fit`: alone, or under strategy `ring` sharded over the workers. The budgets may differ
+        between workers.
         """
         self._workers.check_open()
         self._check_new(model)
-        memory = memory_for(self.config, memory, self._strategy, self.world)
+        late, number = self._entrance is not None and self._entrance.late, len(self._state.prepared)
+        tiers = tiers_for(self.config, memory, self._strategy, self._ring, number, late=late)
         prepared = Prepared(
             model,
             optimizer,
             config=self.config,
             device=self.device,
             workers=self._workers,
-            strategy=self._strategy if memory is None else AloneInTiers(),
-            memory=memory,
+            strategy=self._strategy,
+            tiers=tiers,
             backward=self._backward,
             counted=self._count_samples,
             whole=self._iteration_whole,
@@ -255,10 +257,9 @@ class Session:
         self._state.prepared.append(prepared)
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
-        if prepared.fitted is not None:
-            for decided in [describe(prepared.fitted), *prepared.fitted.choices]:
-                self._decided(*decided)
-        else:
+        for decided in tiers.describe() if tiers is not None else []:
+            self._decided(*decided)
+        if tiers is None or tiers.fitted is None:
             self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
         self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
         return model, optimizer
@@ -432,11 +433,13 @@ class Session:
         """Return when every worker has called it.
 
         Where workers go at their own pace (`ssp`, `asp`), each then has the newest parameters: call it before
-        an evaluation.
+        an evaluation. Of a model that is sharded over the workers, each sees what the others' scripts have
+        written into it.
         """
         self._settle()
         self._workers.barrier()
         self._strategy.refresh()
+        self._state.sync("the barrier")
 
     def reduce(self, value: Value, op: Reduction = "mean", weight: float | None = None) -> Value:
         """`value` (a number or a tensor) combined over the workers by mean, sum, min or max; every worker
@@ -476,6 +479,7 @@ class Session:
             self._settle()
             self._workers.barrier("session.save")
             self._strategy.refresh()
+        self._state.sync("session.save")
         with self._not_computing():
             self._state.save(path)
         if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
@@ -715,6 +719,8 @@ class Session:
 
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
+        for tiers in self._state.tiers:
+            tiers.refuse_loss([*ring.lost, *ring.left])
         if self.is_main:
             self._tell_of_ring(ring, "the ring")
         self._tell_of_groups()
@@ -852,7 +858,7 @@ class Session:
 
     def _tell_of_memory(self) -> None:
         """How the tiers of the first model that lies in some have done."""
-        fitted = next((each.fitted for each in self._state.prepared if each.fitted is not None), None)
+        fitted = next((tiers.fitted for tiers in self._state.tiers if tiers.fitted is not None), None)
         if fitted is not None:
             self._emit(events.MemorySeen, figures=fitted.stats())
 
@@ -948,6 +954,7 @@ class Session:
         sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
         if self._group_ring is not None:
             sources.append(self._group_ring)
+        sources += self._state.tiers
         return float(sum(source.seconds_waited for source in sources))
 
     def _not_computing(self) -> contextlib.AbstractContextManager[None]:
