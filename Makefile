@@ -30,12 +30,12 @@ soak: $(READY)
 		$(wildcard tests/processes/test_survival_*.py)
 
 bench: $(READY)
-	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/memory.py \
+	@for script in benchmarks/overhead.py benchmarks/ring.py benchmarks/footprint.py \
 			benchmarks/server.py benchmarks/consistency.py benchmarks/lab.py benchmarks/survival.py \
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
 			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
 			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py \
-			benchmarks/peers.py benchmarks/peers_rivals.py benchmarks/moves.py; do \
+			benchmarks/peers.py benchmarks/peers_rivals.py benchmarks/moves.py benchmarks/memory.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	@for strategy in ps-hra peers; do \

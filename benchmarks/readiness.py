@@ -11,8 +11,8 @@ worker. What a confirmation takes is timed inside the turns, on worker 0: it has
 in it, for whom the next collective would wait otherwise. What the heartbeats take is the CPU time of their
 thread.
 
-Memory is a worker's peak in processes of their own, as in benchmarks/memory.py: of a ring without a hub, of
-one through a hub, and of one that makes an iteration again.
+Memory is a worker's peak in processes of their own, as in benchmarks/footprint.py: of a ring without a hub,
+of one through a hub, and of one that makes an iteration again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from common import (
     torchrun,
     write_ratios,
 )
-from memory import OPTIMIZERS, SHAPES, WITHIN, Optimizer, Resident, Shape, formula_of, train
+from footprint import OPTIMIZERS, SHAPES, WITHIN, Optimizer, Resident, Shape, formula_of, train
 from survival import free_port, service
 from workloads import DIGITS, GPT_FUSED, GPT_SMALL_BATCH, TINY, Block, Workload
 

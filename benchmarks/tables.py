@@ -65,12 +65,12 @@ def _ratio_row(case: Record) -> list[str]:
     ]
 
 
-def memory(record: Record) -> str:
+def footprint(record: Record) -> str:
     heads = ["model", "optimizer", "workers", "peak, MiB", "formula, MiB", "off by", "rivals, MiB", "target"]
-    return table(heads, [_memory_row(case) for case in record["cases"]])
+    return table(heads, [_footprint_row(case) for case in record["cases"]])
 
 
-def _memory_row(case: Record) -> list[str]:
+def _footprint_row(case: Record) -> list[str]:
     rivals = ", ".join(f"{name} {peak / MIB:.0f}" for name, peak in case["rivals"].items())
     own = [case["model"], case["optimizer"], str(case["workers"])]
     peaks = [f"{case['peak'] / MIB:.0f}", f"{case['formula'] / MIB:.0f}", f"{case['off']:+.1%}"]
@@ -492,7 +492,7 @@ def tables(folder: Path) -> dict[str, str]:
     shows = {
         "overhead": ratios,
         "ring": ratios,
-        "memory": memory,
+        "footprint": footprint,
         "server": served,
         "consistency": consistency,
         "staleness": staleness,

@@ -552,6 +552,7 @@ def test_nothing_stays_at_the_parameters_and_memory_is_given_back() -> None:
         own = torch.Tensor.grad
         with torch._C.DisableTorchFunctionSubclass():
             assert all(own.__get__(p) is None for p in model.parameters())  # type: ignore[union-attr]
+        fitted.gradients.norm()  # when all have arrived
         assert all((each.chunk.id, GRADIENT) in fitted.payloads._memory for each in fitted.chunks)
         held = next(model.parameters()).grad
         assert held is not None

@@ -20,6 +20,8 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 if sys.argv[1] == "keep":
     assert keep_freed_memory(environment={})
+elif sys.argv[1] == "budget":  # a tensor of 1 MB is more than a 64th of it
+    assert keep_freed_memory(budget=2**25, environment={})
 before = resident()
 held = [torch.ones(250_000) for _ in range(64)]  # 64 MB in all
 del held
@@ -44,6 +46,7 @@ def bytes_kept(mode: str) -> int:
 def test_freed_memory_stays_for_the_next_allocation() -> None:
     assert bytes_kept("keep") > 50_000_000
     assert bytes_kept("default") < 10_000_000
+    assert bytes_kept("budget") < 10_000_000
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])

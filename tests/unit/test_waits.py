@@ -222,6 +222,10 @@ REVIEWED: dict[str, str] = {
         "its thread copies chunks, and what it waits for, a chunk's step or its read, has a deadline"
     ),
     "memory/engine.py: Engine.close: self._bringing.shutdown()": "the same: at most the copies begun",
+    "memory/leaving.py: Leaving.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-leaving')": (
+        "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
+    ),
+    "memory/leaving.py: Leaving.close: self._thread.shutdown()": "the same: at most what is on its way",
     "memory/stepping.py: Stepper._work: self._condition.wait()": (
         "the thread that steps chunks waits for the next step; `close` ends it"
     ),

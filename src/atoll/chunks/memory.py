@@ -53,8 +53,9 @@ def lay_out_memory(
 
     `chunk_bytes` names the size of blocks (rounded up to that multiple); None searches from `smallest`, the
     bytes from which on a move fills its link, to `largest` (None: a sixteenth of the model, at least twice
-    `smallest`, at most 1 GiB): see `_best`. The same specs give the same map everywhere. Raises PrepareError
-    for a spec that cannot be laid out, ConfigError for sizes that make no sense.
+    `smallest`, at most 1 GiB): the smallest size of those that waste the fewest blocks, in steps of 0.1 %.
+    The same specs give the same map everywhere. Raises PrepareError for a spec that cannot be laid out,
+    ConfigError for sizes that make no sense.
     """
     check_specs(specs)
     unit = _unit(specs, members, alignment)
@@ -84,14 +85,14 @@ def sizes_worth_trying(
     alignment: int = ALIGNMENT,
 ) -> tuple[int, ...]:
     """Ascending chunk sizes in bytes, for a plan that weighs waste against the memory and the time that it
-    predicts: of each half octave the one that wastes the fewest blocks. Bounds and errors as in
-    `lay_out_memory`, whose own choice is among them.
+    predicts: of each half octave the one that wastes the fewest blocks, and the smallest in which most bytes
+    lie alike (`_alike`). Bounds and errors as in `lay_out_memory`, whose own choice is among them.
     """
     check_specs(specs)
     unit = _unit(specs, members, alignment)
     found = _search(specs, grouped(specs), smallest, largest, unit, alignment)
     octaves = np.floor(2 * np.log2(found.sizes / found.sizes[0]))
-    chosen = {int(found.sizes[_best(found)])}
+    chosen = {int(found.sizes[_alike(found)])}
     for octave in np.unique(octaves):
         (there,) = np.nonzero(octaves == octave)
         chosen.add(int(found.sizes[there[np.argmin(found.steps[there])]]))
@@ -122,15 +123,19 @@ class _Found:
 
 
 def _best(found: _Found) -> int:
-    """The index of the size to take.
+    """The index of the size to take: of those with the least waste the smallest, since small chunks bring
+    less that is not asked for, and a budget holds more of them."""
+    return int(np.argmin(found.steps))
 
-    A small chunk leaves a budget more blocks, and brings less that is not asked for; chunks in one block
-    each leave no holes in the arena, and Belady's rule is optimal for them. So: the smallest size at which
-    half of the bytes lie in such chunks and less than 1 % of the blocks is waste. Where there is none, the
-    size with the least waste.
+
+def _alike(found: _Found) -> int:
+    """The index of the smallest size at which half of the bytes lie in chunks of one block and less than 1 %
+    of the blocks is waste; where there is none, of the one with the least.
+
+    Such chunks leave no holes in the arena, and Belady's rule is optimal for them.
     """
     bearable = (found.sizes >= found.alike) & (found.steps < _STEP * _BEARABLE)
-    return int(np.argmax(bearable) if bearable.any() else np.argmin(found.steps))
+    return int(np.argmax(bearable)) if bearable.any() else _best(found)
 
 
 def _search(

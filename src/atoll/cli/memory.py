@@ -116,7 +116,7 @@ def _lines(figures: dict[str, Any]) -> list[str]:
     run = figures["longest_run"]
     lines = [
         f"{_counted(figures['parameters'], 'parameter')}, {format_bytes(figures['used_bytes'])}, in "
-        f"{_counted(figures['chunks'], 'chunk')} of at most {format_bytes(size)} ({size} bytes)",
+        f"{_counted(figures['chunks'], 'chunk')} in blocks of {format_bytes(size)} ({size} bytes)",
         *(_group_line(group) for group in figures["groups"]),
         f"waste: {figures['block_waste']:.3%} of {_counted(figures['blocks'], 'block')} on the device, if "
         f"all lie there; {figures['waste']:.3%} of what is stored at home",

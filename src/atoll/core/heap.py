@@ -16,22 +16,34 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for
 _KEPT = 2**30  # bytes that may lie free at the top of the heap
 _LARGEST_ON_HEAP = 2**22  # bytes; larger tensors come from the system and go back to it, leaving no holes
 _LARGEST_MESSAGE = 2**25  # bytes: glibc takes no higher bound
+_PARTS = 64  # of a budget: a tensor larger than one comes from the system, too
+_LEAST_FROM_SYSTEM = (
+    2**17
+)  # bytes; glibc's own bound, below which a call of the system costs more than a copy
 
 
-def keep_freed_memory(*, messages: bool = False, environment: Mapping[str, str] | None = None) -> bool:
+def keep_freed_memory(
+    *, messages: bool = False, budget: int | None = None, environment: Mapping[str, str] | None = None
+) -> bool:
     """Let glibc keep up to 1 GiB of freed memory for the next allocation; returns whether it was told so.
 
     `messages`: chunks come as messages, which a thread of ZeroMQ allocates. That thread then shares the one
     heap: of its own, glibc keeps no more than 64 MB, whatever it is told. So call it before the first socket.
+    `budget`: bytes that the process is to take little more than. A heap loses some times the size of its
+    largest tensors in holes that others of their size do not fill; so tensors over a 64th of the budget come
+    from the system one by one, at the price of page faults.
     Does nothing with another C library, and nothing where the user has set glibc's own variables.
     """
     environment = os.environ if environment is None else environment
     chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if platform.libc_ver()[0] != "glibc" or any(name in environment for name in chosen):
         return False
+    largest = _LARGEST_MESSAGE if messages else _LARGEST_ON_HEAP
+    if budget is not None:
+        largest = min(largest, max(budget // _PARTS, _LEAST_FROM_SYSTEM))
     # Setting one threshold ends glibc's own fitting of the other, so both are set.
     settings = {
-        _MMAP_THRESHOLD: _LARGEST_MESSAGE if messages else _LARGEST_ON_HEAP,
+        _MMAP_THRESHOLD: largest,
         _TRIM_THRESHOLD: _KEPT,
         **({_ARENA_MAX: 1} if messages else {}),
     }

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
+from atoll.memory import copies
 from atoll.memory.disk import _open_nameless, _try_direct
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.elementwise import copy_for
@@ -63,16 +64,16 @@ def _copies(device: torch.device, nbytes: int) -> tuple[float, float, float]:
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
-    def seconds(target: torch.Tensor, source: torch.Tensor, trials: int) -> float:
-        def copy() -> None:
-            target.copy_(source)
+    def seconds(copy: Callable[..., None], target: Tensor, source: Tensor, trials: int) -> float:
+        def copy_all() -> None:
+            copy(target, source)
             settle(device)
 
-        return _least(copy, trials)
+        return _least(copy_all, trials)
 
-    latency = seconds(there[:_SMALL], here[:_SMALL], _SMALL_TRIALS)
-    to_device = nbytes / max(seconds(there, here, _TRIALS) - latency, 1e-9)
-    to_host = nbytes / max(seconds(here, there, _TRIALS) - latency, 1e-9)
+    latency = seconds(copies.to_device, there[:_SMALL], here[:_SMALL], _SMALL_TRIALS)
+    to_device = nbytes / max(seconds(copies.to_device, there, here, _TRIALS) - latency, 1e-9)
+    to_host = nbytes / max(seconds(copies.to_host, here, there, _TRIALS) - latency, 1e-9)
     return to_device, to_host, latency
 
 

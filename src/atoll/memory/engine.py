@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_bytes
+from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, take
@@ -39,15 +40,16 @@ class Engine:
     """Keeps the chunks of a model in the device's arena, by the decisions of `moves`.
 
     `chunks[i]` has id i. `payloads` holds the values that count, in host memory, under the kind "values";
-    before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step, and after they were
-    written `edited(chunk)` is told. All methods may be called from several threads.
+    before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step and raises what that has
+    raised (with `tells=False` not to the script), and after they were written `edited(chunk)` is told. All
+    methods may be called from several threads.
     """
 
     def __init__(
         self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], payloads: Payloads
     ) -> None:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
-        self.wait_stepped: Callable[[int], None] = lambda _: None
+        self.wait_stepped: Callable[..., None] = lambda _, **__: None
         self.edited: Callable[[int], None] = lambda _: None
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
@@ -225,7 +227,7 @@ class Engine:
             if self._stream is not None:
                 # What still reads the block's former values has been queued before.
                 self._stream.wait_event(torch.accelerator.current_stream().record_event())
-            stay.coming = self._bringing.submit(self._copy, stay, self._stream)
+            stay.coming = self._bringing.submit(self._copy, stay, self._stream, ahead=True)
         self._cut_short = False
 
     def _enter(self, chunk: int, place: int) -> Stay:
@@ -244,12 +246,12 @@ class Engine:
         each = self.chunks[chunk]
         return self.arena.blocks_for(each.chunk.numel * each.dtype.itemsize)
 
-    def _copy(self, stay: Stay, stream: torch.Stream | None = None) -> None:
-        """Bring the values; on a thread of its own, with a stream of its own, where there is one."""
+    def _copy(self, stay: Stay, stream: torch.Stream | None = None, *, ahead: bool = False) -> None:
+        """Bring the values; `ahead` of their use on a thread of its own, with a stream where there is one."""
         if stream is not None:
             torch.accelerator.set_stream(stream)
-        with torch.inference_mode(False), torch.no_grad(), self._values(stay.each) as values:
-            stay.memory.copy_(values)
+        with torch.inference_mode(False), torch.no_grad(), self._values(stay.each, tells=not ahead) as values:
+            copies.to_device(stay.memory, values)
 
     def _wait(self, stay: Stay) -> None:
         """Wait until nobody copies into it any more, whether the values came or not."""
@@ -269,6 +271,7 @@ class Engine:
             assert stay.coming is not None
             began = time.perf_counter()
             self._wait(stay)
+            self.wait_stepped(chunk)
             stay.coming.result(timeout=0)
             self.waited += time.perf_counter() - began
             self._lay(stay)
@@ -323,10 +326,10 @@ class Engine:
 
     @contextmanager
     def _values(
-        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False
+        self, each: TrainedChunk, *, writes: bool = False, overwrites: bool = False, tells: bool = True
     ) -> Iterator[Tensor]:
         """The chunk's values in host memory, (extent,), as its latest step has left them."""
-        self.wait_stepped(each.chunk.id)
+        self.wait_stepped(each.chunk.id, tells=tells)
         with self.payloads.pin((each.chunk.id, VALUES), writes=writes, overwrites=overwrites) as values:
             yield values[: each.chunk.extent]
 
@@ -349,7 +352,7 @@ class Engine:
         if versions == stay.versions and not stay.given_out:
             return
         with torch.no_grad(), self._values(each, writes=True) as values:
-            values.copy_(stay.memory)
+            copies.to_host(values, stay.memory)
         self.written_back += 1
         self._count("to_host", each)
         self.edited(chunk)
@@ -411,7 +414,7 @@ class Engine:
             self._mend()
             self._cut_short = True
             ended = self.cache.handle_step_ended()
-            self._cut_short = False
+            self._prefetch()
             return ended
 
     def next_used(self, chunks: Iterable[int]) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
-from atoll.core.heap import give_back_freed_memory
+from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
@@ -24,6 +24,8 @@ from atoll.memory.store import Store
 from atoll.moves import Cache, Order, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
+
+GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
 
 
 class Fitted:
@@ -118,10 +120,13 @@ class Moving(Fitted):
         trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
         self._owners = _Owners(model)
         self._sizes = {chunk.id: chunk_map.blocks_of(chunk) for chunk in chunk_map.chunks}
+        arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
+        self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
         self._store = _store(budgets, plan)
         self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
-        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came)
+        room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
+        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
         self.engine.gradients = self.gradients
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
@@ -156,7 +161,10 @@ class Moving(Fitted):
 
     @property
     def choices(self) -> list[tuple[str, str, str]]:
-        return self._store.choices
+        heap = "as the C library has it", "it is not glibc, or the user has set glibc's own variables"
+        if self._heap_is_bounded:
+            heap = "bounded", "large tensors come from the system, and each step gives back what is free"
+        return [*self._store.choices, ("memory.heap", *heap)]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -184,7 +192,8 @@ class Moving(Fitted):
         self.engine.refresh(self._stepped)
         self._statistics.add(self.engine.handle_step_ended())
         self._store.step_ended()
-        give_back_freed_memory()  # of gradients and copies, whose holes glibc does not fill
+        # Of gradients and copies, whose holes glibc does not fill.
+        self.gradients.once_arrived(give_back_freed_memory)
         self._came.clear()
         self.steps += 1
         moves, nbytes = self._latest
@@ -233,8 +242,10 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
-            self.gradients.close()
-            self._store.close()
+            try:
+                self.gradients.close()
+            finally:
+                self._store.close()
 
 
 class _Owners:

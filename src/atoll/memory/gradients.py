@@ -1,16 +1,19 @@
 """Gradients of chunks that do not stay on the device.
 
-As autograd finishes a parameter's gradient, a hook moves it into its chunk's payload "gradient" and takes it
-away from the device. What the script reads as `p.grad` is a `GradientProxy`: whatever is done with it is done
-with the payload. So `torch.nn.utils.clip_grad_norm_` works, and never holds all gradients. Source: S2, "What
-users of rival systems suffer from": gradient accumulation that drops gradients; no clipping.
+As autograd finishes a parameter's gradient, a hook takes it away from the parameter, and a thread moves it
+into its chunk's payload "gradient" while backward goes on. What the script reads as `p.grad` is a
+`GradientProxy`: whatever is done with it is done with the payload. So `torch.nn.utils.clip_grad_norm_` works,
+and never holds all gradients. Source: S2, "What users of rival systems suffer from": gradient accumulation
+that drops gradients; no clipping.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
+from atoll.memory import copies
+from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
-from atoll.memory.proxies import GradientProxy, OwnSource
+from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
 from atoll.tensors.binding import carve, check_usable
 
 _GRAD: Any = torch.Tensor.grad  # autograd's own, whatever a parameter's class makes of `grad`
@@ -71,6 +76,7 @@ class _Slot:
 
     @contextmanager
     def lend(self) -> Iterator[Tensor]:
+        self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is not None:
             yield kept
@@ -90,6 +96,7 @@ class _Slot:
                         home.copy_(lent)
 
     def keep(self) -> Tensor:
+        self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is None:
             like, device = self._chunk.trained.likes[self._index], self._chunk.trained.device
@@ -102,7 +109,8 @@ class _Slot:
         """This gradient is replaced: whoever has a view or the proxy has the old one for himself."""
         proxy = self.proxy() if self.proxy is not None else None
         if proxy is not None:
-            proxy.source = OwnSource(self.keep())
+            failed = self._chunk.failed
+            proxy.source = OwnSource(self.keep()) if failed is None else LostSource(failed)
         self.proxy = None
         self._chunk.kept.pop(self._index, None)
 
@@ -123,7 +131,23 @@ class _ChunkGradients:
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
         self.wait: Callable[[int], None] = lambda _: None  # until no step of it is under way
+        self.leaving: Leaving  # carries what comes; whoever makes this says which
         self.stepping = False  # a step that is under way will still read the payload
+        self.coming: Future[None] | None = None  # the latest gradient that is, or was, on its way here
+        self.stepped_after: Future[None] | None = None  # the latest that the step under way counts
+        self.failed: BaseException | None = None  # what the first gradient that did not arrive has raised
+        self.told = False  # somebody was told of it
+
+    def arrive(self, *, whatever: bool = False) -> None:
+        """Wait until no gradient is on its way here; raises what the way has raised, unless `whatever`."""
+        wait_for(self.coming, f"the gradients of {self.trained.names[0]!r}")
+        self.tell(whatever=whatever)
+
+    def tell(self, *, whatever: bool = False) -> None:
+        """Raise it, unless `whatever`."""
+        if self.failed is not None and not whatever:
+            self.told = True
+            raise self.failed
 
     @contextmanager
     def borrow(self, *, writes: bool) -> Iterator[Tensor]:
@@ -151,8 +175,15 @@ class _ChunkGradients:
 
     @contextmanager
     def settled(self, *, writes: bool = False) -> Iterator[Tensor]:
-        """The same, once no step reads it any more, with what the script has changed in views."""
+        """The same, once all gradients are here and no step reads it any more, with what the script has
+        changed in views."""
+        self.arrive()
         self.wait(self.trained.chunk.id)
+        with self._with_edits(writes=writes) as flat:
+            yield flat
+
+    @contextmanager
+    def _with_edits(self, *, writes: bool) -> Iterator[Tensor]:
         with self.borrow(writes=writes or bool(self.kept)) as flat:
             for index, kept in list(self.kept.items()):
                 self.trained.part(flat, index).copy_(kept)
@@ -162,23 +193,30 @@ class _ChunkGradients:
             yield flat
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
-        """Add a gradient that has come."""
-        with self.settled(writes=True) as flat:
-            part = self.trained.part(flat, index)
-            if self.present[index]:
-                part.add_(gradient.to(part.device))
-            else:
-                part.copy_(gradient)
-            if index in self.kept:
-                self.kept[index].copy_(part)
-            self.norms.pop(index, None)
-            if measures is not None:
-                self.norms[index] = torch.linalg.vector_norm(part, measures)
+        """Let a gradient come; it counts from now on."""
+        self.wait(self.trained.chunk.id)  # here: a step that is begun later waits for the gradient
+        add = partial(self._add, index, gradient, measures, adds=self.present[index])
+        self.coming = self.leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
+
+    def _add(self, index: int, gradient: Tensor, measures: float | None, *, adds: bool) -> None:
+        """Add a gradient, or set it; on the thread that carries it."""
+        try:
+            with self._with_edits(writes=True) as flat:
+                part = self.trained.part(flat, index)
+                copies.to_host(part, gradient, adds=adds)
+                if index in self.kept:
+                    self.kept[index].copy_(part)
+                self.norms.pop(index, None)
+                if measures is not None:
+                    self.norms[index] = torch.linalg.vector_norm(part, measures)
+        except BaseException as error:  # whatever it is, who reads the gradient is to raise it
+            self.failed = self.failed or error
 
     def forget(self, index: int) -> None:
         """This slot has no gradient any more."""
         if self.present[index]:
+            self.arrive(whatever=True)
             self.slots[index].leave()
             self.present[index] = False
             self.norms.pop(index, None)
@@ -188,10 +226,12 @@ class _ChunkGradients:
         """Let go of the payload if nothing in it counts any more."""
         if not any(self.present) and not self.stepping:
             self.factors, self.norms, self.filled = [], {}, False
+            self.failed, self.told = None, False
             self.payloads.drop(self.key)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients, at once or as they are next read."""
+        self.arrive()
         self.wait(self.trained.chunk.id)
         self.factors.append((factor, list(self.present)))
         self.norms.clear()
@@ -200,6 +240,7 @@ class _ChunkGradients:
 
     def measure(self, norm_type: float) -> None:
         """Find the norms that are not known."""
+        self.arrive()
         missing = {i for i, here in enumerate(self.present) if here and i not in self.norms}
         missing.update(self.kept)
         if missing:
@@ -212,8 +253,8 @@ class Gradients:
     """The gradients of all chunks that are trained.
 
     `payloads(chunk)` says where a chunk's lie. `arrived(chunk, slot)` is told of each gradient that backward
-    has finished, on autograd's thread, after it has moved. Tensors given and taken have the parameter's
-    shape, dtype and device.
+    has finished, on autograd's thread, when it is on its way; `room` bytes of them may be, beside the latest.
+    Tensors given and taken have the parameter's shape, dtype and device.
     """
 
     def __init__(
@@ -221,8 +262,12 @@ class Gradients:
         chunks: Sequence[TrainedChunk],
         payloads: Callable[[int], Payloads],
         arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
+        room: int = 0,
     ) -> None:
         self._chunks = {each.chunk.id: _ChunkGradients(each, payloads(each.chunk.id)) for each in chunks}
+        self._leaving = Leaving(room)
+        for held in self._chunks.values():
+            held.leaving = self._leaving
         self._arrived = arrived
         self._places = {
             id(parameter): (each, index)
@@ -241,15 +286,26 @@ class Gradients:
                 self._take(each, index)
 
     def close(self) -> None:
-        """Leave the gradients to the parameters as plain tensors."""
+        """Leave the gradients to the parameters as plain tensors. Raises, at the end, why one has not arrived
+        of which nobody was told; those of its chunk are None."""
         for handle in self._handles:
             handle.remove()
+        untold: BaseException | None = None
         for each, index in self._places.values():
             if each.present[index]:
-                gradient = each.slots[index].keep()
+                each.arrive(whatever=True)
+                gradient = each.slots[index].keep() if each.failed is None else None
+                untold = untold or (None if each.told else each.failed)
                 each.forget(index)
                 _set_own_gradient(each.trained.parameters[index], gradient)
         self._places.clear()
+        self._leaving.close()
+        if untold is not None:
+            raise untold
+
+    def once_arrived(self, job: Callable[[], None]) -> None:
+        """Do `job` on the thread that carries gradients, after those that are on their way."""
+        self._leaving.then(job)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether its gradient lies in a chunk."""
@@ -286,6 +342,7 @@ class Gradients:
         values = gradient.detach().clone() if isinstance(gradient, GradientProxy) else gradient
         each.forget(index)
         each.take(index, values, None)
+        each.arrive()  # the script may go on to change its tensor
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -340,7 +397,7 @@ class Gradients:
         if each.kept:
             with each.settled():
                 pass
-        each.stepping = True
+        each.stepping, each.stepped_after = True, each.coming
         return tuple(each.present)
 
     @contextmanager
@@ -348,6 +405,9 @@ class Gradients:
         """Those gradients, (extent,), to be read; at the end the chunk's step is over."""
         each = self._chunks[chunk]
         try:
+            # Not for what a later backward sends: it waits for this step.
+            wait_for(each.stepped_after, f"the gradients of {each.trained.names[0]!r}")
+            each.tell()
             with each.borrow(writes=False) as flat:
                 yield flat
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import nn
 
@@ -30,17 +31,17 @@ def choose(
     second).
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
-    registration and back, and to compute in no time: the plan with the least to move. Raises UserError with
+    registration and back, and to compute for as long as copies take. Raises UserError with
     the least budget that would do, ConfigError where the disk's folder cannot be written to, PrepareError for
     an optimizer that is not element-wise.
     """
     check_folder(budgets)
-    if profile is None:
-        uses = assumed_uses(model)
-        profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
+    if profile is None:
+        uses = _computing(model, assumed_uses(model), bandwidths)
+        profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     return search_plan(profile, bandwidths, budgets)
 
 
@@ -95,6 +96,19 @@ def assumed_uses(model: nn.Module) -> tuple[Use, ...]:
         else:
             forward += [Use((index,)) for index in used]
     return (*forward, *(Use(use.parameters, backward=True) for use in reversed(forward)))
+
+
+def _computing(model: nn.Module, uses: tuple[Use, ...], rates: Bandwidths) -> tuple[Use, ...]:
+    """These uses, each with the seconds that its parameters' copies take: in backward, of the values and of
+    the gradients. It is where the size of chunks counts most: computing hides copies that are well cut."""
+    nbytes = [parameter.nbytes for parameter in model.parameters()]
+
+    def seconds(use: Use) -> float:
+        return sum(nbytes[p] for p in use.parameters) * (
+            1 / rates.to_device + (1 / rates.to_host if use.backward else 0.0)
+        )
+
+    return tuple(msgspec.structs.replace(use, seconds=seconds(use)) for use in uses)
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ gradients (`torch._foreach_mul_`) are served one by one, so that they are never 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
@@ -68,6 +69,19 @@ class OwnSource:
         return self._gradient
 
 
+class LostSource:
+    """A gradient that has not arrived: whoever reads it is told why."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def lend(self) -> AbstractContextManager[Tensor]:
+        raise self._error
+
+    def keep(self) -> Tensor:
+        raise self._error
+
+
 class GradientProxy(torch.Tensor):
     """A gradient that lies elsewhere; see the module."""
 
@@ -77,8 +91,7 @@ class GradientProxy(torch.Tensor):
     def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
         """A proxy with the shape and dtype of `like`."""
         with torch.inference_mode(False), torch.no_grad():
-            # NaN: if anything reads the proxy itself, it does not read a plausible gradient.
-            value = torch.full((), float("nan"), dtype=like.dtype, device=device).expand(like.shape)
+            value = _nan(like.dtype, device).expand(like.shape)
             proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, value)
         proxy.source = source
         return proxy
@@ -102,6 +115,12 @@ class GradientProxy(torch.Tensor):
         if func.__name__.startswith(_LISTS):
             return _one_by_one(func, args, kwargs)
         return _with_gradients(func, args, kwargs)
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """If anything reads a proxy itself, it does not read a plausible gradient."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def _set_data(tensor: GradientProxy, value: Tensor) -> None:

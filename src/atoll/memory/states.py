@@ -88,6 +88,11 @@ class ChunkStates:
                     start, end = self._bounds(first, last)
                     values[start:end].copy_(stepped[start:end])
 
+    @property
+    def has_elements(self) -> bool:
+        """Whether anything is kept for each element."""
+        return any(self._kept)
+
     def _settings(self, settings: Settings) -> Settings:
         """Settings as they are where the chunk is stepped."""
         there = {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in settings.items()}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError
+from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.ondemand import StatesOnDemand
@@ -155,10 +156,11 @@ class Stepper:
         self._thread.start()
         atexit.register(self._end)  # a thread that the interpreter's end meets in torch aborts the process
 
-    def wait_stepped(self, chunk: int, seconds: float = _DEADLINE) -> None:
+    def wait_stepped(self, chunk: int, seconds: float = _DEADLINE, *, tells: bool = True) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
 
-        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised.
+        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised; where it `tells`,
+        the script has been told by that.
         """
         with self._condition:
             step = self._step
@@ -167,6 +169,8 @@ class Stepper:
                 step.waiting.appendleft(chunk)
             self._wait(lambda: step is None or not step.has(chunk), seconds, f"chunk {chunk}")
             if chunk in self._failed and not self._closing:
+                if not tells:
+                    raise self._failed[chunk]
                 self._tell(self._failed[chunk])
 
     def wait_all(self, seconds: float = _DEADLINE) -> None:
@@ -331,8 +335,11 @@ class Stepper:
         began = time.monotonic()
         states = self._chunks[chunk]
         run = partial(run_step, type(self.optimizer), step.own)
+        had_state = states.has_elements
         with self._gradients.stepped_with(chunk) as gradients:
             states.step(step.groups[states.group], gradients, step.present[chunk], run)
+        if states.has_elements and not had_state:
+            give_back_freed_memory()  # what the optimizer has made, and lies in payloads now: chunk by chunk
         self.figures.chunks += 1
         self.figures.seconds += time.monotonic() - began
         self._calls.stepped(chunk)

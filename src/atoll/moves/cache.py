@@ -120,6 +120,7 @@ class Cache(Generic[K]):
         self._seen = 0
         self._trust = TRUST  # uses in a row that were as foreseen
         self._needed: dict[K, int] = {}  # the last use before `_seen` that each key is kept for
+        self._barred = 0  # until this position who would leave for what is at `_seen` is still to be used
         self.statistics = StepStatistics()  # of this step so far
         self._following = StepStatistics()  # the next step's
 
@@ -184,11 +185,14 @@ class Cache(Generic[K]):
         foreseen nothing is brought ahead until `TRUST` in a row were.
         """
         order = self.order
-        if order is None or self._trust < TRUST or not self._see():
+        if order is None or self._trust < TRUST or self._position < self._barred or not self._see():
             return None
         chunk = order.at(self._seen)
         found = self._room(chunk, nobody)
-        if found is None or any(self._needed.get(key, -1) >= self._position or held(key) for key in found[1]):
+        if found is None:
+            return None
+        self._barred = 1 + max((self._needed.get(key, -1) for key in found[1]), default=-1)
+        if self._position < self._barred or any(held(key) for key in found[1]):
             return None
         later = self._seen // len(order) > self._position // len(order)
         statistics = self._following if later else self.statistics
@@ -292,6 +296,7 @@ class Cache(Generic[K]):
 
     def _look_anew(self) -> None:
         """What comes next is not what was thought when things were prefetched, or the order is another."""
+        self._barred = 0
         if self.order is not None:
             self._seen = self._position
             self._needed.clear()
@@ -321,6 +326,7 @@ class Cache(Generic[K]):
                 self._count_write_back(statistics, key)
             self._leave(key)
         count = self._sizes.get(chunk, 1)
+        self._barred = 0
         self._places.occupy(chunk, place, count)
         self._ranking.enter(chunk, 0 if self.order is None else self.order.need_after(chunk, self._seen - 1))
         statistics.moves_in += bring
@@ -328,6 +334,7 @@ class Cache(Generic[K]):
         return Decision(chunk, False, bring, tuple(evictions), place, reason)
 
     def _leave(self, chunk: K) -> None:
+        self._barred = 0
         self._places.remove(chunk)
         self._ranking.remove(chunk)
         self._changed.discard(chunk)
@@ -336,6 +343,7 @@ class Cache(Generic[K]):
 
     def _touch(self, chunk: K) -> None:
         if self._policy != "fifo":
+            self._barred = 0
             self._ranking.enter(chunk, self._ranking.score(chunk))
 
     def _count_write_back(self, statistics: StepStatistics, chunk: K) -> None:

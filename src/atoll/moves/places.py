@@ -102,8 +102,15 @@ class Places(Generic[K]):
         """Of the runs between two blocks the one for which the fewest blocks are given up."""
 
         def leavers(first: int) -> list[K]:
-            owners = (self._owner[block] for block in range(first, first + count) if block in self._owner)
-            return list(dict.fromkeys(owners))
+            found, block = [], first
+            while block < first + count:
+                key = self._owner.get(block)
+                if key is None:
+                    block += 1
+                else:
+                    found.append(key)
+                    block = self.runs[key].end
+            return found
 
         def cost(first: int) -> tuple[int, int]:
             return sum(self.runs[key].length for key in leavers(first)), first if count == 1 else -first

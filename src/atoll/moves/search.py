@@ -40,7 +40,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
     `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
-    seconds are not known, and are 0.
+    seconds are assumed.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -462,7 +462,7 @@ def _reason(
         worst = max(by_size, key=lambda size: by_size[size])
         sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
     bound, seconds = _longest(plan, profile, rates)
-    told = "" if profile.measured else "; compute is not measured yet, and taken as none"
+    told = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 

@@ -1,6 +1,6 @@
 """(c) The peak memory of a worker, against a closed formula, with DistributedDataParallel's beside it.
 
-    python benchmarks/memory.py [--quick]
+    python benchmarks/footprint.py [--quick]
 
 Each case runs in processes of its own: a model of large linear layers takes a few steps on a tiny batch, so
 that parameters, gradients and optimizer state are nearly all of the memory. The peak is the highest resident
@@ -302,8 +302,8 @@ def main() -> int:
             cases.append(run_case(SHAPES[shape], OPTIMIZERS[kind], workers))
             print(cases[-1].line(), flush=True)
     folder = output_folder(args)
-    write_results("memory", folder, [case.to_json() for case in cases], quick=args.quick)
-    draw(cases, folder / "memory.png")
+    write_results("footprint", folder, [case.to_json() for case in cases], quick=args.quick)
+    draw(cases, folder / "footprint.png")
     return 0
 
 

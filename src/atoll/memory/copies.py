@@ -1,0 +1,19 @@
+"""Copies between the device's arena and the host's. All of them go through these two functions, so that who
+looks at speed can put a link of a known rate in their place (`testing/links.py`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def to_device(target: Tensor, source: Tensor) -> None:
+    """Copy `source`, in host memory, into `target` on the device."""
+    target.copy_(source)
+
+
+def to_host(target: Tensor, source: Tensor, *, adds: bool = False) -> None:
+    """Copy `source`, on the device, into `target` in host memory; with `adds`, add it to what is there."""
+    if adds:
+        target.add_(source.to(target.device))
+    else:
+        target.copy_(source)

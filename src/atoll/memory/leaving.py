@@ -1,0 +1,63 @@
+"""Gradients on their way off the device: a thread with a stream of its own carries them, so that backward
+goes on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from atoll.core.errors import DeadlineError
+
+_DEADLINE = 600.0  # seconds for one gradient: the slowest disk has made room by then
+
+
+def wait_for(coming: Future[None] | None, what: str) -> None:
+    """Wait until it is over, whether it came or not."""
+    if coming is not None and not wait([coming], timeout=_DEADLINE).done:
+        raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
+
+
+class Leaving:
+    """Carries one after another, in the order in which they came. At most `room` bytes are on their way
+    beside the latest: whoever brings more waits."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-leaving")
+        self._under_way: deque[tuple[Future[None], int]] = deque()
+        self._nbytes = 0
+        self._lock = threading.Lock()  # backwards of several threads
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def carry(self, job: Callable[[], None], nbytes: int, device: torch.device) -> Future[None]:
+        """Begin `job`, which copies `nbytes` off `device` once what computes them there is done."""
+        with self._lock:
+            while self._under_way and (self._nbytes > self.room or self._under_way[0][0].done()):
+                earliest, size = self._under_way[0]
+                wait_for(earliest, "room for a gradient on its way off the device")
+                self._under_way.popleft()
+                self._nbytes -= size
+            ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+            coming = self._thread.submit(self._carry, job, device, ready)
+            self._under_way.append((coming, nbytes))
+            self._nbytes += nbytes
+            return coming
+
+    def _carry(self, job: Callable[[], None], device: torch.device, ready: torch.Event | None) -> None:
+        if ready is not None:
+            stream = self._streams.setdefault(device, torch.Stream(device))
+            stream.wait_event(ready)
+            torch.accelerator.set_stream(stream)
+        job()
+
+    def then(self, job: Callable[[], None]) -> None:
+        """Do `job` on the thread, after all that is on its way; nobody waits for it."""
+        self._thread.submit(job)
+
+    def close(self) -> None:
+        """End the thread, once all has arrived."""
+        self._thread.shutdown()
