@@ -69,7 +69,11 @@ def atoll(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (
             ["run", "--groups", "2", "--workers", "2", "train.py"],
-            "groups.count (--groups): 2 groups go with run.strategy 'hierarchical' or 'ps-hra', not 'ring'",
+            "groups.count (--groups): 2 groups go with run.strategy 'hierarchical', 'ps-hra' or 'peers', not",
+        ),
+        (
+            ["run", "--strategy", "peers", "--groups", "2", "--workers", "3", "train.py"],
+            "groups.count (--groups): 3 workers cannot be 2 nodes with as many devices each: under",
         ),
         (
             ["run", "--strategy", "ps-hra", "--sites", "1", "train.py"],

@@ -20,11 +20,11 @@ from torch import Tensor
 import atoll
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
+from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.memory import HostMemory, plan_memory
 from atoll.train.node.start import CpuSide
 from atoll.train.node.worker import NodeWorker
-from atoll.train.place import Place
 from atoll.wire.device import (
     DeviceMessage,
     Leave,
@@ -52,6 +52,7 @@ class FakeSide:
         self.free: list[int] = []  # buffers
         self.first, self.script, self.incarnation = 0, b"", 1  # of Ready
         self.frozen: float | None = None  # what a late node's frozen parameters are
+        self.later: list[DeviceMessage] = []  # what is said to who waits, one after the other
         self.holds_up = ""  # what keeps the global iteration where it is
         self.closed = False
 
@@ -72,6 +73,8 @@ class FakeSide:
             self.say(Left())
 
     def receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
+        if not self._to_say and timeout and self.later:
+            return self.later.pop(0), []
         if not self._to_say:
             time.sleep(min(timeout, 0.001))
             return None
@@ -118,13 +121,24 @@ class FakeSide:
         )
 
 
-def fake_session(config: Config, late: bool = False) -> tuple[atoll.Session, FakeSide]:
-    """A session of node 0 of three, with a CPU side that says what the test says."""
-    side = FakeSide()
+def fake_session(
+    config: Config, late: bool = False, devices: Devices | None = None
+) -> tuple[atoll.Session, FakeSide]:
+    """A session of node 0 of three, with a CPU side that says what the test says; with `devices`, on one of
+    the node's, whose CPU side is the leader's."""
+    side, devices = FakeSide(), devices or Devices()
     nodes = [NodeAt(node=node, incarnation=1, address=f"tcp://127.0.0.1:{node + 1}") for node in range(3)]
     meeting = SimpleNamespace(
-        run="test", node=0, late=late, incarnation=1, hub="", founding=0, close=lambda: None
+        run="test",
+        node=0,
+        late=late,
+        incarnation=1,
+        hub="",
+        founding=0,
+        devices=[devices.count, 1, 1],
+        close=lambda: None,
     )
-    introduction = Introduction(cast(Any, meeting), nodes, None)
-    worker = NodeWorker(introduction, cast(CpuSide, side), config.timeout_seconds)
-    return atoll.Session(config, Place(rank=0, world=3), worker), side
+    introduction = Introduction(cast(Any, meeting), nodes, None, devices.rank)
+    its = cast(CpuSide, side) if devices.rank == 0 else None
+    worker = NodeWorker(introduction, its, config.timeout_seconds, devices)
+    return atoll.Session(config, introduction.place, worker), side

@@ -21,7 +21,6 @@ READS: dict[str, str] = {
     "lab/inside.py": _RECORDED,
     "lab/runner.py": _NAMED,
     "launch/peers.py": _RECORDED,
-    "launch/rings.py": _RECORDED,
     "launch/run.py": "a new name; and whether a failure was before Ctrl-C, which only words the last line",
     "launch/served.py": _RECORDED,
     "launch/worker.py": _RECORDED,

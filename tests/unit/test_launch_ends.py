@@ -11,15 +11,65 @@ from typing import Any, cast
 
 import pytest
 
-from atoll.core.config import Config, Run, Strategy
+from atoll.core.config import Config, Groups, Run, Strategy
 from atoll.core.errors import GivenUpError
 from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
 from atoll.hub.decisions import Decisions
+from atoll.launch.launcher import WorkerEnd, culprit_of, write_ends
+from atoll.launch.peers import PeerLaunch
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
 from atoll.observe.rundir import RunDirectory
 
 DEADLINE = 60.0
+
+KILLED, STOPPED, ECHO = -signal.SIGKILL, -signal.SIGTERM, 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "worker"),
+    [
+        ([ECHO, KILLED], 1),
+        ([KILLED, STOPPED], 0),
+        ([STOPPED, KILLED, ECHO], 1),
+        ([ECHO, 3], 1),  # the script's own status, and the other device's word of it
+        ([GivenUpError.exit_status, ECHO], 0),
+        ([STOPPED, 2], 1),
+    ],
+)
+def test_a_launch_of_several_workers_ends_as_the_one_that_ended_the_others(
+    codes: list[int], worker: int
+) -> None:
+    ends = [WorkerEnd(each, 100 + each, code) for each, code in enumerate(codes)]
+    assert culprit_of(ends) == ends[worker]
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT])
+def test_a_launch_ends_by_the_same_signal_or_status(code: int, tmp_path: Path) -> None:
+    said = f"from atoll.launch.launcher import WorkerEnd, end_as; end_as(WorkerEnd(1, 2, {int(code)}))"
+    ended = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, timeout=DEADLINE, check=False)
+    assert ended.returncode == code
+
+
+def test_a_node_of_several_workers_is_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeerLaunch, "_start", lambda _self: None)
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    config = Config(run=Run(workers=6, strategy="peers"), groups=Groups(count=3))
+    launch = PeerLaunch(directory, config, ["train.py"], {})
+    assert [launch._lead(rank) for rank in launch._order] == [0, 2, 4]
+    assert (launch.first, launch.life_of(3)) == (0, 0)
+    launch._restarts[launch._name_of(1)] += 1
+    assert [launch.life_of(worker) for worker in range(6)] == [0, 0, 1, 1, 0, 0]
+    launch._workers = cast(Any, [FakeProcess(0), FakeProcess(0), FakeProcess(3)])
+    assert launch._end_of(2, 3).worker == 4
+    write_ends([WorkerEnd(5, 77, 3)], directory.ends_of(4))
+    assert launch._end_of(2, 3) == WorkerEnd(5, 77, 3)
+    echo = Failed(
+        time=1.0, worker=4, error="PeerLostError", message="", traceback="", exit_status=1, echo=True
+    )
+    assert launch.excuses(echo)
+    assert not launch.excuses(Failed(time=1.0, worker=5, error="E", message="", traceback="t", exit_status=1))
 
 
 def test_a_process_that_does_not_end_is_not_waited_for_for_ever(

@@ -31,7 +31,9 @@ class SlowSide(FakeSide):
 def test_a_worker_lets_its_cpu_side_see_to_the_others(monkeypatch: pytest.MonkeyPatch, leaves: float) -> None:
     side = SlowSide(leaves)
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: side.now))
-    meeting = SimpleNamespace(run="test", node=0, late=False, incarnation=1, hub="", founding=0)
+    meeting = SimpleNamespace(
+        run="test", node=0, late=False, incarnation=1, hub="", founding=0, devices=[1, 1]
+    )
     nodes = [NodeAt(node=node, incarnation=1, address="tcp://127.0.0.1:1") for node in range(2)]
     introduction = Introduction(cast(Any, meeting), nodes, None)
     node = worker.NodeWorker(introduction, cast(CpuSide, side), 60.0)

@@ -199,7 +199,7 @@ REVIEWED: dict[str, str] = {
     "testing/sites.py: _elsewhere: threads.submit(function).result()": "the same",
     "launch/rings.py: RingLaunch.poll: super().poll()": "looks, and returns",
     "train/node/introduction.py: _InStore._record: store.get(_key(node))": "it is there: `wait` has returned",
-    "train/node/worker.py: NodeWorker.take: self._side.receive()": "takes in what there is, without waiting",
+    "train/node/introduction.py: _hear_leader: inside.store.get(_INTRODUCED)": "it is there, as above",
     "train/channel.py: Channel.wait: work.wait()": (
         "Gloo's works end at the group's deadline, with an error; NCCL's has been polled until its end"
     ),

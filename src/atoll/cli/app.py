@@ -95,7 +95,8 @@ def _run(
     groups: Annotated[
         str | None,
         typer.Option(
-            metavar="K", help="Groups of workers, for ps-hra and hierarchical; auto: as many as are best."
+            metavar="K",
+            help="Groups of workers, for ps-hra and hierarchical; auto: as many as are best. Peers: nodes.",
         ),
     ] = None,
     group_by: Annotated[

@@ -32,10 +32,12 @@ LAB_SITE_VARIABLE = "ATOLL_LAB_SITE"  # the name of its site
 SPEED_VARIABLE = "ATOLL_SPEED"  # in (0, 1]: what it computes is stretched as on a slower device
 LAB_JOURNALS_VARIABLE = "ATOLL_LAB_JOURNALS"  # a folder: what its links cost stands in the workers' events
 LAB_WORKER_VARIABLE = "ATOLL_LAB_WORKER"  # its number in the lab, from 0
+# Where `atoll run` starts several launches of several workers: the number of this one's first worker.
+FIRST_VARIABLE = "ATOLL_FIRST_WORKER"
 
 Strategy = Literal["ring", "server", "hierarchical", "ps-hra", "peers"]
 SERVED = ("server", "ps-hra")  # the strategies with a parameter server
-GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers
+GROUPED = ("hierarchical", "ps-hra")  # those with groups of workers, as many as are best unless told
 Consistency = Literal["bsp", "ssp", "asp"]
 NonFinite = Literal["stop", "skip", "allow"]
 GroupBy = Literal["auto", "speed", "site", "joint"]
@@ -106,9 +108,9 @@ class Hub(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Groups(msgspec.Struct, forbid_unknown_fields=True):
-    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra)."""
+    """`[groups]`: which workers share a ring (strategies hierarchical and ps-hra; peers: `count` alone)."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best
+    count: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 0  # 0: as many as are best; peers: one worker each
     by: GroupBy = "auto"  # auto: speed where count is given, else joint
     probe: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4  # batches whose pace counts at the start
     patience: str = "1min"  # for a worker's probe
@@ -241,6 +243,17 @@ def check_groups(count: int, workers: int) -> None:
         raise ConfigError(
             f"groups.count (--groups): {count} groups for {workers} worker{'s' * (workers > 1)}: each has at "
             f"least one, so give 1 to {workers}, or leave it out for as many as are best"
+        )
+
+
+def check_nodes(count: int, workers: int) -> None:
+    """Raise ConfigError where so many workers cannot be `count` nodes of equally many devices (0: each is a
+    node)."""
+    if count and workers % count:
+        raise ConfigError(
+            f"groups.count (--groups): {workers} worker{'s' * (workers > 1)} cannot be {count} nodes with as "
+            f"many devices each: under strategy 'peers' give a number that divides {workers}, or leave it "
+            "out for nodes of one device"
         )
 
 

@@ -57,3 +57,9 @@ class GivenUpError(RunError):
     the status is EX_TEMPFAIL's (sysexits.h)."""
 
     exit_status = 75
+
+
+def error_named(name: str, line: str) -> AtollError:
+    """An error that another process has raised, by its class's name; a RunError where there is no such."""
+    kind = globals().get(name)
+    return kind(line) if isinstance(kind, type) and issubclass(kind, AtollError) else RunError(line)

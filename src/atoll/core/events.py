@@ -139,7 +139,8 @@ class LinkSeen(LinkFigures, frozen=True, kw_only=True, tag=str.lower, tag_field=
 
 
 class NodeSeen(Event, frozen=True):
-    """What a node's CPU side has counted since it began, under strategy peers.
+    """What a node's CPU side has counted since it began, under strategy peers; told by the first worker of
+    its `devices`. `node` is -1 in journals from before nodes had several: the worker's number.
 
     `applied` are the iterations that it has put into the global parameters; `rounds` the synchronisation
     rounds that it started, `joined` those that it took part in, `refusals` what it was refused; `waits` how
@@ -147,6 +148,8 @@ class NodeSeen(Event, frozen=True):
     applied contributions by how many iterations past their parameters they were, the last for all above.
     """
 
+    node: int = -1
+    devices: int = 1
     applied: int = 0
     rounds: int = 0
     joined: int = 0

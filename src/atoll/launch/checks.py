@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from atoll.core.config import GROUPED, SERVED, Config, check_groups
+from atoll.core.config import GROUPED, SERVED, Config, check_groups, check_nodes
 from atoll.core.errors import UserError
 from atoll.hub.main import check_counts
 
@@ -43,9 +43,12 @@ def check_run(config: Config) -> None:
 
 def _check_groups(config: Config) -> None:
     count, run = config.groups.count, config.run
+    if run.strategy == "peers":
+        check_nodes(count, run.workers)
+        return
     if count and run.strategy not in GROUPED:
         raise UserError(
             f"groups.count (--groups): {count} groups go with run.strategy "
-            f"{' or '.join(map(repr, GROUPED))}, not {run.strategy!r}"
+            f"{', '.join(map(repr, GROUPED))} or 'peers', not {run.strategy!r}"
         )
     check_groups(count, run.workers)

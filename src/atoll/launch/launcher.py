@@ -1,18 +1,22 @@
 """torchrun's launcher, as `atoll run` starts it: ends with its parent, leaves word of how workers ended.
 
 Run as a module, with torchrun's own arguments. torchrun starts each worker in a session of its own, sends
-SIGTERM to the others when one fails, and hands SIGINT and SIGTERM on to all of them.
+SIGTERM to the others when one fails, and hands SIGINT and SIGTERM on to all of them. Where a run has several
+launches, each a node of strategy `peers`, a launch ends as its worker did that failed.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from atoll.core.config import FIRST_VARIABLE
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
 from atoll.observe.rundir import RunDirectory
 
@@ -37,6 +41,30 @@ def read_ends(path: Path) -> list[WorkerEnd]:
         return []
 
 
+def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
+    """What starts a launch of so many workers, on this machine: `script` is its path and its arguments."""
+    # One machine needs no name service, and a laptop's own name often leads nowhere.
+    torchrun = ["--standalone", f"--nproc-per-node={workers}", "--local-addr=127.0.0.1"]
+    return [sys.executable, "-m", "atoll.launch.launcher", *torchrun, "-m", "atoll.launch.worker", *script]
+
+
+def culprit_of(ends: Sequence[WorkerEnd]) -> WorkerEnd:
+    """The worker whose end made the others end. Those that the agent has stopped, and those that have lost
+    touch with it, come after one that was killed, and after one with a status of its own."""
+    killed = [end for end in ends if end.exit_code < 0 and end.exit_code != -signal.SIGTERM]
+    return killed[0] if killed else max(ends, key=lambda end: end.exit_code)
+
+
+def end_as(end: WorkerEnd) -> None:
+    """End this process as a worker did: by its signal, or with its status."""
+    if end.exit_code >= 0:
+        raise SystemExit(end.exit_code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left its own
+    if end.exit_code != -signal.SIGKILL:
+        signal.signal(-end.exit_code, signal.SIG_DFL)
+    os.kill(os.getpid(), -end.exit_code)
+
+
 def main() -> None:
     # SIGTERM, not SIGKILL: the launcher then stops its workers' whole sessions, what they started included.
     die_with_parent(signal.SIGTERM, int(os.environ[PARENT_VARIABLE]))
@@ -47,14 +75,23 @@ def main() -> None:
 
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
+    first = os.environ.get(FIRST_VARIABLE)
+    if first is not None:
+        run.ends_of(int(first)).unlink(missing_ok=True)  # of a life before
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
         ends = [WorkerEnd(rank, failure.pid, failure.exitcode) for rank, failure in error.failures.items()]
-        write_ends(ends, run.ends)
         print(error, file=sys.stderr)
+        if first is not None:
+            its = culprit_of(ends)
+            write_ends([WorkerEnd(int(first) + its.worker, its.pid, its.exit_code)], run.ends_of(int(first)))
+            end_as(its)
+        write_ends(ends, run.ends)
         raise SystemExit(1) from None
     except SignalException as error:
+        if first is not None:
+            end_as(WorkerEnd(int(first), os.getpid(), -error.sigval))
         raise SystemExit(128 + error.sigval) from None
 
 

@@ -1,12 +1,15 @@
-"""The processes of a run without a server, on this machine: a hub that introduces, and each node's worker
-on its own."""
+"""The processes of a run without a server, on this machine: a hub that introduces, and a launch for each
+node, which is its worker alone, or its workers under torchrun's agent."""
 
 from __future__ import annotations
 
+import subprocess
 import time
 
+from atoll.core.config import FIRST_VARIABLE, HUB_VARIABLE, RANK_VARIABLE, Config
 from atoll.core.errors import GivenUpError
 from atoll.core.events import Failed, Warned
+from atoll.launch.launcher import WorkerEnd, launcher_command, read_ends
 from atoll.launch.rings import RingLaunch
 
 
@@ -18,12 +21,45 @@ class PeerLaunch(RingLaunch):
     again as one that was killed, and the others go on meanwhile. One that stands still (SIGSTOP) is left
     alone, for it may go on and come back; it is killed once others have ended, as is one that was started
     again and has not come in by then.
+
+    With `groups.count`, each of so many nodes is a launch of several workers, its devices: where one of them
+    dies, the agent stops the others, and the node is lost as one and comes back as one.
     """
 
     given_up = "was left out by the others"
 
+    def _devices_of(self, config: Config) -> int:
+        return config.run.workers // config.groups.count if config.groups.count else 1
+
+    def _name_of(self, rank: int) -> str:
+        return f"node {rank}" if self._devices > 1 else super()._name_of(rank)
+
+    def _worker(self, rank: int) -> subprocess.Popen[bytes]:
+        if self._devices == 1:
+            return super()._worker(rank)
+        node = {
+            HUB_VARIABLE: self._address,
+            RANK_VARIABLE: str(rank),
+            FIRST_VARIABLE: str(self._lead(rank)),
+        }
+        with self._directory.launcher_log.open("ab") as log:
+            return subprocess.Popen(
+                launcher_command(self._devices, self._script),
+                env={**self._environment, **node},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _end_of(self, rank: int, code: int) -> WorkerEnd:
+        """Of several workers, that of the one which made the others end."""
+        lead = self._lead(rank)
+        told = read_ends(self._directory.ends_of(lead)) if self._devices > 1 else []
+        return told[0] if told else WorkerEnd(lead, self._workers[rank].pid, code)
+
     def _is_back(self, rank: int) -> None:
-        self.losses.back(f"worker {rank}", self._now())
+        self.losses.back(self._name_of(rank), self._now())
 
     def _take_decisions(self) -> None:
         """The hub only introduces: what it decides of the nodes' lives is no word of theirs."""
@@ -38,7 +74,10 @@ class PeerLaunch(RingLaunch):
         return ended
 
     def excuses(self, failure: Failed) -> bool:
-        """Also of one that was left out, from when it says so: its process ends a moment later."""
+        """Also of one that was left out, from when it says so: its process ends a moment later. Of a node
+        that has lost a device the others' words are an echo, and how its launch ends says what was lost."""
+        if self._devices > 1 and failure.echo:
+            return True
         left_out = failure.exit_status == GivenUpError.exit_status and not failure.traceback
         return left_out or super().excuses(failure)
 

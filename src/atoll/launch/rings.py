@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from atoll.core.events import StepDone, Warned
+from atoll.core.events import StepDone
 from atoll.launch.served import ServedLaunch
 from atoll.observe.journal import JournalReader
 
@@ -41,8 +41,8 @@ class RingLaunch(ServedLaunch):
         for rank in going - self._over:
             self._over.add(rank)
             self._excused[rank] = math.inf
-            message = f"worker {rank} was started again, and the others have finished without it"
-            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            message = f"{self._name_of(rank)} was started again, and the others have finished without it"
+            self._warn(rank, message)
             self._workers[rank].kill()
 
     def _is_back(self, rank: int) -> None:
@@ -51,7 +51,7 @@ class RingLaunch(ServedLaunch):
     def _starts_again(self, rank: int, how: str) -> bool:
         if rank in self._over or not super()._starts_again(rank, how):
             return False
-        reader = self._returning[rank] = JournalReader(self._directory.journal(rank))
+        reader = self._returning[rank] = JournalReader(self._directory.journal(self._lead(rank)))
         for _ in reader.read():  # what its last life has left
             pass
         return True

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from atoll.core.config import (
     CONFIG_VARIABLE,
+    FIRST_VARIABLE,
     HUB_VARIABLE,
     KEYS_VARIABLE,
     RANK_VARIABLE,
@@ -29,7 +30,7 @@ from atoll.core.errors import UserError
 from atoll.core.events import Decided, Failed, Warned
 from atoll.core.units import format_bytes, format_seconds
 from atoll.launch.checks import check_run
-from atoll.launch.launcher import read_ends
+from atoll.launch.launcher import launcher_command, read_ends
 from atoll.launch.peers import PeerLaunch
 from atoll.launch.processes import PARENT_VARIABLE, adopt_orphans, descendants, kill_descendants
 from atoll.launch.rings import RingLaunch
@@ -193,16 +194,7 @@ class _Watch:
 
     def _torchrun(self, script: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """torchrun's launcher, started."""
-        workers = self._config.run.workers
-        command = [
-            sys.executable,
-            "-m",
-            "atoll.launch.launcher",
-            "--standalone",
-            f"--nproc-per-node={workers}",
-        ]
-        # One machine needs no name service, and a laptop's own name often leads nowhere.
-        command += ["--local-addr=127.0.0.1", "-m", "atoll.launch.worker", script, *arguments]
+        command = launcher_command(self._config.run.workers, [script, *arguments])
         with self._directory.launcher_log.open("wb") as log:
             return subprocess.Popen(
                 command,
@@ -217,7 +209,7 @@ class _Watch:
     def _environment(self) -> dict[str, str]:
         """What the launcher and the workers find in their environment."""
         # Of another run, by hand, that this shell takes part in:
-        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE)
+        foreign = (HUB_VARIABLE, KEYS_VARIABLE, RUN_VARIABLE, RANK_VARIABLE, SITE_VARIABLE, FIRST_VARIABLE)
         environment = {
             **{name: value for name, value in os.environ.items() if name not in foreign},
             CONFIG_VARIABLE: str(self._directory.config.absolute()),

@@ -27,7 +27,7 @@ from atoll.core.events import AnyEvent, Decided, Failed, LinkSeen, Started, Warn
 from atoll.hub.decisions import HUB, DecisionReader
 from atoll.launch.launcher import WorkerEnd, write_ends
 from atoll.launch.losses import Losses, who_of
-from atoll.launch.processes import Standstill, is_stopped, signal_name
+from atoll.launch.processes import Standstill, descendants, is_stopped, signal_name
 from atoll.launch.tail import last_lines
 from atoll.observe.groups import GROUPS
 from atoll.observe.journal import Journal, JournalReader
@@ -58,6 +58,8 @@ class ServedLaunch:
     up to three times, with the same arguments: what they go on from is in the directory that each has. A site
     whose shard was killed more often is left out. Of a shard that is held twice one process may end for good:
     it was killed more often, or ended with an error once the run had begun.
+    A launch may be of several workers (`_devices`), under torchrun's agent, and is lost, and comes back, as
+    one: `rank` is the launch's then.
     A process that stands still (SIGSTOP) is killed when the hub has given it up, by the patience that it has
     measured for it; where the hub says nothing, since it may stand still itself, a while after the longest
     patience. A worker that was given up and ends by itself is as one that was killed.
@@ -85,7 +87,8 @@ class ServedLaunch:
         self._workers: list[subprocess.Popen[bytes]] = []
         self._ends: list[WorkerEnd] = []
         self._stopping = False  # workers end because they were told to
-        self._sites = sites_of(config)
+        self._devices = self._devices_of(config)
+        self._sites = sites_of(config)[:: self._devices]
         self._lost_sites: set[str] = set()
         self._standstill = Standstill(config.patience_seconds + _GIVEN_UP_SECONDS)
         self._next_look = 0.0  # monotonic
@@ -103,12 +106,24 @@ class ServedLaunch:
         self._excused: dict[
             int, float
         ] = {}  # rank -> until when its failures are no end of the run; time.time
-        self._order = list(range(config.run.workers))  # ranks, whose output counts first
+        self._order = list(range(len(self._sites)))  # ranks, whose output counts first
         self._start()
+
+    def _devices_of(self, _config: Config) -> int:
+        """How many workers a launch has."""
+        return 1
+
+    def _lead(self, rank: int) -> int:
+        """The first worker of a launch, in whose journal is told what happens to it."""
+        return rank * self._devices
+
+    def _name_of(self, rank: int) -> str:
+        """What a person calls a launch: by its worker."""
+        return f"worker {rank}"
 
     def _start(self) -> None:
         run = self._config.run
-        count, shards = run.workers, run.shards if run.strategy in SERVED else 0
+        count, shards = len(self._sites), run.shards if run.strategy in SERVED else 0
         folder = self._directory.path / "service"
         folder.mkdir(exist_ok=True)
         where = folder / "hub.address"
@@ -210,7 +225,7 @@ class ServedLaunch:
         lost = self._lost_service()
         for rank, worker in enumerate(self._workers):
             ended = worker.poll()
-            if ended and rank not in {end.worker for end in self._ends}:
+            if ended and rank not in {end.worker // self._devices for end in self._ends}:
                 self._worker_ended(rank, ended)
         if lost:  # before the workers, for until they have ended nobody else ends it
             self._tell_lost(lost)
@@ -227,7 +242,7 @@ class ServedLaunch:
         how = self.given_up if given_up else f"was killed by {signal_name(-code)}"
         if (code < 0 or given_up) and self._starts_again(rank, how):
             return
-        self._ends.append(WorkerEnd(rank, self._workers[rank].pid, code))
+        self._ends.append(self._end_of(rank, code))
         write_ends(self._ends, self._directory.ends)
         if code > 0 and not lost_site and not given_up:
             self._stop_workers()
@@ -236,6 +251,9 @@ class ServedLaunch:
             self._see_to_killed(rank, how)
         if len(self._order) > 1 and not self._stopping:
             self._order.remove(rank)
+
+    def _end_of(self, rank: int, code: int) -> WorkerEnd:
+        return WorkerEnd(rank, self._workers[rank].pid, code)
 
     def _ends_given_up(self, rank: int) -> bool:
         """Whether a worker that the hub has given up has ended for that, and not with an error of its
@@ -247,15 +265,15 @@ class ServedLaunch:
     def first(self) -> int:
         """The worker whose output counts: the first that lives, as the workers count themselves. In a ring
         one that is started again is the last; at shards it has its place again."""
-        return self._order[0]
+        return self._lead(self._order[0])
 
-    def life_of(self, rank: int) -> int:
+    def life_of(self, worker: int) -> int:
         """How often a worker was started again."""
-        return self._restarts[f"worker {rank}"]
+        return self._restarts[self._name_of(worker // self._devices)]
 
     def excuses(self, failure: Failed) -> bool:
         """Whether a worker's error is no end of the run: its site was lost, or the hub has given it up."""
-        rank = failure.worker
+        rank = failure.worker // self._devices
         if rank < len(self._sites) and self._sites[rank] in self._lost_sites:
             return True
         given_up = rank in self._given_up or failure.time <= self._excused.get(rank, -math.inf)
@@ -294,14 +312,14 @@ class ServedLaunch:
                 continue
             if is_stopped(process.pid):
                 message = f"{_called(name)} stands still (SIGSTOP), and the hub has given it up; it is killed"
-                self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+                self._warn(rank, message)
                 process.kill()
             elif name == who:  # a worker
                 self._given_up.add(rank)
 
     def _processes(self) -> dict[str, tuple[int, subprocess.Popen[bytes]]]:
         """Workers and services by name, each with the worker in whose journal it is told of."""
-        there = {f"worker {rank}": (rank, worker) for rank, worker in enumerate(self._workers)}
+        there = {self._name_of(rank): (rank, worker) for rank, worker in enumerate(self._workers)}
         return there | {name: (0, service) for name, service in self._services.items()}
 
     def _end_standstill(self) -> None:
@@ -311,12 +329,18 @@ class ServedLaunch:
             return
         self._next_look = now + _LOOK_SECONDS
         there = self._processes()
-        living = {each.pid: name for name, (_, each) in there.items() if each.returncode is None}
+        living = {pid: name for name, (_, each) in there.items() for pid in self._pids(each)}
         for pid, seconds in self._standstill.look(living).items():
             rank, process = there[living[pid]]
             message = f"{_called(living[pid])} has stood still for {seconds:.0f} s (SIGSTOP); it is killed"
-            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+            self._warn(rank, message)
             process.kill()
+
+    def _pids(self, process: subprocess.Popen[bytes]) -> list[int]:
+        """The processes that stand for one that was started, while it lives: a launch's workers too."""
+        if process.returncode is not None:
+            return []
+        return [process.pid, *(descendants(process.pid) if self._devices > 1 else [])]
 
     def _lost_service(self) -> str:
         """The hub or a shard that has ended, without which nobody can go on; a site's shard only when all are
@@ -390,7 +414,7 @@ class ServedLaunch:
 
     def _starts_again(self, rank: int, how: str) -> bool:
         """Start a worker again that was lost, and say so; False where it may not be."""
-        name, most = f"worker {rank}", self._config.run.restarts
+        name, most = self._name_of(rank), self._config.run.restarts
         codes = [worker.poll() for worker in self._workers]
         is_over = 0 in codes and None not in codes  # the others have finished: nothing is left to do
         lost = self._sites[rank] in self._lost_sites
@@ -409,7 +433,7 @@ class ServedLaunch:
     def _tell_again(self, rank: int, name: str, called: str, how: str, most: int) -> None:
         self._restarts[name] += 1
         message = f"{called} {how}, and is started again ({self._restarts[name]} of {most})"
-        self._write(rank, Warned(time=time.time(), worker=rank, message=message))
+        self._warn(rank, message)
 
     def _leave_out(self, site: str) -> None:
         """A site's shard was killed, and so its workers end."""
@@ -424,21 +448,24 @@ class ServedLaunch:
         if self._stopping or all(worker.poll() is not None for worker in self._workers):
             return
         if self._has_begun():
-            message = f"worker {rank} {how}; the others go on without it"
-            self._write(rank, Warned(time=time.time(), worker=rank, message=message))
-            self.losses.lost(f"worker {rank}", self._now())
+            message = f"{self._name_of(rank)} {how}; the others go on without it"
+            self._warn(rank, message)
+            self.losses.lost(self._name_of(rank), self._now())
             return
-        log = self._directory.log(rank)
-        self._tell_failed(rank, f"worker {rank} {how} before the run began; its log is {log}")
+        log = self._directory.log(self._lead(rank))
+        self._tell_failed(rank, f"{self._name_of(rank)} {how} before the run began; its log is {log}")
         self._stop_workers()
 
     def _has_begun(self) -> bool:
         """Whether the workers have met: each says so in its journal then."""
-        said = (event for rank in self._directory.journals() for event in self._said_by(rank))
+        said = (event for worker in self._directory.journals() for event in self._said_by(worker))
         return any(isinstance(event, Started) for event in said)
 
-    def _said_by(self, rank: int) -> Iterator[AnyEvent]:
-        journal = JournalReader(self._directory.journal(rank))
+    def _warn(self, rank: int, message: str) -> None:
+        self._write(rank, Warned(time=time.time(), worker=self._lead(rank), message=message))
+
+    def _said_by(self, worker: int) -> Iterator[AnyEvent]:
+        journal = JournalReader(self._directory.journal(worker))
         return journal.read()
 
     def _tell_lost(self, name: str) -> None:
@@ -460,11 +487,12 @@ class ServedLaunch:
 
     def _tell_failed(self, rank: int, message: str, status: int = 1) -> None:
         """Leave word of what ends the run."""
+        worker = self._lead(rank)
         self._write(
-            rank,
+            worker,
             Failed(
                 time=time.time(),
-                worker=rank,
+                worker=worker,
                 error="RunError",
                 message=message,
                 traceback="",
@@ -472,9 +500,9 @@ class ServedLaunch:
             ),
         )
 
-    def _write(self, rank: int, event: AnyEvent) -> None:
+    def _write(self, worker: int, event: AnyEvent) -> None:
         """Leave word where the command looks for it: in a worker's journal."""
-        with Journal(self._directory.journal(rank)) as journal:
+        with Journal(self._directory.journal(worker)) as journal:
             journal(event)
 
     def _status(self) -> int:

@@ -16,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+from atoll.core.config import FIRST_VARIABLE
 from atoll.core.errors import AtollError, PeerLostError
 from atoll.core.events import Failed
 from atoll.launch.processes import PARENT_VARIABLE, die_with_parent
@@ -33,7 +34,7 @@ def main(script: str, arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     run = RunDirectory.from_environment()
     assert run is not None, "started by atoll.launch.run, which sets the run directory"
-    worker = int(os.environ["RANK"])
+    worker = int(os.environ["RANK"]) + int(os.environ.get(FIRST_VARIABLE, "0"))
     _write_to(run.log(worker))
     faulthandler.enable()
     sys.argv = [script, *arguments]

@@ -18,7 +18,7 @@ class NodeRecords:
     """What each node's worker and CPU side have said."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, NodeSeen] = {}
+        self._seen: dict[int, NodeSeen] = {}  # by the node's first worker, and so are the others
         self._staleness: dict[int, Counter[int]] = {}  # of its own iterations
         self._seconds: dict[int, list[float]] = {}  # of its steps: all, in exchange, waiting
 
@@ -33,13 +33,15 @@ class NodeRecords:
 
     def shown(self) -> list[NodeTotals]:
         """Each node that its CPU side has told of, in order."""
-        return [self._totals(node) for node in sorted(self._seen)]
+        return [self._totals(worker) for worker in sorted(self._seen)]
 
-    def _totals(self, node: int) -> NodeTotals:
-        seen, counts = self._seen[node], self._staleness.get(node, Counter())
-        busy, exchange, waiting = self._seconds.get(node, [0.0, 0.0, 0.0])
+    def _totals(self, worker: int) -> NodeTotals:
+        seen, counts = self._seen[worker], self._staleness.get(worker, Counter())
+        busy, exchange, waiting = self._seconds.get(worker, [0.0, 0.0, 0.0])
         values = sorted(counts.elements())
-        totals = NodeTotals(node, **{name: getattr(seen, name) for name in (*_COUNTS, *_AMOUNTS)})
+        node = seen.node if seen.node >= 0 else worker
+        counted = {name: getattr(seen, name) for name in (*_COUNTS, *_AMOUNTS)}
+        totals = NodeTotals(node, seen.devices, **counted)
         if values:
             totals.staleness_mean = sum(values) / len(values)
             totals.staleness_p95 = values[min(len(values) - 1, int(0.95 * len(values)))]
@@ -67,7 +69,9 @@ def views_of(summary: Summary) -> list[str]:
 
 def node_facts(node: NodeTotals) -> list[str]:
     """`stale by 1.2 iterations (95 %: 3)`, `exchange 1.1 % of its time`, and so on."""
+    devices = [f"{node.devices} devices"] if node.devices > 1 else []
     return [
+        *devices,
         f"stale by {node.staleness_mean:.1f} iterations (95 %: {node.staleness_p95}, "
         f"most {node.staleness_most})",
         f"exchange {node.exchange_share:.1%} of its device's time, waiting {node.waiting_share:.1%}",

@@ -61,6 +61,10 @@ class RunDirectory:
         """How the workers' processes ended, as the launcher saw it; there only when one failed."""
         return self.logs / "ends.json"
 
+    def ends_of(self, first: int) -> Path:
+        """The same of the worker that ended a launch, whose first worker this is, where there are several."""
+        return self.logs / f"ends-{first}.json"
+
     def log(self, worker: int) -> Path:
         """What the worker wrote to stdout and stderr."""
         return self.logs / f"worker-{worker}.log"

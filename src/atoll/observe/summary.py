@@ -82,10 +82,12 @@ class LinkTotals(LinkFigures, frozen=True, kw_only=True):
 class NodeTotals(msgspec.Struct):
     """A node of strategy peers as it was seen last: see core's event NodeSeen, which says what each is. Of
     its own iterations' staleness the mean, the 95th percentile and the most; `exchange_share` is the part of
-    its steps' time that its device's process gave to the exchange, `waiting_share` the part that it waited.
+    its steps' time that its device's process gave to the exchange, `waiting_share` the part that it waited
+    (of several devices, the first one's).
     """
 
     node: int
+    devices: int = 1
     applied: int = 0
     rounds: int = 0
     joined: int = 0

@@ -145,12 +145,14 @@ def train_grouped(
         return seen
 
 
-def train_peers(place: Place, case: Case, stale_max: int = 0) -> Trajectory:
-    """The same on nodes without a server, which meet in the place's store."""
+def train_peers(place: Place, case: Case, stale_max: int = 0, nodes: int = 0) -> Trajectory:
+    """The same on nodes without a server, which meet in the place's store: `nodes` of several devices (0: as
+    many as there are workers)."""
     config = Config(
         run=Run(strategy="peers"),
         chunks=Chunks(size=case.chunk_size),
         sync=Sync(timeout="60s", stale_max=stale_max),
+        groups=Groups(count=nodes),
     )
     with atoll.join(config, place=place) as session:
         return _train(session, place.rank, case)

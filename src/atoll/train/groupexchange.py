@@ -82,6 +82,8 @@ class Outgoing:
 class GroupReducer(RingReducer, Exchange):
     """What both kinds of groups' exchange have: the ring, the uplink, and the data that all members used."""
 
+    fills_up = True  # where batches were only filled up, nothing is contributed
+
     def __init__(
         self,
         chunks: Sequence[BoundChunk],
@@ -143,14 +145,6 @@ class GroupReducer(RingReducer, Exchange):
         place = self._ring.place
         self._able = [place.name_of(rank) for rank, (_, waits) in enumerate(said) if not waits]
         return result
-
-    def _publish(self, agreed: Agreement) -> None:
-        """Where batches were only filled up, nothing weighs, and nothing is contributed."""
-        if agreed.weight <= 0:
-            for chunk in self._gradients.values():
-                chunk.publish([False] * len(chunk.bound.parameters))
-        else:
-            super()._publish(agreed)
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
         self._used += self._everyones

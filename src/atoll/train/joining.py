@@ -51,7 +51,8 @@ def _join_peers(config: Config, place: Place | None) -> Session:
     met = introduce(config, place)
     if met is None:
         return Session(config, Place() if place is None else place)
-    node = NodeWorker(*met, config.timeout_seconds)
+    introduction, side, devices = met
+    node = NodeWorker(introduction, side, config.timeout_seconds, devices)
     try:
         return Session(config, node.introduction.place, node)
     except BaseException:

@@ -210,11 +210,10 @@ class Prepared:
         )
 
     def _blame(self) -> str:
-        own = self.reducer.own_nonfinite()
         everyone = self._strategy.collective and not self._workers.alone
         if not everyone:
-            own = [self.norm.culprit] if self.norm.culprit else own  # clipping has changed them
-            return _blamed([f"{name!r} on worker {self._workers.place.rank}" for name in own[:1]])
+            return _blamed(self.reducer.blamed(self._workers.place.rank, self.norm.culprit))
+        own = self.reducer.own_nonfinite()
         found = self._workers.gather(own[:1], "the workers' gradients that are not finite")
         ranked = zip(self._workers.ranks, found, strict=True)
         return _blamed([f"{names[0]!r} on worker {rank}" for rank, names in ranked if names])

@@ -145,6 +145,12 @@ class Reducer:
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         ]
 
+    def blamed(self, rank: int, culprit: str) -> list[str]:
+        """Whose gradients are not finite, in words, where others make steps without this worker, which is
+        number `rank`. `culprit` is what clipping found, which has changed them; empty: nothing."""
+        names = [culprit] if culprit else self.own_nonfinite()
+        return [f"{name!r} on worker {rank}" for name in names[:1]]
+
     def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
         return [parameter.grad for parameter in bound.parameters]
 

@@ -43,6 +43,8 @@ class Boundary:
 class RingReducer(SendingReducer):
     """Reduces one model's trainable chunks over a ring."""
 
+    fills_up = False  # an iteration in which nobody has samples is none to complain of: it weighs nothing
+
     def __init__(
         self,
         chunks: Sequence[BoundChunk],
@@ -165,6 +167,10 @@ class RingReducer(SendingReducer):
 
     def _publish(self, agreed: Agreement) -> None:
         """Let every `p.grad` show the mean, by the weights that turned out to be this iteration's."""
+        if agreed.weight <= 0 and self.fills_up:
+            for chunk in self._gradients.values():
+                chunk.publish([False] * len(chunk.bound.parameters))
+            return
         if agreed.weight <= 0 and agreed.with_gradients:
             raise UserError(
                 f"iteration {self.steps}: the workers' weights sum to {agreed.weight:g}; "

@@ -138,7 +138,7 @@ class Session:
             strategy=config.run.strategy,
             device=str(self.device),
             pid=os.getpid(),
-            groups=1 if self._hierarchy is None else self._hierarchy.groups,
+            groups=self._groups,
         )
         if service.keeps_memory if service is not None else self._keeps_memory():
             self._decided(
@@ -156,7 +156,7 @@ class Session:
         if node is not None:
             node.tell, node.decided = self._warn, partial(self._decided_here, events.Decided)
             node.round_seen = partial(self._decided_here, events.RoundSeen)
-            self._decided("nodes", f"{place.world}, without a server", node.describe(config))
+            self._decided("nodes", node.who, node.describe(config))
         elif service is None:
             self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
             self._tell_of_groups()
@@ -192,7 +192,8 @@ class Session:
 
     @property
     def group(self) -> Group:
-        """This worker's group; under `ring` there is one. Like the rank, it changes with the members."""
+        """This worker's group; under `ring` there is one, and under `peers` each node, where these have
+        several devices. Like the rank, it changes with the members."""
         if self._regrouping is not None and self._group_ring is not None:
             groups = self._regrouping.contributors
             own = self._regrouping.contributor
@@ -204,7 +205,16 @@ class Session:
             )
         if self._hierarchy is not None and self._hierarchy.arranged is not None:
             return Group(*self._hierarchy.arranged.place_of(self._place.rank))
+        if self._node is not None and self._node.has_groups:
+            devices = self._node.devices
+            return Group(self._node.node, self._node.world, devices.rank, devices.count)
         return Group(index=0, count=1, rank=self.rank, size=self.world)
+
+    @property
+    def _groups(self) -> int:
+        if self._node is not None and self._node.has_groups:
+            return self._node.world
+        return 1 if self._hierarchy is None else self._hierarchy.groups
 
     @property
     def iteration(self) -> int:
@@ -329,9 +339,9 @@ class Session:
 
         Its own batches are of that size divided by the number of workers, the remainder to the first, and
         follow it when workers are lost or come new; under strategy `peers` they are in proportion to the
-        nodes' speeds, the sooner the fewer batches are fetched `ahead` of their use: say 0 where a DataLoader
-        has no workers, and the same on every node (None: up to 31). With the mean weighted by samples, any
-        number of workers trains as one does.
+        nodes' speeds (a node's devices take even parts), the sooner the fewer batches are fetched `ahead` of
+        their use: say 0 where a DataLoader has no workers, and the same on every worker (None: up to 31).
+        With the mean weighted by samples, any number of workers trains as one does.
         Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
@@ -847,9 +857,11 @@ class Session:
             self._emit(events.MemorySeen, figures=fitted.stats())
 
     def _tell_of_node(self) -> None:
-        """What this node's CPU side has counted."""
-        if self._node is not None:
-            self._emit(events.NodeSeen, **msgspec.structs.asdict(self._node.figures))
+        """What this node's CPU side has counted; its leader tells it."""
+        node = self._node
+        if node is not None and node.leads:
+            figures = msgspec.structs.asdict(node.figures)
+            self._emit(events.NodeSeen, node=node.node, devices=node.devices.count, **figures)
 
     def _phases(self, waiting: float) -> dict[str, float]:
         """What the latest step's waiting was for, where a group's ring and its exchange are two things."""

@@ -54,6 +54,11 @@ _ZERO_DIMENSIONAL = ("step", "mu_product", "eta", "mu")
 _MESSAGE_BYTES = 2**20  # below it, a collective's fixed cost outweighs what its bytes cost
 
 
+def message_bytes_for(layout: ChunkMap) -> int:
+    """The least bytes of gradients that a ring's collective carries, as far as there are so many."""
+    return min(_MESSAGE_BYTES, layout.chunk_bytes // 4)
+
+
 @dataclass(frozen=True)
 class Training:
     """One model, its optimizer and its chunks, as a strategy is given them; `chunks` are the trained ones,
@@ -117,7 +122,7 @@ class OverRing:
         reducer = RingReducer(
             training.chunks,
             self._ring,
-            message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
+            message_bytes=message_bytes_for(training.chunk_map),
             calls=training.calls,
             number=self._models,
             boundary=self._boundary,
@@ -226,7 +231,7 @@ class Grouped(Served):
             connection,
             training.calls,
             uplink=sync.uplink,
-            message_bytes=min(_MESSAGE_BYTES, training.chunk_map.chunk_bytes // 4),
+            message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),
             hyperparameters=lambda: plain_hyperparameters(training.optimizer.param_groups),

@@ -4,14 +4,16 @@
 parameters that the CPU side has published, which is one copy. It gives the CPU side the time to put that
 contribution, and what has come meanwhile, over the global parameters, where this is short beside an
 iteration: one step later they would be worth much less (docs/notes/peers.md). It waits for other nodes only
-where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Source: S0,
-"A node's iteration".
+where the next iteration would begin with parameters that are staler than `sync.stale_max` allows. Of a node's
+several devices (train/node/ring.py) the leader does so, and all take the same parameters. Source: S0, "A
+node's iteration".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.train.node.memory import HostMemory
 from atoll.train.node.worker import NodeWorker
-from atoll.train.reducer import Calls, Reducer
+from atoll.train.reducer import Reducer
 from atoll.train.samples import Contribution
 from atoll.wire.device import (
     NO_MORE,
@@ -55,27 +57,27 @@ def said_in(note: Note) -> Said:
         return Said()
 
 
+@dataclass(frozen=True)
+class NodeParts:
+    """What an exchange needs of its node. `capture()` gives the script's state for a node that comes late;
+    `returned(script)` takes it, where the others went on without this node. `overlaid`: parameters have the
+    node's own contributions over them before those are applied."""
+
+    worker: NodeWorker
+    stale_max: int
+    overlaid: bool
+    capture: Callable[[], bytes]
+    returned: Callable[[bytes], None]
+
+
 class PeerExchange(Reducer):
-    """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's.
+    """Gradients are this node's own, as edits of them are; the mean over nodes is the CPU side's."""
 
-    `capture()` gives the script's state for a node that comes late; `returned(script)` takes it, where the
-    others went on without this node. `overlaid`: parameters have the node's own contributions over them
-    before those are applied.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[BoundChunk],
-        calls: Calls,
-        worker: NodeWorker,
-        stale_max: int,
-        overlaid: bool,
-        capture: Callable[[], bytes],
-        returned: Callable[[bytes], None],
-    ) -> None:
-        super().__init__(chunks, calls)
-        self._worker, self._stale_max, self._overlaid = worker, stale_max, overlaid
-        self._capture, self._returned = capture, returned
+    def use(self, parts: NodeParts) -> None:
+        """Exchange through this node's CPU side; called once, before all else."""
+        worker = self._worker = parts.worker
+        self._stale_max, self._overlaid = parts.stale_max, parts.overlaid
+        self._capture, self._returned = parts.capture, parts.returned
         self._memory: HostMemory | None = None
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
         self.taken = 0  # the global iteration that the parameters stand at
@@ -90,7 +92,7 @@ class PeerExchange(Reducer):
         self._versions = self._seen()
         self.seconds = 0.0  # in exchange and not waiting, of the latest step
         self.staleness = 0  # of the latest step's iteration, at its start
-        self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample, as the session measures it
+        self.pace: Callable[[], float] = lambda: 0.0  # seconds a sample at this device, as the session has it
         worker.left_behind = self._left_behind
         worker.on(Published, self._handle_published)
         worker.on(Freed, self._handle_freed)
@@ -100,7 +102,10 @@ class PeerExchange(Reducer):
     def attach(self, memory: HostMemory, iteration: int) -> None:
         """Exchange through this memory from `iteration` on; parameters are published there next."""
         self.detach()
+        self._worker.forget_copied()
         self._memory, self.steps, self._freed = memory, iteration, iteration
+        if not self._worker.leads:
+            return
         self._slots = [
             {
                 bound.chunk.id: Buffer(bound.chunk, bound.parameters, flats[bound.chunk.id])
@@ -144,13 +149,20 @@ class PeerExchange(Reducer):
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
-        self._worker.tell(
-            f"node {self._worker.node} was left out and came back: it goes on with iteration "
-            f"{returned.iteration}{': ' if returned.reason else ''}{returned.reason}"
-        )
+        if self._worker.leads:
+            self._worker.tell(
+                f"node {self._worker.node} was left out and came back: it goes on with iteration "
+                f"{returned.iteration}{': ' if returned.reason else ''}{returned.reason}"
+            )
 
     def reduce(self) -> None:
-        """A backward has ended: nothing leaves before `step`."""
+        """A backward has ended: nothing leaves the node before `step`."""
+        self._come()
+        self._weighed = self._contribute()
+        super().reduce()
+
+    def _come(self) -> None:
+        """Be at the end of an iteration's backward, where others may come in."""
         if self._worker.late:
             raise UserError(
                 "this node comes late: the run is under way; call session.resume() before the loop, after "
@@ -159,8 +171,6 @@ class PeerExchange(Reducer):
         self._worker.take()
         self._worker.at = max(self._worker.at, self.steps)
         self.give_state(self.steps)
-        self._weighed = self._contribute()
-        super().reduce()
 
     def before_step(self) -> None:
         self.check_unchanged()
@@ -176,9 +186,10 @@ class PeerExchange(Reducer):
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.taken)
-        self._worker.take()
+        self._worker.take(self._say())
+        note = Said(self._node_pace())
         if self._worker.returned is None:  # else what was computed counts nowhere
-            self._hand_over(accepted, hyperparameters)
+            self._hand_over(accepted, hyperparameters, note)
         self._clip = None
         if self._left:
             computing = began - self._left
@@ -192,15 +203,21 @@ class PeerExchange(Reducer):
 
     def _await_own(self) -> None:
         """Wait for parameters with this iteration's own contribution over them, where that is short."""
-        limit = FRESH_SHARE * self._computing
-        if self._overlaying <= limit:
-            own = self.steps + 1
-            self._worker.give_time(limit, lambda: self._through >= own or self._worker.returned is not None)
+        limit, own = FRESH_SHARE * self._computing, self.steps + 1
+        self._worker.give_time(
+            limit if self._overlaying <= limit else 0.0,
+            lambda: self._through >= own or self._worker.returned is not None,
+        )
 
     def settle(self) -> None:
         """Wait until all that this node has contributed is applied, and take those parameters."""
         if self._memory is not None:
             self.go_on(self.steps, self.steps)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that this node has contributed is in the newest parameters that are here."""
+        return self.at >= self.steps
 
     def go_on(self, iteration: int, least: int) -> None:
         """Take the newest parameters; wait for them where `iteration` must not begin before the global
@@ -225,7 +242,7 @@ class PeerExchange(Reducer):
         due = [each for each in self._worker.wanted if each <= boundary]
         if due:
             self._worker.wanted = [each for each in self._worker.wanted if each > boundary]
-            script = self._capture()
+            script = self._capture() if self._worker.leads else b""
             for iteration in due:
                 meeting = self._worker.coming_meeting
                 self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
@@ -251,17 +268,18 @@ class PeerExchange(Reducer):
 
     # Inside
 
-    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: Said) -> None:
         """Write the gradients into their slot, and say so."""
         own, memory = self._weighed, self._memory
         assert memory is not None
         slots = memory.plan.slots
-        self._worker.wait(
-            lambda: self._freed > self.steps - slots or self._worker.returned is not None,
-            f"room for iteration {self.steps}, in the slot of iteration {self.steps - slots}, which others "
-            "have yet to get",
-        )
-        if self._worker.returned is not None:
+        if self._freed <= self.steps - slots:
+            self._worker.wait(
+                lambda: self._freed > self.steps - slots or self._worker.returned is not None,
+                f"room for iteration {self.steps}, in the slot of iteration {self.steps - slots}, which "
+                "others have yet to get",
+            )
+        if self._worker.returned is not None or not self._worker.leads:
             return
         buffers = self._slots[self.steps % slots]
         present = [self._write(bound, buffers[bound.chunk.id]) for bound in self._chunks]
@@ -274,11 +292,19 @@ class PeerExchange(Reducer):
                 present=present,
                 hyperparameters=hyperparameters,
                 clip=self._clip,
-                note=msgspec.msgpack.encode(Said(self.pace())),
+                note=msgspec.msgpack.encode(note),
             )
         )
         sent_to = max(0, len(self._worker.members) - 1)
         self.bytes_sent += sent_to * sum(run.nbytes for run in memory.plan.trained)
+
+    def _say(self) -> bytes:
+        """What the leader is to hear of this device before the node contributes."""
+        return b""
+
+    def _node_pace(self) -> float:
+        """Seconds that this node takes for a sample, by what its devices have just said."""
+        return self.pace()
 
     def _write(self, bound: BoundChunk, into: Buffer) -> bytes:
         """A chunk's gradients, zeros where there are none; which there are, a byte each."""
@@ -302,7 +328,7 @@ class PeerExchange(Reducer):
             torch.autograd.graph.increment_version(bound.parameters)
         # The one that was copied last is kept: `check_unchanged` compares with it.
         if self._held is not None and self._held != newest.buffer:
-            self._worker.send(Release(buffers=[self._held]))
+            self._worker.release(self._held)
         self._held, self.taken = newest.buffer, newest.taken
         self._versions = self._seen()
 

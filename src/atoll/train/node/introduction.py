@@ -1,8 +1,9 @@
 """How the nodes of a run without a server come to know one another, once: through the hub's store, or the one
 in which torchrun's workers meet.
 
-After that nobody is needed for it. Each node keeps what it knows in the run's directory, so that one that is
-started again finds the others with the hub dead. Source: S0, "Members come and go"; design.md, "Processes,
+Of a node's devices the leader is introduced, and tells the others. After that nobody is needed for it. Each
+node keeps what it knows in the run's directory, so that one that is started again finds the others with the
+hub dead. Source: S0, "Members come and go"; design.md, "Processes,
 and who starts them".
 """
 
@@ -13,7 +14,8 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Protocol
@@ -22,25 +24,36 @@ import msgspec
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-from atoll.core.config import HUB_VARIABLE, KEYS_VARIABLE, RANK_VARIABLE, RUN_VARIABLE, Config
-from atoll.core.errors import ConfigError, DeadlineError, RunError, UserError
+from atoll.core.config import (
+    FIRST_VARIABLE,
+    HUB_VARIABLE,
+    KEYS_VARIABLE,
+    RANK_VARIABLE,
+    RUN_VARIABLE,
+    Config,
+)
+from atoll.core.errors import AtollError, ConfigError, DeadlineError, RunError, UserError, error_named
 from atoll.net.keys import Keys, read_keys
 from atoll.net.route import own_address
 from atoll.observe.rundir import DIRECTORY_VARIABLE
+from atoll.train.device import device_of
 from atoll.train.hub_client import HubClient
+from atoll.train.node.devices import LEADER_SECONDS, Devices, by_torchrun, places_of
 from atoll.train.node.start import CpuSide
 from atoll.train.place import Place
 from atoll.train.rendezvous import HubStore
+from atoll.train.rounds import Ring
 from atoll.wire.device import Begin, Introduce, Listening, NodeAt
 
 FOLDER = "nodes"  # in the run's directory: what each node knows of the others
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 120.0  # for the CPU side to import torch and listen, on a busy machine
+_INTRODUCED = "introduced"  # what a node's leader has to say, in the store of its devices
 _WITHOUT_HUB = "the nodes go on without it"
 
 
 class Known(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node leaves in the run's directory."""
+    """What a node leaves in the run's directory; `devices`: how many each node has, in order."""
 
     run: str
     node: int
@@ -48,6 +61,7 @@ class Known(msgspec.Struct, forbid_unknown_fields=True):
     nodes: list[NodeAt]
     hub: str = ""
     founding: int = 0
+    devices: list[int] = []
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,43 +70,70 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     incarnation: int
     address: str
     token: str
+    devices: int = 1
 
 
-class Meeting(Protocol):
-    """Where nodes meet for the first time. `late`: the others have begun without this one."""
+class _Word(msgspec.Struct, forbid_unknown_fields=True):
+    """What a node's leader tells its other devices: that it was introduced (`late`: to others who have begun
+    without it), or its error and that one's line."""
+
+    known: Known | None = None
+    late: bool = False
+    failed: tuple[str, str] = ("", "")
+
+
+class Met(Protocol):
+    """Where a node has met the others for the first time. `late`: they have begun without this one."""
 
     run: str
     node: int
-    world: int
     incarnation: int
     late: bool
-    host: str
     hub: str
     founding: int  # of the run's beginnings under one hub, which this is
-
-    def exchange(self, address: str) -> list[NodeAt]:
-        """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
-        not come, or RunError where it cannot come any more."""
+    devices: list[int]  # of each node, in order; once all have met
 
     def close(self) -> None:
         """Let go of what met."""
 
 
-class Introduction:
-    """What this node knows of the others, and where it is kept: `nodes` are those that the run began with."""
+class Meeting(Met, Protocol):
+    """Where nodes meet."""
 
-    def __init__(self, meeting: Meeting, nodes: Sequence[NodeAt], kept: _Kept | None) -> None:
+    world: int
+    host: str
+
+    def exchange(self, address: str) -> list[NodeAt]:
+        """Say where this node listens; where all do, in order of node. Raises DeadlineError, naming who did
+        not come, or RunError where it cannot come any more."""
+
+
+class Introduction:
+    """What this node knows of the others, and where it is kept: `nodes` are those that the run began with,
+    `devices` how many each has. This worker is the node's `device`-th."""
+
+    def __init__(self, meeting: Met, nodes: Sequence[NodeAt], kept: _Kept | None, device: int = 0) -> None:
         self.run, self.node, self.late = meeting.run, meeting.node, meeting.late
         self.incarnation, self.nodes = meeting.incarnation, list(nodes)
+        self.devices, self.device = list(meeting.devices), device
         self._meeting, self._kept = meeting, kept
         self._known = {each.node: each for each in nodes}
         self._keep()
 
     @property
     def place(self) -> Place:
-        """This node's place in the run; it never changes."""
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        return Place(rank=self.node, world=len(self.nodes), local_rank=local)
+        """This worker's place in the run; it never changes. Workers are numbered node by node."""
+        local = int(os.environ.get("LOCAL_RANK", "0")) + int(os.environ.get(FIRST_VARIABLE, "0"))
+        return Place(self.workers_of(self.node)[self.device], sum(self.devices), local)
+
+    def workers_of(self, node: int) -> range:
+        """The ranks of a node's devices."""
+        first = sum(self.devices[:node])
+        return range(first, first + self.devices[node])
+
+    def node_of(self, rank: int) -> int:
+        """Whose device a worker is."""
+        return next(node for node in range(len(self.devices)) if rank in self.workers_of(node))
 
     def describe(self) -> str:
         """Where the nodes have met, in a few words."""
@@ -113,9 +154,14 @@ class Introduction:
 
     def _keep(self) -> None:
         if self._kept is not None:
-            nodes = [self._known[node] for node in sorted(self._known)]
-            met = self._meeting
-            self._kept.write(Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding))
+            self._kept.write(self.known)
+
+    @property
+    def known(self) -> Known:
+        """What one has to know to come back."""
+        nodes = [self._known[node] for node in sorted(self._known)]
+        met = self._meeting
+        return Known(self.run, self.node, self.incarnation, nodes, met.hub, met.founding, self.devices)
 
     def close(self, finished: bool = False) -> None:
         """Leave the hub, and the file to the next one of this name, unless the run has come to its end."""
@@ -124,22 +170,91 @@ class Introduction:
             self._kept.close(finished)
 
 
-def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide] | None:
-    """Start this node's CPU side, and introduce it to the others; None where there are none: alone.
+def introduce(config: Config, place: Place | None) -> tuple[Introduction, CpuSide | None, Devices] | None:
+    """Start this node's CPU side, and introduce it to the others; None where there are none: alone. A device
+    that does not lead its node is told by the one that does.
 
     Raises ConfigError for an environment that is wrong, UserError for a name that another node has or keys
     that are others, DeadlineError when the others do not come within `sync.timeout`.
     """
+    inside, of_nodes = places_of(config, place)
+    side: CpuSide | None = None
+    if inside.rank == 0:
+        told = _tell_devices(inside, lambda: _introduce_node(config, of_nodes, inside.world, place is None))
+        if told is None:
+            return None
+        introduction, side = told
+    else:
+        introduction = _hear_leader(inside, config.timeout_seconds)
+    try:
+        return introduction, side, _devices(config, inside, introduction)
+    except BaseException:
+        if side is not None:
+            side.close()
+        introduction.close()
+        raise
+
+
+def _devices(config: Config, inside: Place, introduction: Introduction) -> Devices:
+    """The ring of the node's devices, where there are several."""
+    if inside.world == 1:
+        return Devices()
+    names = tuple(introduction.workers_of(introduction.node))
+    device = device_of(introduction.place)
+    return Devices(Ring(replace(inside, names=names), device, config.timeout_seconds + LEADER_SECONDS))
+
+
+_Introduced = tuple[Introduction, CpuSide]
+
+
+def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Introduced | None:
+    """At the leader: be introduced, and leave word of it, or of why not, in the store of the devices."""
+    word = _Word()
+    try:
+        introduced = act()
+        if introduced is not None:
+            word = _Word(introduced[0].known, introduced[0].late)
+        return introduced
+    except AtollError as error:
+        word = _Word(failed=(type(error).__name__, str(error)))
+        raise
+    finally:
+        if inside.store is not None:
+            inside.store.set(_INTRODUCED, msgspec.json.encode(word).decode())
+
+
+def _hear_leader(inside: Place, timeout: float) -> Introduction:
+    """At another device: what the leader says. Raises what it raised."""
+    assert inside.store is not None
+    # The leader waits for its CPU side, for the hub, for the others to come there, and for their addresses.
+    seconds = _START_SECONDS + 3 * timeout + LEADER_SECONDS
+    try:
+        inside.store.wait([_INTRODUCED], timedelta(seconds=seconds))
+        word = msgspec.json.decode(inside.store.get(_INTRODUCED), type=_Word)
+    except (DistStoreError, RuntimeError) as error:
+        raise DeadlineError(
+            f"device {inside.rank} of a node waited up to {seconds:.0f} s for the node's first worker to be "
+            f"introduced to the others (deadline: 3 times sync.timeout, {timeout:g} s, and what its CPU side "
+            f"may take to start): {str(error).splitlines()[0]}"
+        ) from None
+    if word.known is None:
+        raise error_named(*word.failed)
+    return Introduction(_OfLeader(word.known, word.late), word.known.nodes, None, inside.rank)
+
+
+def _introduce_node(
+    config: Config, place: Place | None, devices: int, from_environment: bool
+) -> _Introduced | None:
     keys = keys_from_environment()
     kept = None
-    meeting: Meeting | None = known_before(config) if place is None else None
+    meeting: Meeting | None = known_before(config, devices) if from_environment else None
     if meeting is None:
-        meeting = _meet(config, place, keys)
+        meeting = _meet(config, place, keys, devices)
     if meeting is None:
         return None
     side = None
     try:
-        folder = _folder(config) if place is None else None
+        folder = _folder(config) if from_environment else None
         kept = _Kept(folder, meeting.node) if folder is not None else None
         side = CpuSide(meeting.node)
         address = _open(side, meeting, config, keys)
@@ -182,30 +297,45 @@ def _open(side: CpuSide, meeting: Meeting, config: Config, keys: Keys | None) ->
     return answer.address
 
 
-def _meet(config: Config, place: Place | None, keys: Keys | None) -> Meeting | None:
+def _meet(config: Config, place: Place | None, keys: Keys | None, devices: int) -> Meeting | None:
     address = os.environ.get(HUB_VARIABLE, "")
     if place is None and address:
-        return HubMeeting(config, address, keys)
+        return HubMeeting(config, address, keys, devices)
     if place is None:
         place = Place.from_environment(config.timeout_seconds)
-    return StoreMeeting(place, config.timeout_seconds) if place.store is not None else None
+    return StoreMeeting(place, config.timeout_seconds, devices) if place.store is not None else None
+
+
+class _OfLeader:
+    """At a device that does not lead: where its leader has met the other nodes."""
+
+    def __init__(self, known: Known, late: bool) -> None:
+        self.run, self.node, self.incarnation = known.run, known.node, known.incarnation
+        self.hub, self.founding, self.devices = known.hub, known.founding, known.devices
+        self.late = late
+
+    def close(self) -> None:
+        """It is the leader who leaves."""
 
 
 class _InStore:
     """What both meetings have: nodes leave their records in a store."""
 
-    def __init__(self, node: int, world: int, incarnation: int, timeout: float) -> None:
+    def __init__(self, node: int, world: int, incarnation: int, timeout: float, devices: int) -> None:
         self.node, self.world, self.incarnation = node, world, incarnation
-        self._timeout = timeout
+        self._timeout, self._own_devices = timeout, devices
         self.late, self.founding = False, 0
+        self.devices: list[int] = []
 
     def _store(self) -> Store:
         raise NotImplementedError
 
     def exchange(self, address: str) -> list[NodeAt]:
         store, key = self._store(), _key(self.node)
-        own = msgspec.json.encode(_Record(self.incarnation, address, secrets.token_hex(8)))
+        record = _Record(self.incarnation, address, secrets.token_hex(8), self._own_devices)
+        own = msgspec.json.encode(record)
         if self.late:
+            _check_devices(self.node, self._record(store, self.node)[1], self._own_devices)
             store.set(key, own.decode())
         elif (there := bytes(store.compare_set(key, "", own.decode()))) != own:
             other = msgspec.json.decode(there, type=_Record).address
@@ -213,9 +343,12 @@ class _InStore:
                 f"there are two nodes {self.node}: the other one listens at {other}; each needs a name of "
                 f"its own ({RANK_VARIABLE}, or torchrun's RANK)"
             )
-        return [self._record(store, node) for node in range(self.world)]
+        records = [self._record(store, node) for node in range(self.world)]
+        self.devices = [devices for _, devices in records]
+        return [where for where, _ in records]
 
-    def _record(self, store: Store, node: int) -> NodeAt:
+    def _record(self, store: Store, node: int) -> tuple[NodeAt, int]:
+        """Where a node is, and how many devices it has."""
         began = time.monotonic()
         try:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
@@ -227,15 +360,15 @@ class _InStore:
                 f"node {self.node} waited {waited:.1f} s for node {node} of {self.world} to say where it "
                 f"listens (deadline sync.timeout, {self._timeout:g} s): {str(error).splitlines()[0]}"
             ) from None
-        return NodeAt(node=node, incarnation=record.incarnation, address=record.address)
+        return NodeAt(node=node, incarnation=record.incarnation, address=record.address), record.devices
 
 
 class StoreMeeting(_InStore):
     """In the store of a launch, torchrun's or the caller's."""
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(self, place: Place, timeout: float, devices: int = 1) -> None:
         assert place.store is not None
-        super().__init__(place.rank, place.world, incarnation=1, timeout=timeout)
+        super().__init__(place.rank, place.world, incarnation=1, timeout=timeout, devices=devices)
         self._place = place
         self.run, self.hub = os.environ.get("TORCHELASTIC_RUN_ID", "") or "run", ""
         master = f"tcp://{os.environ.get('MASTER_ADDR', _LOOPBACK)}:{os.environ.get('MASTER_PORT', '1')}"
@@ -252,7 +385,7 @@ class StoreMeeting(_InStore):
 class HubMeeting(_InStore):
     """In the store of the hub at `address`, which gives this node its name."""
 
-    def __init__(self, config: Config, address: str, keys: Keys | None) -> None:
+    def __init__(self, config: Config, address: str, keys: Keys | None, devices: int) -> None:
         timeout = config.timeout_seconds
         self._client = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=timeout)
         self._client.meanwhile = _WITHOUT_HUB
@@ -263,7 +396,12 @@ class HubMeeting(_InStore):
                     f"strategy 'peers' has no server, and the run at {address} has shards: set run.strategy "
                     "to server, or start the hub with --shards 0"
                 )
-            super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout)
+            if config.groups.count not in (0, welcome.workers):
+                raise ConfigError(
+                    f"groups.count is {config.groups.count}, and the hub at {address} introduces "
+                    f"{welcome.workers} nodes: by a hub each launch is a node, so leave it out"
+                )
+            super().__init__(welcome.worker, welcome.workers, welcome.incarnation, timeout, devices)
             self.founding = self._client.gather()
             self._group = HubStore(address, keys, welcome, self.founding, timeout)
         except BaseException:
@@ -288,7 +426,7 @@ class KnownMeeting:
     def __init__(self, known: Known) -> None:
         self.run, self.node, self.world, self.hub = known.run, known.node, len(known.nodes), known.hub
         self.incarnation, self.late = known.incarnation + 1, True
-        self.founding = known.founding
+        self.founding, self.devices = known.founding, known.devices or [1] * self.world
         self._nodes = known.nodes
         own = next((each.address for each in known.nodes if each.node == known.node), "")
         self.host = own.removeprefix("tcp://").rpartition(":")[0].strip("[]") or _LOOPBACK
@@ -301,12 +439,24 @@ class KnownMeeting:
         """There is nobody to leave."""
 
 
-def known_before(config: Config) -> KnownMeeting | None:
-    """Where this node was introduced before, in this run: it is started again, and the others go on. Where a
-    launch of torchrun's starts its workers again, it is all of them."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and HUB_VARIABLE not in os.environ:
+def _check_devices(node: int, before: int, now: int) -> None:
+    """Raise ConfigError where a node comes back with another number of devices: workers' ranks go by it."""
+    if before != now:
+        raise ConfigError(
+            f"node {node} had {before} device{'s' * (before > 1)} when the run began, and comes back with "
+            f"{now}: start as many workers as then (torchrun --nproc-per-node {before})"
+        )
+
+
+def known_before(config: Config, devices: int = 1) -> KnownMeeting | None:
+    """Where this node, of so many devices, was introduced before, in this run: it is started again, and the
+    others go on. Where a launch of torchrun's starts its workers again without a hub, it is all of them."""
+    if by_torchrun() and HUB_VARIABLE not in os.environ:
         return None
-    folder, given = _folder(config), os.environ.get(RANK_VARIABLE, os.environ.get("RANK", ""))
+    given = os.environ.get(RANK_VARIABLE, "")
+    if not given and devices == 1:
+        given = os.environ.get("RANK", "")
+    folder = _folder(config)
     if folder is None or not given.isdecimal():
         return None
     path = folder / f"{int(given)}.json"
@@ -317,7 +467,11 @@ def known_before(config: Config) -> KnownMeeting | None:
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"{path}: not what a node leaves there: {error}") from None
     run = os.environ.get(RUN_VARIABLE, "")
-    return KnownMeeting(known) if run in ("", known.run) else None
+    if run not in ("", known.run):
+        return None
+    meeting = KnownMeeting(known)
+    _check_devices(meeting.node, meeting.devices[meeting.node], devices)
+    return meeting
 
 
 class _Kept:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,13 +24,14 @@ _LENGTH = 8  # bytes before the first piece: how many there are in all
 
 
 class NodeWorkers(MeetingWorkers):
-    """`Workers` over the nodes' meetings. A rank is a node's number, which never changes."""
+    """`Workers` over the nodes' meetings. A worker's rank never changes. A node's devices meet first, and
+    come to the members' meeting as one."""
 
     def __init__(self, worker: NodeWorker) -> None:
         super().__init__(worker.introduction.place, None)
         self._worker = worker
         self._met: dict[int, Met] = {}
-        self._ranks = list(worker.members)
+        self.nodes = list(worker.members)  # who took part in the latest call
         worker.on(Met, self._handle_met)
 
     @property
@@ -42,21 +44,29 @@ class NodeWorkers(MeetingWorkers):
 
     @property
     def ranks(self) -> list[int]:
-        return [self.place.rank] if self.late else self._ranks
+        if self.late:
+            return [self.place.rank]
+        return [rank for node in self.nodes for rank in self._worker.introduction.workers_of(node)]
 
     def saw(self, members: list[int]) -> None:
         """These are the members now, between two meetings."""
-        self._ranks = list(members)
+        self.nodes = list(members)
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
+        """Each worker's bytes, in order of rank."""
+        self.check_open()
+        if self._worker.late:
+            return [payload]
+        own = msgspec.msgpack.encode(self._worker.devices.gather(payload, what))
+        decoder = msgspec.msgpack.Decoder(list[bytes])
+        return [part for node in self._gather_nodes(own, what) for part in decoder.decode(node)]
+
+    def _gather_nodes(self, payload: bytes, what: str) -> list[bytes]:
         """Each member's bytes, in order of node; in several meetings, where somebody's are too many for one.
 
         Nobody comes in between those, for they are all at the same iteration; who is lost is left out.
         """
-        self.check_open()
-        if self._worker.late:
-            return [payload]
-        most = min(_PIECE, _MET // self.place.world)
+        most = min(_PIECE, _MET // self._worker.world)
         met = self._meet(len(payload).to_bytes(_LENGTH, "little") + payload[:most], what)
         sizes = [int.from_bytes(each[:_LENGTH], "little") for each in met.payloads]
         whole = {node: bytearray(each[_LENGTH:]) for node, each in zip(met.nodes, met.payloads, strict=True)}
@@ -64,8 +74,8 @@ class NodeWorkers(MeetingWorkers):
             met = self._meet(payload[start : start + most], what)
             for node, each in zip(met.nodes, met.payloads, strict=True):
                 whole[node] += each
-        self._ranks = list(met.nodes)
-        return [bytes(whole[node]) for node in self._ranks]
+        self.nodes = list(met.nodes)
+        return [bytes(whole[node]) for node in self.nodes]
 
     def _meet(self, payload: bytes, what: str) -> Met:
         worker = self._worker

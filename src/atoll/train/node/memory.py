@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,13 +103,14 @@ def views(memory: Tensor, runs: Sequence[Run]) -> dict[int, Tensor]:
 class HostMemory:
     """The shared memory of `plan`, mapped here; `fd` is the file's descriptor, this process's own."""
 
-    def __init__(self, plan: MemoryPlan, fd: int) -> None:
-        """Map the memory that another process has made; raises RunError where `fd` is of another size."""
+    def __init__(self, plan: MemoryPlan, fd: int, *, writes: bool = True) -> None:
+        """Map the memory that another process has made, to read from alone where nothing `writes`; raises
+        RunError where `fd` is of another size."""
         size = os.fstat(fd).st_size
         if size != plan.nbytes:
             raise RunError(f"shared memory of {size} bytes, where this model's layout needs {plan.nbytes}")
         self.plan, self.fd = plan, fd
-        memory = map_bytes(fd, size)
+        memory = map_bytes(fd, size, writes=writes)
         self._slots = [views(memory[plan.slot(slot) :], plan.trained) for slot in range(plan.slots)]
         self._buffers = [views(memory[plan.buffer(each) :], plan.trained) for each in range(plan.buffers)]
         self.frozen = views(memory[size - plan.frozen_bytes :], plan.frozen)
@@ -117,6 +119,23 @@ class HostMemory:
     def create(cls, plan: MemoryPlan) -> HostMemory:
         """Make it anew, filled with zeros; raises RunError where the machine has not got as much."""
         return cls(plan, make_file(plan.nbytes, "the memory that a node's processes share"))
+
+    @classmethod
+    def opened(cls, plan: MemoryPlan, path: str) -> HostMemory:
+        """Map the memory at another process's `path`, to read from. Raises RunError where it cannot be."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunError(
+                f"{path}: the memory that a node's devices share cannot be read: {error.strerror}; they are "
+                "to be processes of one user on one machine, with Linux's /proc; or give each its own node"
+            ) from None
+        return cls(plan, fd, writes=False)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find it."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def gradients(self, iteration: int) -> Mapping[int, Tensor]:
         """Where the node's own gradients of an iteration lie: each trainable chunk's, by its id."""
@@ -192,12 +211,16 @@ def _unlinked_file() -> int:
         return os.dup(file.fileno())
 
 
-def map_bytes(fd: int, nbytes: int) -> Tensor:
+def map_bytes(fd: int, nbytes: int, *, writes: bool = True) -> Tensor:
     """A file as a tensor of bytes, 1-D, that shares it with whoever maps it; it lives as long as the tensor
-    or a view of it, whatever becomes of `fd`."""
+    or a view of it, whatever becomes of `fd`. Where nobody `writes` here, a write ends the process."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    if writes:
+        return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    with warnings.catch_warnings():  # that torch cannot keep anybody from writing
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

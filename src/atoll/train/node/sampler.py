@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from atoll.core.errors import CheckpointError, UserError
-from atoll.train.dealing import Run
+from atoll.train.dealing import Item, Run
 from atoll.train.node.dealing import PeerDeal
 from atoll.train.sampler import check_saved, epoch_order, left_in, length_of, saved_place
 
 
 class PeerBatches(Sampler[list[int]]):
-    """One node's part of batches with `batch` samples over all nodes: for `DataLoader(batch_sampler=...)`.
+    """One worker's part of batches with `batch` samples over all nodes: for `DataLoader(batch_sampler=...)`.
 
-    As BatchesSampler, but that a node's part is in proportion to its speed, as all know it (`PeerDeal`). A
-    node for whom nothing is left of a batch gets a fill: one sample, which weighs nothing in the mean.
+    As BatchesSampler, but that a node's part is in proportion to its speed, as all know it (`PeerDeal`); its
+    devices take even parts of that, the remainder the last ones. A worker for whom nothing is left of a batch
+    gets a fill: one sample, which weighs nothing in the mean.
     """
 
     def __init__(
@@ -31,19 +32,23 @@ class PeerBatches(Sampler[list[int]]):
         nodes: Sequence[int],
         stale_max: int,
         iteration: Callable[[], int],
+        device: int = 0,
+        devices: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
         ahead: int | None = None,
         on_index: Callable[[Any], None] | None = None,
     ) -> None:
-        """`iteration()` is the one under way, `ahead` how many batches are asked for at most that are beyond
-        the next one; the rest as in BatchesSampler. Raises UserError for an `ahead` below 0."""
+        """`iteration()` is the one under way; this worker is the node's `device`-th of `devices`; `ahead` is
+        how many batches are asked for at most that are beyond the next one; the rest as in BatchesSampler.
+        Raises UserError for an `ahead` below 0."""
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._length = length_of(dataset)
         self._node, self._iteration, self._on_index = node, iteration, on_index
+        self._device, self._devices = device, devices
         self._seed, self._epoch = int(seed), 0
         options = {} if ahead is None else {"ahead": ahead}
         self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last, **options)
@@ -92,7 +97,7 @@ class PeerBatches(Sampler[list[int]]):
                 if dealt is None:
                     self._whole = True
                     return
-                items = dealt.part_of(self._node)
+                items = self._own(dealt.part_of(self._node))
                 self._sizes.append(len(items))
                 self._given = True
                 if self._on_index is not None:
@@ -102,6 +107,10 @@ class PeerBatches(Sampler[list[int]]):
         finally:
             if self._iterating == iteration:
                 self._iterating = 0
+
+    def _own(self, of_node: list[Item]) -> list[Item]:
+        begin, end = (len(of_node) * each // self._devices for each in (self._device, self._device + 1))
+        return of_node[begin:end]
 
     # What is told
 

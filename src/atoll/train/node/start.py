@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from atoll.core import errors
-from atoll.core.errors import AtollError, DeadlineError, RunError
+from atoll.core.errors import AtollError, DeadlineError, RunError, error_named
 from atoll.train.node.post import Post, PostClosedError
 from atoll.wire.device import DeviceMessage, Failed
 
@@ -114,9 +113,7 @@ class CpuSide:
             raise self._failure
 
     def _fail(self, failed: Failed) -> None:
-        kind = getattr(errors, failed.error, RunError)
-        known = isinstance(kind, type) and issubclass(kind, AtollError)
-        self._failure = (kind if known else RunError)(failed.reason)
+        self._failure = error_named(failed.error, failed.reason)
         raise self._failure
 
     def _gone(self) -> None:

@@ -14,15 +14,16 @@ from torch import nn
 from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.train.node.cpu import fingerprint
-from atoll.train.node.exchange import PeerExchange, said_in
+from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
+from atoll.train.node.ring import NodeReducer
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.state import pack_optimizer, unpack_optimizer
 from atoll.train.node.worker import NodeWorker
 from atoll.train.reducer import Reducer
 from atoll.train.resume import TrainingState
-from atoll.train.strategies import Stepper, Training
+from atoll.train.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
 
@@ -80,6 +81,8 @@ class Peers:
             dataset,
             node=self._worker.node,
             nodes=[each.node for each in self._worker.introduction.nodes],
+            device=self._worker.devices.rank,
+            devices=self._worker.devices.count,
             stale_max=self._stale_max,
             iteration=lambda: 0 if self.exchange is None else self.exchange.steps,
             **options,
@@ -153,19 +156,25 @@ class PeerModel:
         sync = training.config.sync
         stale_max, overlaid = sync.stale_max, sync.stale_max > 0 and sync.overlay != "none"
         self._plan = plan_memory(training.chunk_map, slots_for(stale_max), BUFFERS)
-        self.exchange = PeerExchange(
-            training.chunks, training.calls, worker, stale_max, overlaid, capture, returned
-        )
+        self.exchange = self._make_exchange(NodeParts(worker, stale_max, overlaid, capture, returned))
         self._returned = returned
         kind = type(training.optimizer)
         self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
         hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
         self._fingerprint = fingerprint(self._optimizer, hyperparameters)
         self._ready: Ready | None = None
-        self._state: State | None = None
         self._number = 0  # of set-ups
         worker.on(Ready, self._handle_ready)
-        worker.on(State, self._handle_state)
+
+    def _make_exchange(self, parts: NodeParts) -> PeerExchange:
+        """That of a node with one device, or with several."""
+        training, ring = self._training, self._worker.devices.ring
+        if ring is not None:
+            message_bytes = message_bytes_for(training.chunk_map)
+            return NodeReducer(training.chunks, ring, training.calls, parts, message_bytes)
+        exchange = PeerExchange(training.chunks, training.calls)
+        exchange.use(parts)
+        return exchange
 
     def begin(self) -> None:
         """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
@@ -177,44 +186,25 @@ class PeerModel:
     def _check_alike(self) -> None:
         """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
         found = self._workers.gather(self._fingerprint, "the nodes' processors")
-        for node, other in zip(self._workers.ranks, found, strict=True):
+        nodes = [self._worker.introduction.node_of(rank) for rank in self._workers.ranks]
+        for node, other in zip(nodes, found, strict=True):
             if other != found[0]:
                 raise PrepareError(
-                    f"the nodes do not compute the same bits: node {self._workers.ranks[0]} has {found[0]}, "
-                    f"and node {node} {other}; strategy 'peers' needs one build of torch and one instruction "
-                    "set on all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
+                    f"the nodes do not compute the same bits: node {nodes[0]} has {found[0]}, and node "
+                    f"{node} {other}; strategy 'peers' needs one build of torch and one instruction set on "
+                    "all nodes (ATEN_CPU_CAPABILITY sets a lower one), or use strategy 'server'"
                 )
 
     def set_up(self) -> None:
-        """Bring the model's values and the optimizer's state to the CPU side, as they are here."""
+        """Bring the model's values and the optimizer's state to the CPU side, as they are here: the leader of
+        the node's devices does, and all share its memory."""
         training, worker = self._training, self._worker
-        memory = HostMemory.create(self._plan)
-        for bound in training.chunks:
-            memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
-        for bound in training.frozen:
-            memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
         self._number += 1
         self._ready = None
-        packed, file = self._packed()
-        descriptors = [memory.fd] if file < 0 else [memory.fd, file]
+        memory = self._share_memory()
         self.exchange.attach(memory, self.exchange.steps)
-        worker.send(
-            SetUp(
-                number=self._number,
-                digest=self._digest(),
-                layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
-                optimizer=self._optimizer,
-                hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
-                slots=self._plan.slots,
-                buffers=self._plan.buffers,
-                iteration=self.exchange.steps,
-                packed=packed,
-                threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
-            ),
-            descriptors,
-        )
-        if file >= 0:
-            os.close(file)
+        if worker.leads:
+            self._bring(memory)
         worker.wait(
             lambda: self._ready is not None, "its CPU side to be set up, and to be let in by the others"
         )
@@ -232,23 +222,79 @@ class PeerModel:
             self._returned(self._ready.script)
         training.optimizer.state.clear()
 
+    def _share_memory(self) -> HostMemory:
+        """The memory that the leader makes for its CPU side, with the model's values in it."""
+        training, made = self._training, []
+
+        def make() -> bytes:
+            memory = HostMemory.create(self._plan)
+            made.append(memory)
+            for bound in training.chunks:
+                memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+            for bound in training.frozen:
+                memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+            return memory.path.encode()
+
+        path = self._worker.devices.led(make, "the node's shared memory").decode()
+        memory = made[0] if made else HostMemory.opened(self._plan, path)
+        self._worker.devices.gather(b"", "the look into the node's shared memory")
+        return memory
+
+    def _bring(self, memory: HostMemory) -> None:
+        training = self._training
+        packed, file = self._packed()
+        descriptors = [memory.fd] if file < 0 else [memory.fd, file]
+        self._worker.send(
+            SetUp(
+                number=self._number,
+                digest=self._digest(),
+                layout=msgspec.Raw(msgspec.msgpack.encode(training.chunk_map)),
+                optimizer=self._optimizer,
+                hyperparameters=plain_hyperparameters(training.optimizer.param_groups),
+                slots=self._plan.slots,
+                buffers=self._plan.buffers,
+                iteration=self.exchange.steps,
+                packed=packed,
+                threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
+            ),
+            descriptors,
+        )
+        if file >= 0:
+            os.close(file)
+
     def make_step(self, accepted: bool) -> None:
         self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's state, as plain torch would have it, with all that this node has contributed."""
+        """Each parameter's state, as plain torch would have it, with all that this node has contributed.
+        Raises UserError where the node's other devices would have to take part."""
+        self._check_state_is_here()
         self.exchange.settle()
-        self._state = None
         file = make_file(0, "the optimizer's state")
         try:
-            self._worker.send(WantState(), [file])
-            self._worker.wait(lambda: self._state is not None, "the optimizer's state")
-            assert self._state is not None
-            raw = map_bytes(file, self._state.packed)
+            state = self._worker.ask(WantState(), [file], State, "the optimizer's state")
+            assert isinstance(state, State)
+            raw = map_bytes(file, state.packed)
         finally:
             os.close(file)
         training = self._training
-        return unpack_optimizer(memoryview(raw.numpy()), training.optimizer, training.chunks)
+        return unpack_optimizer(raw.numpy().data, training.optimizer, training.chunks)
+
+    def _check_state_is_here(self) -> None:
+        devices, place = self._worker.devices, self._workers.place
+        if devices.count == 1:
+            return
+        if not self._worker.leads:
+            leader = self._worker.introduction.workers_of(self._worker.node)[0]
+            raise UserError(
+                f"optimizer.state_dict() on worker {place.rank}: the first worker of its node, {leader}, has "
+                "the optimizer's state; call it there alone (on session.is_main, say), or session.save on all"
+            )
+        if not self.exchange.is_settled:
+            raise UserError(
+                "optimizer.state_dict() on a node of several devices, while contributions are under way: all "
+                "workers call session.barrier() before it, or session.save"
+            )
 
     def _packed(self) -> tuple[int, int]:
         """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""
@@ -272,6 +318,3 @@ class PeerModel:
     def _handle_ready(self, message: Ready, _descriptors: list[int]) -> None:
         self._ready = message
         self.exchange.set_up()
-
-    def _handle_state(self, message: State, _descriptors: list[int]) -> None:
-        self._state = message

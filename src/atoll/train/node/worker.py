@@ -1,15 +1,23 @@
-"""A node's training process, as its CPU side is seen from it: what came, what is waited for, who is there."""
+"""A node's training process, as its CPU side is seen from it: what came, what is waited for, who is there.
+
+Of several devices the leader hears the CPU side, and tells the others what came: each `take` and `wait` is a
+call that all of them make, after which they know the same. Only the leader's words reach the CPU side.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from atoll.core.config import Config
 from atoll.core.errors import DeadlineError
 from atoll.peers.settings import Settings
+from atoll.train.node.devices import Devices
 from atoll.train.node.introduction import Introduction
 from atoll.train.node.start import CpuSide
 from atoll.wire.device import (
@@ -21,15 +29,19 @@ from atoll.wire.device import (
     Left,
     Members,
     Ready,
+    Release,
     Returned,
     Told,
     Waiting,
+    decode,
+    encode,
 )
 
 _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
 _OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
+_LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
 
 Handler = Callable[[Any, list[int]], None]
 
@@ -39,12 +51,24 @@ class NodeWorker:
 
     Messages are handled by whoever `take`s or `wait`s, on the script's thread; `on` says how. `members` are
     the nodes of the current view, `late` is true until a node that comes late has entered. `tell(line)`,
-    `decided(what, choice, reason)` and `round_seen` are the session's.
+    `decided(what, choice, reason)` and `round_seen` are the session's, at the leader of the node's `devices`.
     """
 
-    def __init__(self, introduction: Introduction, side: CpuSide, timeout: float) -> None:
+    def __init__(
+        self,
+        introduction: Introduction,
+        side: CpuSide | None,
+        timeout: float,
+        devices: Devices | None = None,
+    ) -> None:
+        """`side` is the leader's: None at the node's other devices."""
         self.node, self.world = introduction.node, len(introduction.nodes)
         self.introduction, self._side, self._timeout = introduction, side, timeout
+        self.devices = devices or Devices()
+        self.leads = side is not None
+        self._kept: deque[tuple[DeviceMessage, list[int]]] = deque()  # came while something else was asked
+        self._heard: list[bytes] = []  # by the leader, and not told to the other devices
+        self._copied: list[int] = []  # buffers that all devices have copied, or are about to
         self.incarnation, self.late = introduction.incarnation, introduction.late
         self.members = [each.node for each in introduction.nodes]
         self.next_meeting = self.coming_meeting = (
@@ -52,7 +76,7 @@ class NodeWorker:
         )
         self.at = 0  # the last iteration whose boundary the script has come to
         self.figures = Figures()
-        self.seconds_waited = 0.0  # for other nodes, in all
+        self._waited = 0.0  # for other nodes, in all
         self.finished = False  # the session came to its end
         self.script = b""  # what a member's script was at when this one entered
         self.wanted: list[int] = []  # iterations before which this worker's state is asked for
@@ -74,6 +98,20 @@ class NodeWorker:
         self.on(Returned, self._handle_returned)
         self.on(Applied, lambda message, _: self.applied(message))
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether any node has several devices, and is a group."""
+        return max(self.introduction.devices) > 1
+
+    @property
+    def who(self) -> str:
+        """How many nodes there are, and devices, in words."""
+        each = self.introduction.devices
+        if not self.has_groups:
+            return f"{self.world}, without a server"
+        alike = f"{each[0]} devices each" if len(set(each)) == 1 else f"{', '.join(map(str, each))} devices"
+        return f"{self.world} of {alike}, without a server"
+
     def describe(self, config: Config) -> str:
         """How the nodes know one another, and go on together, in a few words."""
         sync = config.sync
@@ -86,40 +124,116 @@ class NodeWorker:
         """Call `handler(message, descriptors)` for each message of this kind; it closes the descriptors."""
         self._handlers[kind] = handler
 
-    def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send, never waiting. Raises RunError where the CPU side is gone."""
-        self._side.send(message, descriptors)
+    @property
+    def seconds_waited(self) -> float:
+        """For other nodes, and for the other devices of this one, in all."""
+        return self._waited + self.devices.seconds_waited
 
-    def take(self) -> None:
-        """Handle all that has come, and wait for nothing."""
-        while (got := self._side.receive()) is not None:
-            self._handle(*got)
+    def send(self, message: DeviceMessage, descriptors: Sequence[int] = ()) -> None:
+        """Send, never waiting; at the leader alone. Raises RunError where the CPU side is gone."""
+        if self._side is not None:
+            self._side.send(message, descriptors)
+
+    def release(self, buffer: int) -> None:
+        """This device has copied what came after what is in the buffer; the CPU side gets it back when all
+        have."""
+        self._copied.append(buffer)
+        if self.devices.count == 1:
+            self._release()
+
+    def forget_copied(self) -> None:
+        """The memory in which buffers lay is no more."""
+        self._copied = []
+
+    def take(self, said: bytes = b"") -> None:
+        """Handle all that has come, and wait for nothing. The leader hears what each device has `said`
+        (`devices.said`)."""
+        self._together(self._hear, "a look at what has come", said)
 
     def wait(self, until: Callable[[], bool], what: str | Callable[[], str]) -> None:
         """Handle what comes until `until()`; `what` is waited for, and stands in the deadline's error with
         what the CPU side says keeps it. Raises DeadlineError after sync.timeout."""
-        start = time.monotonic()
         self._holds_up = ""
+        self.take()
+        if not until():
+            self._together(lambda: self._hear_until(until, what), "a wait for other nodes")
+
+    def give_time(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Handle what comes until `until()`, but for `seconds` at most; it is no wait for other nodes."""
+
+        def hear() -> None:
+            end = time.monotonic() + seconds
+            self._hear()
+            while not until() and (rest := end - time.monotonic()) > 0:
+                self._hear_next(rest)
+
+        self._together(hear, "the time for its own contribution's effect")
+
+    def ask(
+        self, question: DeviceMessage, descriptors: Sequence[int], kind: type, what: str
+    ) -> DeviceMessage:
+        """Send what is the leader's own business, and wait for the answer, a `kind`; what comes meanwhile is
+        for the next `take`. Raises DeadlineError after sync.timeout."""
+        self.send(question, descriptors)
+        start = time.monotonic()
         try:
-            self.take()
+            while (waited := time.monotonic() - start) < self._timeout:
+                got = self._receive(min(_SLICE_SECONDS, self._timeout - waited))
+                if got is not None and isinstance(got[0], kind):
+                    return got[0]
+                self._kept += [got] if got is not None else []
+            raise DeadlineError(self._late(waited, what))
+        finally:
+            self._waited += time.monotonic() - start
+
+    def _together(self, hear: Callable[[], None], call: str, said: bytes = b"") -> None:
+        """Let the leader `hear` its CPU side, and then all other devices of the node what it has heard."""
+        if self.devices.count == 1:
+            hear()
+            return
+
+        def lead() -> bytes:
+            hear()
+            heard, self._heard = self._heard, []
+            return msgspec.msgpack.encode(heard)
+
+        told = self.devices.led(lead, call, said)
+        if self.leads:
+            self._release()
+            return
+        for message in msgspec.msgpack.decode(told, type=list[bytes]):
+            self._handle(decode(message), [])
+
+    def _release(self) -> None:
+        if self._copied:
+            self.send(Release(buffers=self._copied))
+            self._copied = []
+
+    def _hear(self) -> None:
+        while self._kept:
+            self._handle(*self._kept.popleft())
+        while (got := self._receive()) is not None:
+            self._handle(*got)
+
+    def _hear_until(self, until: Callable[[], bool], what: str | Callable[[], str]) -> None:
+        start = time.monotonic()
+        try:
             while not until():
                 waited = time.monotonic() - start
                 if waited >= self._timeout:
                     raise DeadlineError(self._late(waited, what if isinstance(what, str) else what()))
-                got = self._side.receive(min(_SLICE_SECONDS, self._timeout - waited))
-                if got is not None:
-                    self._handle(*got)
+                self._hear_next(min(_SLICE_SECONDS, self._timeout - waited))
         finally:
-            self.seconds_waited += time.monotonic() - start
+            self._waited += time.monotonic() - start
 
-    def give_time(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Handle what comes until `until()`, but for `seconds` at most; it is no wait for other nodes."""
-        end = time.monotonic() + seconds
-        self.take()
-        while not until() and (rest := end - time.monotonic()) > 0:
-            got = self._side.receive(rest)
-            if got is not None:
-                self._handle(*got)
+    def _hear_next(self, timeout: float) -> None:
+        got = self._receive(timeout)
+        if got is not None:
+            self._handle(*got)
+
+    def _receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
+        assert self._side is not None
+        return self._side.receive(timeout)
 
     def _late(self, waited: float, what: str) -> str:
         holds_up = f"; it waits for {self._holds_up}" if self._holds_up else ""
@@ -129,6 +243,8 @@ class NodeWorker:
         )
 
     def _handle(self, message: DeviceMessage, descriptors: list[int]) -> None:
+        if self.leads and self.devices.count > 1 and not isinstance(message, _LEADERS):
+            self._heard.append(encode(message))
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(message, descriptors)
@@ -155,7 +271,7 @@ class NodeWorker:
         self.introduction.remember(message.known or message.members)
         gone = [f"node {each} was left out" for each in before if each not in self.members]
         came = [f"node {each} came in" for each in self.members if each not in before]
-        if not gone and not came:
+        if not self.leads or not (gone or came):
             return
         names = ", ".join(map(str, self.members))
         reason = f"{', '.join(gone + came)}{': ' if message.reason else ''}{message.reason}"
@@ -185,16 +301,15 @@ class NodeWorker:
         """The session has made so many iterations; the CPU side counts its own."""
 
     def leave(self, iteration: int) -> None:
-        """Say goodbye to the other nodes, after `iteration` iterations; they are not waited for long."""
+        """Let the leader say goodbye to the other nodes, after `iteration` iterations; they are not waited
+        for long."""
         left: list[bool] = []
         self.on(Left, lambda _message, _descriptors: left.append(True))
         self.send(Leave(iteration=iteration))
         self.finished = True
         until = time.monotonic() + _LEAVING_SECONDS
-        while not left and (rest := until - time.monotonic()) > 0:
-            got = self._side.receive(min(_SLICE_SECONDS, rest))
-            if got is not None:
-                self._handle(*got)
+        while self.leads and not left and (rest := until - time.monotonic()) > 0:
+            self._hear_next(min(_SLICE_SECONDS, rest))
 
     def close(self) -> None:
         """End the CPU side, and let the introduction go. Closing twice does no harm."""
@@ -202,6 +317,8 @@ class NodeWorker:
             return
         self._closed = True
         try:
-            self._side.close()
+            if self._side is not None:
+                self._side.close()
         finally:
             self.introduction.close(self.finished)
+            self.devices.close()

@@ -1,0 +1,73 @@
+"""The way of a gradient where a node has several devices: over their ring to the node's mean, which the
+leader hands to the node's one CPU side.
+
+All devices wait for what the leader waits for, and take the very same local parameters: those of the buffer
+that it says, which each reads from the memory that leader and CPU side share. The CPU side gets a buffer back
+when all have copied it. Source: S0, "A node's iteration"; design.md, "Two tiers of synchronisation".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from atoll.tensors.binding import BoundChunk
+from atoll.train.node.exchange import NodeParts, PeerExchange
+from atoll.train.reducer import Calls, Reducer
+from atoll.train.ring import Agreement, RingReducer
+from atoll.train.rounds import Ring
+from atoll.train.samples import Contribution
+
+
+class NodeReducer(RingReducer, PeerExchange):
+    """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
+    make the same ones."""
+
+    fills_up = True  # a node of which nobody has samples weighs nothing
+
+    def __init__(
+        self, chunks: Sequence[BoundChunk], ring: Ring, calls: Calls, parts: NodeParts, message_bytes: int
+    ) -> None:
+        super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
+        self.use(parts)
+        self._seconds = 0.0  # that this device has computed for the iteration
+
+    def reduce(self) -> None:
+        self._come()
+        super().reduce()
+
+    def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
+        self._weighed = Contribution(agreed.weight, agreed.samples)
+        self._seconds = self.pace() * own.samples
+        super()._ring_is_whole(own, agreed)
+
+    def _say(self) -> bytes:
+        return msgspec.msgpack.encode(self._seconds)
+
+    def _node_pace(self) -> float:
+        """The slowest device's, for all that the node has; 0 where one's is not known yet."""
+        seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
+        known = all(each > 0 for each in seconds) and self._weighed.samples > 0
+        return max(seconds) / self._weighed.samples if known else 0.0
+
+    def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
+        """The devices say whose gradients were not finite before they were summed."""
+        own = msgspec.msgpack.encode(self.own_nonfinite()[:1])
+        said = self._worker.devices.gather(own, "the devices' gradients that are not finite")
+        named = [msgspec.msgpack.decode(part, type=list[str]) for part in said]
+        name_of = self._ring.place.name_of
+        return [f"{name!r} on worker {name_of(each)}" for each, names in enumerate(named) for name in names]
+
+    # A newcomer has no need of what a ring knows, which may be another node's: how many devices each has is
+    # its own.
+
+    def member_state(self) -> dict[str, Any]:
+        return Reducer.member_state(self)
+
+    def check_member_state(self, state: Mapping[str, Any]) -> None:
+        Reducer.check_member_state(self, state)
+
+    def load_member_state(self, state: Mapping[str, Any]) -> None:
+        PeerExchange.load_member_state(self, state)

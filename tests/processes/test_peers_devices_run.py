@@ -1,0 +1,137 @@
+"""Nodes of several devices from `atoll run`: one of a node's workers is killed, the node is lost and comes
+back as one, and the others go on meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from run_command import Command, wait_for
+from test_peers_run import SCRIPT, configured, is_warned, nodes_of, said, steps
+
+from atoll.core.config import HUB_VARIABLE
+from atoll.testing.served import ServedRun
+
+
+def entered(command: Command, worker: int) -> bool:
+    return any(each["what"] == "entered" for each in said(command, worker, "decided"))
+
+
+def worker_of(command: Command, worker: int) -> psutil.Process:
+    """A worker's process: torchrun knows it by its node's first worker, and its number there."""
+    for process in command.alive():
+        try:
+            place = process.environ()
+            number = int(place.get("ATOLL_FIRST_WORKER", "-1")) + int(place.get("LOCAL_RANK", "-99"))
+            if "atoll.launch.worker" in process.cmdline() and number == worker:
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"worker {worker} does not live: {nodes_of(command)}")
+
+
+def test_a_device_is_killed_and_its_node_comes_back(command: Command) -> None:
+    environment = configured(command.directory)
+    config = command.directory / "peers.toml"
+    config.write_text(config.read_text() + "[groups]\ncount = 3\n")
+    launched = command.start(SCRIPT, workers=6, environment=environment)
+    wait_for(lambda: min(steps(command, worker) for worker in range(6)) > 8, "the first iterations")
+    for killed, node in ((3, [2, 3]), (4, [4, 5])):  # a device that does not lead its node, and one that does
+        worker_of(command, killed).kill()
+        wait_for(lambda node=node: all(entered(command, each) for each in node), f"workers {node} to be back")
+        so_far = steps(command, killed)
+        wait_for(lambda of=killed, before=so_far: steps(command, of) > before + 8, "the node to train on")
+        assert not said(command, 0, "failed")
+    (command.directory / "stop").touch()
+    out, err = launched.communicate(timeout=100)
+    assert launched.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("HELD ")]
+    everyone = json.loads(line.removeprefix("HELD "))
+    assert [rank for rank, *_ in everyone] == list(range(6))
+    assert [begun > 8 for _, begun, *_ in everyone] == [False, False, True, True, True, True]
+    assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
+    assert everyone[0][2] == everyone[0][3]  # the scheduler came with the script's state
+    for node in (1, 2):
+        assert f"node {node} was killed by SIGKILL, and is started again (1 of 1)" in err
+        assert f"node {node} was left out: " in err
+        assert f"node {node} came in: " in err
+    assert not is_warned(command, 0, "node 0 was left out")
+    assert "lost, and came back: node 1 at " in err
+    nodes = command.summary()["nodes"]
+    assert [(each["node"], each["devices"]) for each in nodes] == [(0, 2), (1, 2), (2, 2)]
+    assert all(each["staleness_most"] <= 4 for each in nodes)
+    assert (command.summary()["workers"], command.summary()["groups"]) == (6, 3)
+
+
+BY_HAND = """
+import json, torch
+import atoll
+
+torch.set_num_threads(1)
+with atoll.join() as session:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    for step in range(6):
+        torch.manual_seed(10 * step + session.rank)
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.barrier()
+    group = session.group
+    held = [value for p in model.parameters() for value in p.flatten().tolist()]
+    everyone = session.gather([session.rank, group.index, group.rank, group.size, held])
+    if session.is_main:
+        print("HELD", json.dumps(everyone), flush=True)
+"""
+
+
+def everyone_of(said: list[tuple[int, str, str]]) -> list[list[Any]]:
+    assert [status for status, *_ in said] == [0] * len(said), said
+    (line,) = [line for _, out, _ in said for line in out.splitlines() if "HELD " in line]
+    return list(json.loads(line.partition("HELD ")[2]))
+
+
+@pytest.mark.soak
+def test_launches_of_torchrun_are_nodes_by_a_hub_and_groups_count_says_so_without(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+    def start(command: list[str], configuration: str, **variables: str) -> subprocess.Popen[str]:
+        config = tmp_path / f"{len(list(tmp_path.iterdir()))}.toml"
+        config.write_text('[run]\nstrategy = "peers"\n[sync]\ntimeout = "100s"\n' + configuration)
+        return subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "ATOLL_CONFIG": str(config), "OMP_NUM_THREADS": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ended(launches: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+        said = [launch.communicate(timeout=100) for launch in launches]
+        return [(launch.returncode, *each) for launch, each in zip(launches, said, strict=True)]
+
+    with ServedRun(2, shards=0) as served:
+        named = {HUB_VARIABLE: served.address}
+        two = start([*torchrun, "2", "train.py"], "", **named, ATOLL_RANK="0")
+        one = start([sys.executable, "train.py"], "", **named, ATOLL_RANK="1")
+        everyone = everyone_of(ended([two, one]))
+    assert [each[:4] for each in everyone] == [[0, 0, 0, 2], [1, 0, 1, 2], [2, 1, 0, 1]]
+    assert len({json.dumps(held) for *_, held in everyone}) == 1
+
+    everyone = everyone_of(ended([start([*torchrun, "4", "train.py"], "[groups]\ncount = 2\n")]))
+    assert [each[:4] for each in everyone] == [[0, 0, 0, 2], [1, 0, 1, 2], [2, 1, 0, 2], [3, 1, 1, 2]]
+    assert len({json.dumps(held) for *_, held in everyone}) == 1
+
+    ((status, _, err),) = ended([start([*torchrun, "2", "train.py"], "[groups]\ncount = 4\n")])
+    assert status != 0
+    assert "groups.count (--groups): 2 workers cannot be 4 nodes with as many devices each" in err
