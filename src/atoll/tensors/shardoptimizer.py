@@ -197,6 +197,8 @@ class _HeldChunk:
         finally:
             self._gradients = None
             self.stepper.restore()
+            for segment in self.stepper.segments:  # they are others' memory, to be used again
+                segment.forget_gradient()
             self.optimizer.param_groups[0].update(self.settings)
 
     def _given(self) -> tuple[Tensor, tuple[bool, ...]]:
