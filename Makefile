@@ -35,7 +35,8 @@ bench: $(READY)
 			benchmarks/readiness.py benchmarks/journal.py benchmarks/staleness.py benchmarks/stragglers.py \
 			benchmarks/links.py benchmarks/udp.py benchmarks/fec.py benchmarks/transport.py benchmarks/tunnel.py \
 			benchmarks/wan.py benchmarks/wantrain.py benchmarks/incast.py benchmarks/fairness.py \
-			benchmarks/peers.py benchmarks/peers_rivals.py benchmarks/moves.py benchmarks/memory.py; do \
+			benchmarks/peers.py benchmarks/peers_rivals.py benchmarks/moves.py benchmarks/memory.py \
+			benchmarks/memory_rivals.py; do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	@for strategy in ps-hra peers; do \

@@ -77,6 +77,33 @@ def _footprint_row(case: Record) -> list[str]:
     return [*own, *peaks, rivals, "met" if case["met"] else "missed"]
 
 
+def memory(record: Record) -> str:
+    """The steps, then what the plan said of them."""
+    heads = [
+        "case",
+        "copies / compute",
+        "to the device",
+        "to the host",
+        "chunk",
+        "predicted",
+        "measured",
+        "off by",
+        "target",
+    ]
+    rows = [_plan_row(case) for case in record["cases"] if "predicted" in case]
+    return f"{ratios(record)}\n\n{table(heads, rows)}"
+
+
+def _plan_row(case: Record) -> list[str]:
+    moved = [
+        f"{case['step_nbytes'][way] / MIB:.1f} MiB in {case['step_moves'][way]}"
+        for way in ("to_device", "to_host")
+    ]
+    chunk = f"{case['chunk_bytes'] / 2**10:.0f} KiB, {case['cache_blocks']} blocks"
+    times = [milliseconds(case["predicted"]), milliseconds(case["seconds"]), f"{case['off']:+.1%}"]
+    return [case["name"], f"{case['copies']:.2f}", *moved, chunk, *times, VERDICTS[case["predicted_met"]]]
+
+
 def served(record: Record) -> str:
     """The exchanges, then the workers of uneven speed."""
     exchanges = {**record, "cases": [case for case in record["cases"] if "ratio" in case]}
@@ -366,6 +393,48 @@ def _rival_row(case: Record) -> list[str]:
     return [*own, to, ratio, milliseconds(case["seconds_step"]), last, runs]
 
 
+def memory_rivals(record: Record) -> str:
+    """Ratios: Atoll's step over the rival's."""
+    rivals = list(dict.fromkeys(name for case in record["cases"] for name in case["against"]))
+    own = ["system", "workers", "a step", "CPU time", "a process, MiB", "arenas, MiB", "losses within"]
+    heads = [*own, *rivals, "target"]
+    return table(heads, [_sharded_row(case, rivals) for case in record["cases"]])
+
+
+def _sharded_row(case: Record, rivals: Sequence[str]) -> list[str]:
+    own = [case["system"], str(case["workers"])]
+    if case["seconds"] is None:
+        return [*own, f"did not run: {case['failed'][0]}", "", "", "", "", *("" for _ in rivals), ""]
+    peaks = f"{case['peak'] / MIB:.0f}", " + ".join(f"{n / MIB:.0f}" for n in case["arenas"].values())
+    off = "" if case["off"] is None else f"{case['off']:.1g}" + ("" if case["alike"] else ", unlike")
+    against = [f"{case['against'][name]['median']:.2f}" if name in case["against"] else "" for name in rivals]
+    verdict = "" if case["met"] is None else VERDICTS[case["met"]]
+    times = milliseconds(case["seconds"]), milliseconds(case["cpu"])
+    return [*own, *times, *peaks, off, *against, verdict]
+
+
+def memory_gpu(record: Record) -> str:
+    heads = ["model", "system", "tokens/s", "to device, MiB", "at best", "to host, MiB", "idle", "GPU, MiB"]
+    gpu = next((each["device"] for case in record["cases"] for each in case["each"]), "")
+    rows = [_gpu_row(case) for case in record["cases"]]
+    return f"GPU: {gpu}.\n\n{table([*heads, 'host, MiB'], rows)}"
+
+
+def _gpu_row(case: Record) -> list[str]:
+    own = [case["model"], case["system"]]
+    if not case["each"]:
+        return [*own, f"did not run: {case['failed'][0]}", *[""] * 6]
+
+    def mib(nbytes: float | None) -> str:
+        return "" if nbytes is None else f"{nbytes / MIB:.0f}"
+
+    ways, best = case["copied"] or {}, case["figures"].get("optimum_nbytes")
+    idle = "" if case["idle"] is None else f"{case['idle']:.0%}"
+    moved = mib(ways.get("to_device")), mib(best), mib(ways.get("to_host"))
+    peaks = mib(case["device_peak"]), mib(case["host_peak"])
+    return [*own, f"{case['tokens_second']:.0f}", *moved, idle, *peaks]
+
+
 def udp(record: Record) -> str:
     """Flat out, then at 1 Gb/s."""
     heads = [
@@ -513,6 +582,9 @@ def tables(folder: Path) -> dict[str, str]:
         "wan": wan,
         "peers": peers,
         "peers_rivals": peers_rivals,
+        "memory": memory,
+        "memory_rivals": memory_rivals,
+        "memory_gpu": memory_gpu,
     }
     for name, show in shows.items():
         path = folder / f"{name}.json"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import atoll
 import atoll.memory
 from atoll.core.heap import give_back_freed_memory, keep_freed_memory
+from atoll.memory.fitted import GRADIENTS_UNDER_WAY
 
 MIB = 2**20
 STEPS = 3
@@ -110,6 +111,7 @@ def main(family: str, folder: str) -> None:
         "peak": status("VmHWM") - before,
         "device": plan.blocks * plan.chunk_bytes,
         "host": plan.host_bytes,
+        "gradients": GRADIENTS_UNDER_WAY * plan.chunk_bytes,
         "disk": figures.disk_peak,
         "payloads": 4 * len(fitted.chunk_map.chunks),
         "need": 4 * sum(parameter.nbytes for parameter in model.parameters()),

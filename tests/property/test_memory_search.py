@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from atoll.chunks import ParameterSpec, lay_out_memory
 from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
+from atoll.moves.owners import Share, owners_of
 from atoll.moves.search import Bandwidths, MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Call, ChunkCosts, Timeline, next_uses
 
@@ -100,6 +101,55 @@ def check_plan(plan: MemoryPlan, profile: Profile, bandwidths: Bandwidths, budge
     if plan.fits:
         assert not any(predicted.moves.values())
         assert plan.host_bytes == plan.disk_bytes == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(profiles, rates, st.integers(1, 5), st.sampled_from([None, 0.7]))
+def test_members_of_a_group_store_what_they_own_and_gradients(
+    profile: Profile, bandwidths: Bandwidths, count: int, host: float | None
+) -> None:
+    need = need_of(profile)
+    budgets = Budgets(
+        device=need // 2 + 2**20,
+        host=None if host is None else int(need * host),
+        disk=20 * need + 2**22 if host is not None else 0,
+        folder="/scratch",
+        pins=Pins(steps_on="host", chunk_bytes=2**18),
+    )
+    plans = []
+    for rank in range(count):
+        try:
+            plans.append(search_plan(profile, bandwidths, budgets, share=Share(rank, count)))
+        except UserError as error:
+            said = str(error)
+            break
+    else:
+        check_shares(plans, profile, bandwidths, budgets)
+        return
+    assert re.search(r"^the budget of the (device|host) is too small: .*; \d+ bytes \(.*\) would do", said)
+
+
+def check_shares(plans: list[MemoryPlan], profile: Profile, bandwidths: Bandwidths, budgets: Budgets) -> None:
+    count = len(plans)
+    assert len({plan.owners for plan in plans}) == 1
+    assert set(plans[0].owners) <= set(range(count))
+    for plan in plans:
+        assert plan.sharding == "asymmetric"
+        assert budgets.host is None or plan.host_bytes + plan.staging_bytes <= budgets.host
+        assert bool(plan.staging_bytes) == (count > 1)
+    if budgets.host is None:
+        alone = search_plan(profile, bandwidths, budgets)
+        layout = lay_out_memory(profile.specs, chunk_bytes=alone.chunk_bytes)
+        gradients = sum(chunk.nbytes for chunk in layout.trainable)
+        assert sum(plan.host_bytes for plan in plans) == alone.host_bytes + (count - 1) * gradients
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=60), st.integers(1, 9))
+def test_owners_are_dealt_evenly(nbytes: list[int], members: int) -> None:
+    owners = owners_of(nbytes, members)
+    loads = [sum(n for n, owner in zip(nbytes, owners, strict=True) if owner == m) for m in range(members)]
+    assert sum(loads) == sum(nbytes)
+    assert max(loads) - min(loads) <= max(nbytes, default=0)
 
 
 @settings(max_examples=30, deadline=None)

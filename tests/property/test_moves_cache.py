@@ -122,6 +122,40 @@ def test_from_the_second_step_on_the_moves_are_the_optimum(
         assert list(itertools.accumulate(moves)) == least_moves(order, blocks, STEPS, frozenset(resident))
 
 
+class Forgetful(Cache[int]):
+    """Looks at each poll anew, whatever it has found at the last."""
+
+    def poll_prefetch(self, held: Callable[[int], bool] = lambda _: False) -> Decision[int] | None:
+        self._barred = 0
+        return super().poll_prefetch(held)
+
+
+@given(
+    orders(longest=30),
+    st.dictionaries(st.sampled_from(KEYS), st.integers(1, 2)),
+    st.integers(2, 5),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_known_of_the_next_miss_is_asked_again_when_it_changes(
+    order: Order[int], sizes: dict[int, int], blocks: int, random: Random
+) -> None:
+    caches = (Cache[int](blocks, sizes), Forgetful(blocks, sizes))
+    for _ in range(STEPS):
+        for index, key in enumerate(order.uses):
+            gone = {key for key, at in order.voids if at == index}
+            for each in gone | set(random.choices(KEYS, k=index % 2)):
+                for cache in caches:
+                    cache.forget(each)
+            brought = True
+            while brought:
+                found, wanted = (cache.poll_prefetch() for cache in caches)
+                assert found == wanted
+                brought = found is not None
+            first, second = (cache.handle_use(key, fresh=not order.brings(index)) for cache in caches)
+            assert first == second
+        assert caches[0].handle_step_ended() == caches[1].handle_step_ended()
+
+
 @given(orders(longest=30, with_voids=False), st.integers(1, 4))
 def test_lru_and_fifo_move_as_they_should_and_no_less_than_belady(order: Order[int], blocks: int) -> None:
     caches = {policy: Cache[int](blocks, policy=policy) for policy in ("belady", "lru", "fifo")}

@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -96,6 +97,20 @@ def test_a_use_that_needs_more_than_the_budget_says_the_least_that_would_do() ->
         finally:
             fitted.close()
     assert least == 8 * BLOCK
+
+
+def test_flattening_an_rnn_s_parameters_leaves_them_in_their_chunks() -> None:
+    """On CUDA `flatten_parameters()` ends in this call, which moves them into memory of its own."""
+    torch.manual_seed(0)
+    model = nn.LSTM(8, 8)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with fit(model, None, memory=memory(1)) as fitted:
+        weights: list[Any] = list(model.parameters())
+        before = [weight.data_ptr() for weight in weights]
+        torch._cudnn_rnn_flatten_weight(weights, 4, 8, 2, 8, 0, 1, False, False)
+        assert [weight.data_ptr() for weight in weights] == before
+        assert fitted.stats().device_peak <= BLOCK
+        assert all(torch.equal(model.get_parameter(name), value) for name, value in values.items())
 
 
 def test_a_budget_below_the_largest_parameter_is_refused_with_the_least() -> None:
@@ -279,6 +294,39 @@ def test_the_second_step_makes_no_more_moves_than_the_optimum() -> None:
     assert figures.steps == 4
     assert figures.device_peak <= figures.device_budget
     fitted.close()
+
+
+def test_with_chunks_of_several_blocks_the_bound_on_blocks_holds() -> None:
+    """That of docs/memory.md, for a step whose order is known."""
+    torch.manual_seed(0)
+    widths = (32, 32, 64, 32, 96, 32, 32)
+    model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(widths)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    fitted = fit(model, optimizer, memory=memory(8))
+    assert isinstance(fitted, Moving)
+    for _ in range(4):
+        step(model, optimizer)
+    figures, blocks = fitted.stats(), [fitted.chunk_map.blocks_of(chunk) for chunk in fitted.chunk_map.chunks]
+    fitted.close()
+    assert sorted(blocks) == [1, 1, 2, 2, 3, 3]
+    assert figures.optimum is None
+    assert figures.optimum_blocks is not None
+    arrivals = 2 * sum(count > 1 for count in blocks)  # of large chunks: in forward and in backward
+    most = figures.optimum_blocks + 4 * max(blocks) * arrivals
+    assert sum(blocks) <= figures.optimum_blocks <= figures.step_blocks <= most
+    assert figures.step_blocks <= 2 * sum(blocks)
+
+
+@pytest.mark.parametrize("device", [str(3 * BLOCK), "1GiB"])
+def test_the_norm_of_the_gradients_is_reported(device: str) -> None:
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with fit(model, optimizer, memory=Memory(device=device, chunk=str(BLOCK))) as fitted:
+        assert fitted.stats().gradient_norm is None
+        model(torch.ones(1, 32)).sum().backward()
+        norm = float(fitted.clip_grad_norm_(1e-3))
+        optimizer.step()
+        assert fitted.stats().gradient_norm == norm > 1e-3
 
 
 def test_a_model_is_pickled_whole() -> None:

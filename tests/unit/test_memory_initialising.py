@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import subprocess
@@ -17,7 +18,8 @@ from torch.nn.utils import parametrizations
 
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
-from atoll.memory import initialising
+from atoll.memory import engine, initialising
+from atoll.memory.fit import fit
 from atoll.memory.initialising import init, resident_bytes, take
 from atoll.memory.spillfile import SpillFile
 
@@ -309,6 +311,41 @@ def test_a_folder_that_is_not_there_is_named() -> None:
         init(Memory(device="1", host="1", disk="/no/such:1MiB")),
     ):
         pass
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes that this process's files there take, without names too."""
+    taken = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(folder):
+                taken += link.stat().st_blocks * 512
+    return taken
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it tells what files without names take")
+def test_what_is_built_and_what_trains_together_stay_within_the_disk_s_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = 3 * 2**20 + 2**16  # of parameters 0.75 MiB; with gradients and AdamW's state 3
+    memory = Memory(device="256KiB", host="512KiB", disk=f"{tmp_path}:{budget}", chunk="64KiB", step="host")
+    with init(memory):
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+    assert on_disk(tmp_path) > 2**17
+    peaks = []
+
+    def seen(parameter: nn.Parameter, into: torch.Tensor) -> None:
+        take(parameter, into)
+        peaks.append(on_disk(tmp_path))
+
+    monkeypatch.setattr(engine, "take", seen)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with fit(model, optimizer, memory=memory) as fitted:
+        assert max(peaks) <= budget
+        assert fitted.plan.disk_bytes <= on_disk(tmp_path) <= budget
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+    assert on_disk(tmp_path) == 0
 
 
 def test_damage_on_disk_is_found_and_named(tmp_path: Path) -> None:

@@ -215,6 +215,25 @@ def test_chunks_of_the_next_step_come_while_the_script_does_other_things() -> No
         assert fitted.engine.waited - before < 0.05
 
 
+def test_a_use_of_another_chunk_waits_for_those_that_fill_the_device_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = made()
+    with moving(model, optimizer) as fitted:
+        backward(model)
+        go, copy = threading.Event(), copies.to_device
+
+        def late(target: Tensor, source: Tensor) -> None:
+            assert go.wait(SECONDS)
+            copy(target, source)
+
+        monkeypatch.setattr(copies, "to_device", late)
+        optimizer.step()
+        assert [stay.ready for stay in fitted.engine._resident.values()] == [False] * 4
+        threading.Timer(1.0, go.set).start()
+        assert torch.isfinite(model[-1](X)).all()  # which is none of the four
+
+
 def test_a_link_has_its_rate_and_is_measured_at_it() -> None:
     source = torch.ones(2**18)
     with slow_link(to_device=50e6, to_host=25e6) as (there, back):

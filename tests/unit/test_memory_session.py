@@ -95,6 +95,9 @@ def test_the_table_of_the_configuration_counts_and_the_summary_has_what_moved(tm
     assert 0 < memory.host_peak <= 2**30
     assert memory.moves["to_device"] > memory.step_moves["to_device"] > 0
     assert memory.nbytes["to_device"] >= memory.step_nbytes["to_device"] > 0
+    assert memory.optimum_blocks is not None
+    assert memory.gradient_norm is not None
+    assert memory.gradient_norm > 0
     (decided,) = [event for event in summary.events if event.get("what") == "memory"]
     assert decided["choice"].startswith("device 48.0 KiB, host 1.0 GiB: ")
     assert "chunk sizes" in decided["reason"]

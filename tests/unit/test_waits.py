@@ -222,6 +222,21 @@ REVIEWED: dict[str, str] = {
         "its thread copies chunks, and what it waits for, a chunk's step or its read, has a deadline"
     ),
     "memory/engine.py: Engine.close: self._bringing.shutdown()": "the same: at most the copies begun",
+    "memory/engine.py: Engine.abandon: self._bringing.shutdown(wait=False, cancel_futures=True)": (
+        "it does not wait"
+    ),
+    "memory/sharedgradients.py: SharedGradients._sum.end_first: work.wait()": (
+        "Members.reduce gives what waits with the group's deadline"
+    ),
+    "memory/sharing.py: Sharing._take_stage: self._condition.wait_for(lambda: self._stages, _DEADLINE), "
+    "holding self._condition": _RELEASES,
+    "memory/sharing.py: Sharing._wait_until: self._condition.wait_for(lambda: self.count >= count or "
+    "self._is_closed, _DEADLINE), holding self._condition": _RELEASES,
+    "testing/members.py: Member.__init__: "
+    "ThreadPoolExecutor(_SERVING, thread_name_prefix=f'serving-{rank}')": (
+        "its threads answer fetches, whose waits have deadlines"
+    ),
+    "testing/members.py: Member.close: self._service.shutdown(wait=False)": "it does not wait",
     "memory/leaving.py: Leaving.__init__: ThreadPoolExecutor(1, thread_name_prefix='atoll-leaving')": (
         "its thread copies gradients, and what it waits for, room in a tier, has a deadline"
     ),

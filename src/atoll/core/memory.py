@@ -55,10 +55,15 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How chunked memory has done since it began: what `Fitted.stats()` gives, and summary.json has.
 
     Budgets and peaks are the arenas', in bytes. The keys of `moves` and `nbytes` are directions: "to_device",
-    "to_host", "to_disk", "from_disk"; `step_moves` and `step_nbytes` are the latest step's. `written_back`
-    are those of the moves off the device that carried changed values. `optimum` is the least number of moves
-    to the device in a step of the recorded order (None: not recorded yet). `misses` are uses that waited for
-    a move, for `waited` seconds in all; `unforeseen` those that the recorded order had not.
+    "to_host", "to_disk", "from_disk", and with several members "from_members";
+    `step_moves` and `step_nbytes` are the latest step's. `written_back`
+    are those of the moves off the device that carried changed values. `step_blocks` are the blocks that the
+    latest step's uses have had brought to the device, and `optimum_blocks` what no schedule of the recorded
+    order brings fewer of in a step (None: not recorded yet). Where chunks are of one block each these are
+    moves, and `optimum` says so; else it is None, and the rule of eviction brings at most so many more as
+    docs/memory.md says. `misses` are uses that waited for a move, for `waited` seconds in all; `unforeseen`
+    those that the recorded order had not. `gradient_norm` is the global norm of the gradients when they were
+    last clipped through `Fitted` or the session, before that.
     """
 
     device_budget: int
@@ -74,10 +79,13 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     step_nbytes: dict[str, int] = {}
     written_back: int = 0
     optimum: int | None = None
+    step_blocks: int = 0
+    optimum_blocks: int | None = None
     uses: int = 0
     misses: int = 0
     unforeseen: int = 0
     waited: float = 0.0
+    gradient_norm: float | None = None
 
 
 class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

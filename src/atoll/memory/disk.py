@@ -72,7 +72,8 @@ class DiskFile:
     calls, by `threads` threads. Two of one block, or of one place in memory, must follow each other: a
     transfer fails with those that it is `after`, and goes on when those that it is `behind` have ended, well
     or badly. Both are of this file, and earlier.
-    Raises UserError where the folder cannot be written to, and where it has no room for all blocks.
+    Raises UserError where the folder cannot be written to, and where it has no room for all blocks. With
+    `reserved`, room for so many bytes is taken at first, and `reserve` takes the rest.
 
     A transfer's errors are RunErrors that name folder and block: a full disk (only where the file system
     could not promise the room before), one that cannot be read or written, a block that is cut off, and one
@@ -80,7 +81,13 @@ class DiskFile:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], nbytes: int, block_bytes: int, *, threads: int = THREADS
+        self,
+        folder: str | os.PathLike[str],
+        nbytes: int,
+        block_bytes: int,
+        *,
+        threads: int = THREADS,
+        reserved: int | None = None,
     ) -> None:
         self.folder, self.block_bytes = Path(folder), -(-block_bytes // PAGE) * PAGE
         self.blocks = nbytes // self.block_bytes
@@ -89,7 +96,13 @@ class DiskFile:
                 f"the disk tier has {nbytes} bytes, which is less than one of its blocks: "
                 f"give it at least {exactly(self.block_bytes)}"
             )
+        self._reserved = 0  # bytes
         self._file = self._make()
+        try:
+            self.reserve(reserved)
+        except UserError:
+            os.close(self._file)
+            raise
         self.direct, self.reason = _try_direct(self._file)
         self._free = list(range(self.blocks - 1, -1, -1))  # the lowest is taken first
         self._sizes = array.array("q", [_NEVER]) * self.blocks  # bytes that were written last
@@ -111,10 +124,18 @@ class DiskFile:
             file = _open_nameless(self.folder)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot keep the disk tier there: {error.strerror}") from None
+        return file
+
+    def reserve(self, nbytes: int | None = None) -> None:
+        """Take room on the disk for so many bytes in all; None: for all blocks. Raises UserError where there
+        is none."""
+        wanted = self.nbytes if nbytes is None else min(nbytes, self.nbytes)
+        if wanted <= self._reserved:
+            return
         try:
-            os.posix_fallocate(file, 0, self.nbytes)
+            os.posix_fallocate(self._file, self._reserved, wanted - self._reserved)
+            self._reserved = wanted
         except OSError as error:
-            os.close(file)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 room = os.statvfs(self.folder)
                 why = f"{error.strerror}, {format_bytes(room.f_bavail * room.f_frsize)} are free"
@@ -123,7 +144,6 @@ class DiskFile:
             raise UserError(
                 f"{self.folder}: cannot keep the disk tier of {format_bytes(self.nbytes)} there: {why}"
             ) from None
-        return file
 
     @property
     def nbytes(self) -> int:

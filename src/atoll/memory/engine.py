@@ -26,6 +26,7 @@ from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, take
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.parameters import give_back, place_of, put, take_over, version
 from atoll.memory.payloads import VALUES, Payloads
 from atoll.memory.saved import ADDRESSES, Packed, Place
@@ -65,6 +66,7 @@ class Engine:
         # Set while chunks come or leave. Found set by the next call, that was cut short (Ctrl-C, an error).
         self._cut_short = False
         self.is_closed = False
+        self._why_closed = "this graph was made before close() of memory.fit; make its forward again"
         self._absent = [stand_ins(each) for each in self.chunks]
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
@@ -96,15 +98,25 @@ class Engine:
                 for slot, parameter in enumerate(each.parameters):
                     if place_of(parameter) is not None:
                         give_back(parameter, self._value(each, slot))
-            self.is_closed = True
             self._bringing.shutdown()
-            for stand_in in itertools.chain(*self._absent):
-                ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
-            for stay in self._resident.values():
-                for address in stay.addresses:
-                    ADDRESSES.remove(address)
-            self._resident.clear()
-            self._stays.clear()
+            self._let_all_go()
+
+    def abandon(self, why: str) -> None:
+        """Let go of everything; parameters are left without values, and who uses one is told `why`."""
+        self._why_closed = why
+        self._bringing.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._let_all_go()
+
+    def _let_all_go(self) -> None:
+        self.is_closed = True
+        for stand_in in itertools.chain(*self._absent):
+            ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
+        for stay in self._resident.values():
+            for address in stay.addresses:
+                ADDRESSES.remove(address)
+        self._resident.clear()
+        self._stays.clear()
 
     # Uses
 
@@ -154,8 +166,7 @@ class Engine:
 
     def _bring(self, chunk: int) -> Stay:
         """The chunk on the device; makes room as `moves` decides."""
-        if self.is_closed:
-            raise UserError("this graph was made before close() of memory.fit; make its forward again")
+        self._check_open()
         self._mend()
         self._cut_short = True
         try:
@@ -172,11 +183,17 @@ class Engine:
             self._lay(stay)
         return self._settled(chunk)
 
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise UserError(self._why_closed)
+
     def _decide(self, chunk: int) -> Decision[int]:
         try:
             return self.cache.handle_use(chunk, held=self._is_held)
         except Full:
             gc.collect()  # views may hang on in cycles, such as those of an exception
+            for stay in self._resident.values():
+                self._wait(stay)  # who is on its way may leave again once it is there
         return self.cache.handle_use(chunk, held=self._is_held)
 
     def _mend(self) -> None:
@@ -226,7 +243,8 @@ class Engine:
             stay = self._enter(decision.chunk, decision.place)
             if self._stream is not None:
                 # What still reads the block's former values has been queued before.
-                self._stream.wait_event(torch.accelerator.current_stream().record_event())
+                computing = torch.accelerator.current_stream(self.arena.device)
+                self._stream.wait_event(computing.record_event())
             stay.coming = self._bringing.submit(self._copy, stay, self._stream, ahead=True)
         self._cut_short = False
 
@@ -260,7 +278,7 @@ class Engine:
 
     @staticmethod
     def _wait_for(coming: Future[None], what: str) -> None:
-        if not wait([coming], timeout=_DEADLINE).done:
+        if not coming.done() and not wait([coming], timeout=_DEADLINE).done:
             raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
 
     def _settled(self, chunk: int) -> Stay:
@@ -430,11 +448,13 @@ class Engine:
 
         return sorted(chunks, key=key)
 
+    @uninterrupted
     def value(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a parameter's present value in ordinary memory of its device; nothing is brought."""
         place = place_of(parameter)
         assert place is not None
         with self._lock:
+            self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 self._write_back(place.chunk)
@@ -447,6 +467,7 @@ class Engine:
             with self._values(each) as values:
                 return copy.copy_(each.part(values, slot))
 
+    @uninterrupted
     def assign(self, parameter: nn.Parameter, value: Tensor) -> None:
         """`parameter.data = value`, by copying; raises UserError for another shape, dtype or device."""
         place = place_of(parameter)
@@ -463,6 +484,7 @@ class Engine:
                     "while it lies in a chunk; change the model before memory.fit or after close()"
                 )
         with self._lock, torch.no_grad():
+            self._check_open()
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)

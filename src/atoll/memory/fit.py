@@ -13,26 +13,54 @@ from atoll.core.memory import Memory
 from atoll.memory import observing, planning
 from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
+from atoll.memory.members import Members
 from atoll.memory.parameters import ChunkParameter
+from atoll.memory.sharded import Sharded
+from atoll.memory.sharedplan import agree
 from atoll.memory.stepping import has_stepper
+from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import check_bindable
 
-__all__ = ["Fitted", "fit"]
+__all__ = ["Fitted", "fit", "plan"]
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Memory) -> Fitted:
+def plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: Memory, members: Members | None = None
+) -> MemoryPlan:
+    """How `fit` would hold the model. With `members` all of them call it; each gets its own plan, with chunks
+    of worker 0's size. Raises as `fit` does, on all members alike."""
+    budgets = memory.budgets()
+    _check(model, dict(model.named_parameters()))
+    if members is None:
+        return planning.choose(model, optimizer, budgets)
+    return agree(model, optimizer, budgets, members)
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    memory: Memory,
+    members: Members | None = None,
+    plan: MemoryPlan | None = None,
+) -> Fitted:
     """Train `model` with `optimizer` within the budgets of `memory`; use both as before, until `close()`.
 
+    With `members`, each of which calls it with the same model and the same values, the model is shared: each
+    member keeps what it owns (see `memory/sharded.py`). `plan` is what the function `plan` has given.
     Results are those of the plain model, to the bit. Raises ConfigError for budgets that cannot be read,
     PrepareError for a model or an optimizer that cannot be held in chunks, UserError where the budgets are
     too small, with the least that would do. Source: S2.
     """
     budgets = memory.budgets()
-    parameters = dict(model.named_parameters())
-    _check(model, parameters)
-    plan = planning.choose(model, optimizer, budgets)
+    if plan is None:
+        plan = _plan(model, optimizer, memory, members)
+    else:
+        _check(model, dict(model.named_parameters()))
     chunk_map = lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=plan.chunk_bytes)
     fitted: Fitted
+    if plan.fits and members is not None:
+        raise PrepareError(f"{plan.reason}: there is nothing to share; give smaller budgets, or no members")
     if plan.fits:
         fitted = Resident(model, budgets, plan, chunk_map)
     else:
@@ -41,9 +69,15 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, memory: Me
                 f"the {type(optimizer).__name__} steps another model that was fitted already; give each "
                 "model an optimizer of its own, or close() that first"
             )
-        fitted = Moving(model, optimizer, budgets, plan, chunk_map)
+        if members is None:
+            fitted = Moving(model, optimizer, budgets, plan, chunk_map)
+        else:
+            fitted = Sharded(model, optimizer, budgets, plan, chunk_map, members)
     observing.tell_fitted(fitted, optimizer)
     return fitted
+
+
+_plan = plan  # `fit` has an argument of this name
 
 
 def _check(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -12,16 +12,18 @@ from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.initialising import take
+from atoll.memory.initialising import spilled_bytes, take
+from atoll.memory.payloads import Payloads
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
-from atoll.moves import Cache, Order, StepStatistics, optimum
+from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 
@@ -36,6 +38,7 @@ class Fitted:
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         self.model, self.budgets, self.plan, self.chunk_map = model, budgets, plan, chunk_map
+        self.gradient_norm: Tensor | None = None  # at the latest clipping, before it
 
     @property
     def mover(self) -> Engine | None:
@@ -55,13 +58,22 @@ class Fitted:
         """Give the model and the optimizer back as plain ones, their values in ordinary memory."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """`close` after an error, which with several members may have come to this one alone."""
+        self.close()
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(
+        norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
+        self.gradient_norm = norm
+        return norm
+
+    def _norm_shown(self) -> float | None:
+        return None if self.gradient_norm is None else float(self.gradient_norm)
 
     def __enter__(self) -> Fitted:
         return self
@@ -69,7 +81,10 @@ class Fitted:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
 
 class Resident(Fitted):
@@ -93,7 +108,10 @@ class Resident(Fitted):
 
     def stats(self) -> MemoryFigures:
         return MemoryFigures(
-            device_budget=self.budgets.device, device_peak=self._arena.peak, host_budget=self.budgets.host
+            device_budget=self.budgets.device,
+            device_peak=self._arena.peak,
+            host_budget=self.budgets.host,
+            gradient_norm=self._norm_shown(),
         )
 
     def close(self) -> None:
@@ -123,10 +141,11 @@ class Moving(Fitted):
         arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
         self._arena = _device_arena(plan.blocks, plan, parameters)
-        self._store = _store(budgets, plan)
-        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), self._store)
-        room = GRADIENTS_UNDER_WAY * plan.chunk_bytes
-        self.gradients = Gradients(trained, lambda _: self._store, self._gradient_came, room)
+        self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
+        self._trained = trained
+        payloads = self._payloads(chunks)
+        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), payloads)
+        self.gradients = self._gradients_of(trained)
         self.engine.gradients = self.gradients
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
@@ -137,23 +156,63 @@ class Moving(Fitted):
             (self.engine.moves.copy(), self.engine.nbytes.copy()),
         )
         self._step_figures: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._step_blocks = 0
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
+        self._keeps_interrupts = interrupts.begin()
         try:
             self.engine.take_over()
+            if self._store.disk is not None:
+                self._store.disk.reserve()
             if optimizer is not None:
-                calls = StepCalls(self._before_step, lambda _: None, self._after_step)
-                self._stepper = Stepper(
-                    optimizer, trained, self.gradients, lambda _: self._store, calls, master=budgets.master
-                )
+                self._stepper = self._stepper_of(optimizer)
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
+            self._ready()
             for chunk in plan.resident:
                 self.engine.pin([chunk])
             give_back_freed_memory()
         except BaseException:
-            self.close()
+            self.abandon()
             raise
+
+    # What a group of members has in another way (memory/sharded.py).
+
+    def _payloads(self, _chunks: Sequence[TrainedChunk]) -> Payloads:
+        return self._store
+
+    @property
+    def _room(self) -> int:
+        """Bytes of gradients that may be on their way off the device."""
+        return GRADIENTS_UNDER_WAY * self.plan.chunk_bytes
+
+    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
+        return Gradients(trained, lambda _: self._store, self._gradient_came, self._room)
+
+    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
+        return Stepper(
+            optimizer,
+            self._trained,
+            self.gradients,
+            lambda _: self._store,
+            self._step_calls(),
+            master=self.budgets.master,
+        )
+
+    def _ready(self) -> None:
+        """All payloads are where they belong."""
+
+    def _end(self) -> None:
+        """The model and the optimizer are plain again."""
+        self._store.close()
+
+    def _end_interrupts(self) -> None:
+        if self._keeps_interrupts:
+            self._keeps_interrupts = False
+            interrupts.end()
+
+    def _step_calls(self) -> StepCalls:
+        return StepCalls(self._before_step, lambda _: None, self._after_step)
 
     @property
     def mover(self) -> Engine:
@@ -172,7 +231,8 @@ class Moving(Fitted):
         if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
             # One that was frozen at `fit` has its gradient by itself.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        return self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self.gradient_norm
 
     def _gradient_came(self, chunk: int, slot: int) -> None:
         counted, each = self.engine, self.engine.chunks[chunk]
@@ -190,7 +250,9 @@ class Moving(Fitted):
 
     def _after_step(self) -> None:
         self.engine.refresh(self._stepped)
-        self._statistics.add(self.engine.handle_step_ended())
+        ended = self.engine.handle_step_ended()
+        self._statistics.add(ended)
+        self._step_blocks = ended.blocks_in
         self._store.step_ended()
         # Of gradients and copies, whose holes glibc does not fill.
         self.gradients.once_arrived(give_back_freed_memory)
@@ -203,6 +265,7 @@ class Moving(Fitted):
     def stats(self) -> MemoryFigures:
         engine, disk = self.engine, self._store.statistics
         order = engine.cache.order
+        least = None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
         return MemoryFigures(
             device_budget=self.budgets.device,
             device_peak=self._arena.peak,
@@ -216,19 +279,17 @@ class Moving(Fitted):
             step_moves=self._step_figures[0],
             step_nbytes=self._step_figures[1],
             written_back=engine.written_back,
-            optimum=None if order is None else self._optimum(order),
+            optimum=least if all(blocks == 1 for blocks in self._sizes.values()) else None,
+            step_blocks=self._step_blocks,
+            optimum_blocks=least,
             uses=self._statistics.uses,
             misses=self._statistics.misses,
             unforeseen=self._statistics.unforeseen,
-            waited=engine.waited,
+            waited=engine.waited + self.gradients.waited,
+            gradient_norm=self._norm_shown(),
         )
 
-    def _optimum(self, order: Order[int]) -> int | None:
-        """The least moves in a step of this order; None where chunks differ in size: it counts blocks."""
-        if any(blocks > 1 for blocks in self._sizes.values()):
-            return None
-        return optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
-
+    @interrupts.uninterrupted
     def close(self) -> None:
         if self.engine.is_closed:
             return
@@ -242,10 +303,11 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
+            self._end_interrupts()
             try:
                 self.gradients.close()
             finally:
-                self._store.close()
+                self._end()
 
 
 class _Owners:
@@ -284,9 +346,11 @@ def _device_arena(blocks: int, plan: MemoryPlan, parameters: Mapping[str, nn.Par
     return Arena(blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
 
 
-def _store(budgets: Budgets, plan: MemoryPlan) -> Store:
-    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole."""
+def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
+    """Where all payloads lie. Without a disk they are packed closely; with one, blocks are moved whole, and
+    its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
     if not plan.disk_bytes:
-        return Store(Arena(plan.host_bytes, PAGE, "cpu", "host", alignment=PAGE))
+        return Store(Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE))
     host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
-    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes))
+    beside = max(budgets.disk - spilled, 0)
+    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes, reserved=beside))

@@ -10,7 +10,7 @@ that drops gradients; no clipping.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from atoll.chunks import Chunk
 from atoll.core.errors import UserError
 from atoll.memory import copies
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.leaving import Leaving, wait_for
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.proxies import GradientProxy, LostSource, OwnSource
@@ -58,10 +59,10 @@ class TrainedChunk:
         return flat[place.offset : place.offset + place.numel]
 
 
-class _Slot:
+class Slot:
     """One parameter's gradient, as a proxy asks for it."""
 
-    def __init__(self, chunk: _ChunkGradients, index: int) -> None:
+    def __init__(self, chunk: ChunkGradients, index: int) -> None:
         self._chunk, self._index = chunk, index
         self.proxy: weakref.ref[GradientProxy] | None = None
 
@@ -75,7 +76,8 @@ class _Slot:
         return proxy
 
     @contextmanager
-    def lend(self) -> Iterator[Tensor]:
+    def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
+        del overwrites  # what is there is at hand
         self._chunk.arrive()
         kept = self._chunk.kept.get(self._index)
         if kept is not None:
@@ -115,8 +117,10 @@ class _Slot:
         self._chunk.kept.pop(self._index, None)
 
 
-class _ChunkGradients:
+class ChunkGradients:
     """What is known of one chunk's gradients; their values are in the payload."""
+
+    slot_kind = Slot
 
     def __init__(self, trained: TrainedChunk, payloads: Payloads) -> None:
         self.trained, self.payloads = trained, payloads
@@ -124,7 +128,7 @@ class _ChunkGradients:
         payloads.add(self.key, trained.chunk.numel, trained.dtype)
         self.filled = False  # there is something in the payload
         self.present = [False] * len(trained.parameters)
-        self.slots = [_Slot(self, index) for index in range(len(trained.parameters))]
+        self.slots = [self.slot_kind(self, index) for index in range(len(trained.parameters))]
         # By slot: a copy in memory of its own that counts as the gradient, while the script has views of it.
         self.kept: dict[int, Tensor] = {}
         # What the values in the payload are still to be multiplied by, and in which slots.
@@ -199,6 +203,12 @@ class _ChunkGradients:
         self.coming = self.leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
 
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """The script has set this slot's gradient."""
+        self.forget(index)
+        self.take(index, gradient, None)
+        self.arrive()  # the script may go on to change its tensor
+
     def _add(self, index: int, gradient: Tensor, measures: float | None, *, adds: bool) -> None:
         """Add a gradient, or set it; on the thread that carries it."""
         try:
@@ -264,7 +274,9 @@ class Gradients:
         arrived: Callable[[int, int], None] = lambda _chunk, _slot: None,
         room: int = 0,
     ) -> None:
-        self._chunks = {each.chunk.id: _ChunkGradients(each, payloads(each.chunk.id)) for each in chunks}
+        self._chunks: Mapping[int, ChunkGradients] = {
+            each.chunk.id: self._held(each, payloads(each.chunk.id)) for each in chunks
+        }
         self._leaving = Leaving(room)
         for held in self._chunks.values():
             held.leaving = self._leaving
@@ -285,6 +297,9 @@ class Gradients:
                 check_usable(each.trained.names[index], gradient)
                 self._take(each, index)
 
+    def _held(self, trained: TrainedChunk, payloads: Payloads) -> ChunkGradients:
+        return ChunkGradients(trained, payloads)
+
     def close(self) -> None:
         """Leave the gradients to the parameters as plain tensors. Raises, at the end, why one has not arrived
         of which nobody was told; those of its chunk are None."""
@@ -303,6 +318,17 @@ class Gradients:
         if untold is not None:
             raise untold
 
+    def abandon(self) -> None:
+        """Let go of the parameters and end the thread, after an error."""
+        for handle in self._handles:
+            handle.remove()
+        self._leaving.close()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that backward has waited for gradients to leave."""
+        return self._leaving.waited
+
     def once_arrived(self, job: Callable[[], None]) -> None:
         """Do `job` on the thread that carries gradients, after those that are on their way."""
         self._leaving.then(job)
@@ -311,6 +337,7 @@ class Gradients:
         """Whether its gradient lies in a chunk."""
         return id(parameter) in self._places
 
+    @uninterrupted
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
         """What `parameter.grad` is: None, or a `GradientProxy`."""
         place = self._places.get(id(parameter))
@@ -319,6 +346,7 @@ class Gradients:
         each, index = place
         return each.slots[index].show() if each.present[index] else None
 
+    @uninterrupted
     def set_grad(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """`parameter.grad = gradient`, whose values are copied."""
         place = self._places.get(id(parameter))
@@ -340,10 +368,9 @@ class Gradients:
             )
         check_usable(name, gradient)
         values = gradient.detach().clone() if isinstance(gradient, GradientProxy) else gradient
-        each.forget(index)
-        each.take(index, values, None)
-        each.arrive()  # the script may go on to change its tensor
+        each.replace(index, values)
 
+    @uninterrupted
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -357,13 +384,17 @@ class Gradients:
                 f"the global norm of order {norm_type} of the gradients is {float(norm)}, so they cannot be "
                 "clipped; set error_if_nonfinite=False to go on regardless"
             )
-        factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        self.scale(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+        return norm
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar, as they are next read."""
         if float(factor) != 1.0:
             for each in self._chunks.values():
                 if any(each.present):
                     each.scale(factor)
-        return norm
 
+    @uninterrupted
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm, a scalar on the CPU: per-parameter norms, combined in registration order."""
         norm_type = float(norm_type)
@@ -371,17 +402,22 @@ class Gradients:
             self._measures = norm_type
             for each in self._chunks.values():
                 each.norms.clear()
-        norms: dict[int, Tensor] = {}
-        for each in self._chunks.values():
-            each.measure(norm_type)
-            for index, norm in each.norms.items():
-                norms[each.trained.chunk.slots[index].parameter] = norm
+        norms = self._norms(norm_type)
         if not norms:
             return torch.tensor(0.0)
         first = norms[min(norms)]
         stacked = torch.stack([norms[parameter].to(first.device) for parameter in sorted(norms)])
         self.latest_norm = torch.linalg.vector_norm(stacked, norm_type)
         return self.latest_norm
+
+    def _norms(self, norm_type: float) -> dict[int, Tensor]:
+        """By the number of its parameter, the norm of each gradient."""
+        norms: dict[int, Tensor] = {}
+        for each in self._chunks.values():
+            each.measure(norm_type)
+            for index, norm in each.norms.items():
+                norms[each.trained.chunk.slots[index].parameter] = norm
+        return norms
 
     def steps_wait(self, chunk: int, wait: Callable[[int], None]) -> None:
         """Whoever steps a chunk says how to wait until no step of it is under way."""
@@ -414,14 +450,15 @@ class Gradients:
             each.stepping = False
             each.release()
 
-    def _hook(self, each: _ChunkGradients, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, each: ChunkGradients, index: int) -> Callable[[Tensor], None]:
+        @uninterrupted
         def on_gradient(_: Tensor) -> None:
             self._take(each, index)
             self._arrived(each.trained.chunk.id, index)
 
         return on_gradient
 
-    def _take(self, each: _ChunkGradients, index: int) -> None:
+    def _take(self, each: ChunkGradients, index: int) -> None:
         """Move the gradient that autograd has left at the parameter. A parameter used in a reentrant
         checkpoint is served twice in a backward: each time what came since the last."""
         parameter = each.trained.parameters[index]

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -139,6 +139,11 @@ class _Room:
         self._freed = 0  # bytes, since the allocator was last asked to give them back
         if budgets.disk:
             self._file = SpillFile(budgets.folder, budgets.disk)
+
+    @property
+    def spilled(self) -> int:
+        """Bytes that the file is long."""
+        return 0 if self._file is None else self._file.end
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Take over a parameter that has a value."""
@@ -366,6 +371,12 @@ def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
     return sum(
         0 if isinstance(p, InitialisedParameter) and p._atoll_place.absent else p.nbytes for p in parameters
     )
+
+
+def spilled_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """How long the files are in which values of these lie, until all of them were taken."""
+    rooms = {p._atoll_place.room for p in parameters if isinstance(p, InitialisedParameter)}
+    return sum(room.spilled for room in rooms)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ goes on meanwhile."""
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ _DEADLINE = 600.0  # seconds for one gradient: the slowest disk has made room by
 
 def wait_for(coming: Future[None] | None, what: str) -> None:
     """Wait until it is over, whether it came or not."""
-    if coming is not None and not wait([coming], timeout=_DEADLINE).done:
+    if coming is not None and not coming.done() and not wait([coming], timeout=_DEADLINE).done:
         raise DeadlineError(f"waited {_DEADLINE:.0f} s for {what}, which has not come")
 
 
@@ -27,6 +28,7 @@ class Leaving:
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.waited = 0.0  # seconds that `carry` has waited
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-leaving")
         self._under_way: deque[tuple[Future[None], int]] = deque()
         self._nbytes = 0
@@ -38,7 +40,9 @@ class Leaving:
         with self._lock:
             while self._under_way and (self._nbytes > self.room or self._under_way[0][0].done()):
                 earliest, size = self._under_way[0]
+                began = time.perf_counter()
                 wait_for(earliest, "room for a gradient on its way off the device")
+                self.waited += time.perf_counter() - began
                 self._under_way.popleft()
                 self._nbytes -= size
             ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

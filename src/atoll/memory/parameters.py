@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import UserError
 from atoll.memory import statedicts
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.saved import Place, entered
 
 if TYPE_CHECKING:
@@ -93,6 +94,19 @@ class ChunkParameter(nn.Parameter):
                 f"{engine.name(place)!r}, which lies in a chunk; write values with copy_(), or call it after "
                 "close()"
             )
+        return cls._on_values(parameters, func, types, args, kwargs)
+
+    @classmethod
+    @uninterrupted
+    def _on_values(
+        cls,
+        parameters: Sequence[ChunkParameter],
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Arguments,
+        kwargs: Keywords,
+    ) -> Any:
+        """Run `func` with the chunks of these among its arguments on the device."""
         used = _pin(parameters, gives_out=func in _GIVE_OUT or _writes(func, kwargs))
         try:
             with entered():
@@ -305,6 +319,11 @@ def _backward_of(func: Any, args: Arguments, kwargs: Keywords) -> None:
     func(**given)
 
 
+def _keep_apart(_func: Any, _args: Arguments, _kwargs: Keywords) -> None:
+    """`flatten_parameters()` of an RNN, on CUDA: it would move them into one piece of memory, out of their
+    chunks. cuDNN takes them where they lie, with a copy."""
+
+
 _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     _BASE.data.__set__: _assign,
     torch.Tensor.detach: _detach,
@@ -312,4 +331,5 @@ _SPECIAL: dict[Any, Callable[[Any, Arguments, Keywords], Any]] = {
     torch.Tensor.backward: _backward,
     torch.autograd.backward: _backward_of,
     torch.autograd.grad: _gradient_of,
+    torch._cudnn_rnn_flatten_weight: _keep_apart,
 }

@@ -12,6 +12,7 @@ from atoll.chunks import ParameterSpec
 from atoll.core.memory import Budgets, check_folder
 from atoll.memory.bandwidth import measure
 from atoll.memory.stepping import state_dtypes, stepped_dtype
+from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
@@ -26,9 +27,10 @@ def choose(
     *,
     profile: Profile | None = None,
     bandwidths: Bandwidths | None = None,
+    share: Share | None = None,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
-    second).
+    second); with `share`, for one of several members.
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -42,7 +44,7 @@ def choose(
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
-    return search_plan(profile, bandwidths, budgets)
+    return search_plan(profile, bandwidths, budgets, share=share)
 
 
 def measurable(budgets: Budgets) -> int:

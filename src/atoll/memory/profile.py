@@ -137,7 +137,8 @@ class Recorder(TorchFunctionMode):
             backward = torch._C._current_graph_task_id() != -1
         self._marks.append((used, backward))
         if self._device.type == "cpu":
-            waited = 0.0 if self._engine is None else self._engine.waited
+            engine = self._engine
+            waited = 0.0 if engine is None else engine.waited + engine.gradients.waited
             self._times.append(time.perf_counter() - waited)
         else:
             event = torch.Event(self._device, enable_timing=True)

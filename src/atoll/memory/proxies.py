@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from atoll.core.errors import UserError
+from atoll.memory.interrupts import uninterrupted
 
 _TENSOR: Any = torch.Tensor  # its getters are no attributes for a type checker
 _CHEAP: set[Any] = {
@@ -44,13 +45,15 @@ _ESCAPES = (
     "__reduce_ex__", "_reduce_ex_internal",
 )  # fmt: skip
 _LISTS = ("_foreach_", "_amp_foreach_")
+_OVERWRITE = ("zero_", "_foreach_zero_")  # whatever is there
 
 
 class Source(Protocol):
     """Where a proxy's gradient is."""
 
-    def lend(self) -> AbstractContextManager[Tensor]:
-        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own."""
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        """The gradient, of the proxy's shape, dtype and device, from the start of a storage of its own.
+        `overwrites`: nobody reads what is there, which may be anything."""
 
     def keep(self) -> Tensor:
         """The gradient in memory that nobody takes away, and that counts as the gradient from now on."""
@@ -62,7 +65,8 @@ class OwnSource:
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
-    def lend(self) -> AbstractContextManager[Tensor]:
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        del overwrites
         return nullcontext(self._gradient)
 
     def keep(self) -> Tensor:
@@ -70,12 +74,13 @@ class OwnSource:
 
 
 class LostSource:
-    """A gradient that has not arrived: whoever reads it is told why."""
+    """A gradient that has not arrived, or is no more: whoever reads it is told why."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
-    def lend(self) -> AbstractContextManager[Tensor]:
+    def lend(self, *, overwrites: bool = False) -> AbstractContextManager[Tensor]:
+        del overwrites
         raise self._error
 
     def keep(self) -> Tensor:
@@ -91,8 +96,8 @@ class GradientProxy(torch.Tensor):
     def of(source: Source, like: Tensor, device: torch.device) -> GradientProxy:
         """A proxy with the shape and dtype of `like`."""
         with torch.inference_mode(False), torch.no_grad():
-            value = _nan(like.dtype, device).expand(like.shape)
-            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, value)
+            nan = _nan(like.shape, like.dtype, device)
+            proxy: GradientProxy = torch.Tensor._make_subclass(GradientProxy, nan)
         proxy.source = source
         return proxy
 
@@ -118,11 +123,12 @@ class GradientProxy(torch.Tensor):
 
 
 @functools.cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """If anything reads a proxy itself, it does not read a plausible gradient."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
+@uninterrupted
 def _set_data(tensor: GradientProxy, value: Tensor) -> None:
     """`p.grad.data = value`: its values are copied."""
     if value is tensor:  # `p.grad.data = p.grad.data`
@@ -148,6 +154,7 @@ def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return results or None
 
 
+@uninterrupted
 def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the gradients in their proxies' places."""
     proxies = {
@@ -157,7 +164,11 @@ def _with_gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         if func.__name__ in _ESCAPES:
             lent = {key: proxy.source.keep() for key, proxy in proxies.items()}
         else:
-            lent = {key: stack.enter_context(proxy.source.lend()) for key, proxy in proxies.items()}
+            overwrites = func.__name__ in _OVERWRITE
+            lent = {
+                key: stack.enter_context(proxy.source.lend(overwrites=overwrites))
+                for key, proxy in proxies.items()
+            }
         given, named = pytree.tree_map(lambda leaf: lent.get(id(leaf), leaf), (args, dict(kwargs)))
         result = func(*given, **named)  # which other arguments may have an own way with
         of_memory = {lent[key].untyped_storage().data_ptr(): proxies[key] for key in proxies}

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from atoll.memory.calls import is_under_way
+from atoll.memory.interrupts import uninterrupted
 
 
 class Owner(Protocol):
@@ -106,6 +107,7 @@ class Addresses:
 ADDRESSES = Addresses()
 
 
+@uninterrupted
 def unpack(kept: object) -> Tensor:
     """The tensor again. Raises RuntimeError, as autograd does without hooks, if it was changed in between."""
     if isinstance(kept, Packed):

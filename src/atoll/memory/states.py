@@ -93,9 +93,14 @@ class ChunkStates:
         """Whether anything is kept for each element."""
         return any(self._kept)
 
+    def there(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """These, with tensors where the chunk is stepped: a fused step copies a GradScaler's `found_inf` from
+        the script's device without waiting for the copy."""
+        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in values.items()}
+
     def _settings(self, settings: Settings) -> Settings:
         """Settings as they are where the chunk is stepped."""
-        there = {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in settings.items()}
+        there = self.there(settings)
         if self._device.type == "cpu" and there.get("capturable"):  # of graphs on the script's device
             there["capturable"] = False
         return there

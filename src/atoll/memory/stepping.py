@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from atoll.core.errors import DeadlineError
 from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
@@ -51,6 +52,26 @@ class StepCalls:
     before: Callable[[Sequence[int]], Sequence[int]]
     stepped: Callable[[int], None]
     after: Callable[[], None]
+
+
+class States(Protocol):
+    """The states of a chunk's parameters, as the script sees them: of `ChunkStates`, or of a chunk that
+    another member steps (memory/foreign.py)."""
+
+    trained: TrainedChunk
+    group: int  # of the optimizer's
+
+    def numbers(self, slot: int) -> State:
+        """What is kept for a parameter as a whole, in copies."""
+
+    def kept(self, slot: int) -> dict[str, torch.dtype]:
+        """What is kept for each of its elements, by key."""
+
+    def elements(self, slot: int, key: str) -> Tensor:
+        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+
+    def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
+        """Take a parameter's state from plain torch's form."""
 
 
 @dataclass
@@ -87,8 +108,9 @@ class Stepper:
     `payloads(chunk)` says where a chunk's values, gradient and state lie; "values" must be there. `at_once`
     are chunks that are stepped before `step` returns, by the thread that calls it: those on an accelerator.
     With `master`, chunks in half precision have a payload "master" in single precision, which is what is
-    stepped, and the values are rounded from it. Raises PrepareError for an optimizer that is not
-    element-wise.
+    stepped, and the values are rounded from it. `elsewhere(chunk, group)` are those that others step, of
+    `stepped_elsewhere`: the script's `step` leaves them out too. Raises PrepareError for an optimizer that is
+    not element-wise.
     """
 
     def __init__(
@@ -101,6 +123,8 @@ class Stepper:
         *,
         at_once: Collection[int] = (),
         master: bool = False,
+        stepped_elsewhere: Sequence[TrainedChunk] = (),
+        elsewhere: Callable[[TrainedChunk, int], States] | None = None,
     ) -> None:
         elementwise = elementwise_keys(optimizer)
         self.optimizer, self._gradients, self._calls = optimizer, gradients, calls
@@ -119,9 +143,16 @@ class Stepper:
             for each in chunks
             if id(each.parameters[0]) in group_of
         }
+        shown: list[States] = [*self._chunks.values()]
+        if elsewhere is not None:
+            shown += [
+                elsewhere(each, group_of[id(each.parameters[0])])
+                for each in stepped_elsewhere
+                if id(each.parameters[0]) in group_of
+            ]
         self._slots = {
             id(parameter): (states, index)
-            for states in self._chunks.values()
+            for states in shown
             for index, parameter in enumerate(states.trained.parameters)
         }
         self.figures = StepFigures()
@@ -134,7 +165,8 @@ class Stepper:
         self._untold: BaseException | None = None  # the first of them, until the script has been told
         self._condition = threading.Condition()
         self._closing = self._closed = False
-        self._parameters = [p for states in self._chunks.values() for p in states.trained.parameters]
+        # In the order of the param groups, as plain torch has the states.
+        self._parameters = [p for group in self._group_parameters for p in group if id(p) in self._slots]
         self._shown = StatesOnDemand(self._parameters, self._plain)
         self._held: set[nn.Parameter] = set()  # whose states the script held before a `state_dict`
         self._take_over()
@@ -195,6 +227,10 @@ class Stepper:
             self._condition.wait(left)
         self.figures.waited += time.monotonic() - began
 
+    def states_of(self, chunk: int) -> ChunkStates | None:
+        """What is kept for a chunk that is stepped here; None for others."""
+        return self._chunks.get(chunk)
+
     def values_edited(self, chunk: int) -> None:
         """The script has changed the payload "values": take over into "master" what it changed."""
         if chunk in self._chunks:
@@ -217,15 +253,24 @@ class Stepper:
             self._take_over()
             self.optimizer.state = defaultdict(dict, self._shown.items())
         finally:
-            for handle in self._handles:
-                handle.remove()
-            for name in self._wrapped:
-                delattr(self.optimizer, name)
-            _STEPPED.discard(self.optimizer)
-            self._end()
-            atexit.unregister(self._end)
+            self._leave()
         if self._untold is not None:
             self._tell(self._untold)
+
+    def abandon(self) -> None:
+        """Leave the optimizer as it is, without its state, after an error."""
+        self._restore()
+        self._closing = True
+        self._leave()
+
+    def _leave(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for name in self._wrapped:
+            delattr(self.optimizer, name)
+        _STEPPED.discard(self.optimizer)
+        self._end()
+        atexit.unregister(self._end)
 
     def _end(self) -> None:
         """End the thread, once it has stepped the chunk that it is at."""
@@ -243,6 +288,12 @@ class Stepper:
         self._restore()
         self._call = call
         args, kwargs = call_closure_now(args, kwargs)
+        self._note(optimizer)
+        return args, kwargs
+
+    @uninterrupted
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is to be stepped, and leave the chunks' parameters out of the optimizer's own step."""
         check_groups(optimizer, self._group_parameters, "the optimizer was fitted")
         self.wait_all()
         self._take_over()  # what the script has put there
@@ -253,11 +304,15 @@ class Stepper:
         groups = [_noted(group, without="params") for group in optimizer.param_groups]
         self._next = _Step(_noted(optimizer.__dict__), groups, present)
         self._leave_out()
-        return args, kwargs
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if sys._getframe(1) is not self._call:
             return
+        self._begin_step()
+
+    @uninterrupted
+    def _begin_step(self) -> None:
+        """Hand what was noted to the stepping thread."""
         self._restore()
         step, self._next = self._next, None
         assert step is not None
@@ -334,7 +389,7 @@ class Stepper:
     def _step_chunk(self, step: _Step, chunk: int) -> None:
         began = time.monotonic()
         states = self._chunks[chunk]
-        run = partial(run_step, type(self.optimizer), step.own)
+        run = partial(run_step, type(self.optimizer), states.there(step.own))
         had_state = states.has_elements
         with self._gradients.stepped_with(chunk) as gradients:
             states.step(step.groups[states.group], gradients, step.present[chunk], run)
@@ -346,6 +401,7 @@ class Stepper:
 
     # The state, as plain torch shows it.
 
+    @uninterrupted
     def _plain(self, parameter: nn.Parameter) -> State:
         """A copy of one parameter's state as plain torch has it."""
         states, slot = self._slots[id(parameter)]
@@ -355,7 +411,7 @@ class Stepper:
             **{key: self._elements(states, slot, key) for key in states.kept(slot)},
         }
 
-    def _numbers(self, states: ChunkStates, slot: int) -> State:
+    def _numbers(self, states: States, slot: int) -> State:
         """What is kept for a parameter as a whole, where plain torch has it: a step count that kernels read
         lies on the parameter's device."""
         group = self.optimizer.param_groups[states.group]
@@ -364,7 +420,7 @@ class Stepper:
         device = states.trained.device
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in states.numbers(slot).items()}
 
-    def _elements(self, states: ChunkStates, slot: int, key: str) -> Tensor:
+    def _elements(self, states: States, slot: int, key: str) -> Tensor:
         """A copy of what is kept for each element, on the parameter's device."""
         return states.elements(slot, key).to(states.trained.device)
 
@@ -380,6 +436,7 @@ class Stepper:
         }
         return {**self._numbers(states, slot), **lazy}
 
+    @uninterrupted
     def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self._closed:
             kept: Tensor = self.optimizer.state[parameter][key]
@@ -407,6 +464,7 @@ class Stepper:
         self._held = self._shown.held()
         self._shown.fill(self._lazy)
 
+    @uninterrupted
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before `load_state_dict`: take the states, in their own precision, and leave it the rest."""
         self._restore()

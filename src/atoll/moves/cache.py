@@ -326,7 +326,6 @@ class Cache(Generic[K]):
                 self._count_write_back(statistics, key)
             self._leave(key)
         count = self._sizes.get(chunk, 1)
-        self._barred = 0
         self._places.occupy(chunk, place, count)
         self._ranking.enter(chunk, 0 if self.order is None else self.order.need_after(chunk, self._seen - 1))
         statistics.moves_in += bring
@@ -343,7 +342,6 @@ class Cache(Generic[K]):
 
     def _touch(self, chunk: K) -> None:
         if self._policy != "fifo":
-            self._barred = 0
             self._ranking.enter(chunk, self._ranking.score(chunk))
 
     def _count_write_back(self, statistics: StepStatistics, chunk: K) -> None:

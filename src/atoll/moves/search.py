@@ -16,6 +16,7 @@ from atoll.chunks import Chunk, ChunkMap, ParameterSpec, itemsize, lay_out_memor
 from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
 from atoll.core.units import format_bytes, format_seconds
+from atoll.moves.owners import Share, owners_of
 from atoll.moves.timeline import DIRECTIONS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
 
 PAGE = 4096  # bytes: payloads in host memory begin on one
@@ -23,6 +24,10 @@ SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chu
 LARGEST = 2**30  # bytes of a chunk
 SIZES = 10  # chunk sizes that are tried, at most
 NEAR = 0.02  # steps that differ by less are about as short: bandwidths are not measured better
+STAGES = 2  # of the largest chunk's size: where what other members own arrives, read ahead and asked for
+AT_ONCE = (
+    3  # payloads that the group has in use beside a step's: two gradients on their way, one that is read
+)
 SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
 
 
@@ -79,17 +84,25 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     sharding: str  # "none" with one member
     predicted: Prediction
     reason: str
+    owners: tuple[int, ...] = ()  # the member that owns each chunk; empty with one member
+    staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
 
 
 def search_plan(
-    profile: Profile, bandwidths: Bandwidths, budgets: Budgets, *, split: bool = False
+    profile: Profile,
+    bandwidths: Bandwidths,
+    budgets: Budgets,
+    *,
+    split: bool = False,
+    share: Share | None = None,
 ) -> MemoryPlan:
     """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
 
-    `split`: some chunks may step on the device while others step on the host. Deterministic. Raises UserError
-    that names the tier and the least budget that would do.
+    `split`: some chunks may step on the device while others step on the host. `share`: the model is shared
+    with other members, and this is one member's plan; what the network takes is not in it. Deterministic.
+    Raises UserError that names the tier and the least budget that would do.
     """
-    shapes = [_Shape(profile, size) for size in _sizes(profile, budgets)]
+    shapes = [_Shape(profile, size, share) for size in _sizes(profile, budgets)]
     plans: list[tuple[MemoryPlan, _Shape]] = []
     refused: list[_LeastError] = []
     for shape in shapes:
@@ -106,7 +119,8 @@ def search_plan(
         for _, shape in plans[:SPLIT]:
             found += _splits(shape, bandwidths, budgets)
     best = _best(found)
-    return msgspec.structs.replace(best, reason=_reason(best, by_size, profile, bandwidths, budgets.pins))
+    reason = _reason(best, by_size, profile, bandwidths, budgets.pins)
+    return msgspec.structs.replace(best, reason=reason)
 
 
 def _splits(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> list[MemoryPlan]:
@@ -152,31 +166,60 @@ class _LeastError(Exception):
 
 
 class _Shape:
-    """A profile in chunks of one size."""
+    """A profile in chunks of one size; with `share`, as one of several members holds them."""
 
-    def __init__(self, profile: Profile, chunk_bytes: int) -> None:
-        self.profile = profile
+    def __init__(self, profile: Profile, chunk_bytes: int, share: Share | None = None) -> None:
+        self.profile, self.share = profile, share
         self.map: ChunkMap = lay_out_memory(profile.specs, chunk_bytes=chunk_bytes)
         self.chunk_bytes = self.map.chunk_bytes
-        self.costs = [self._costs(chunk) for chunk in self.map.chunks]
+        self.costs = self.every = [self._costs(chunk) for chunk in self.map.chunks]
+        self.owners: tuple[int, ...] = ()
+        self.staging_bytes = 0
+        if share is not None:
+            self.owners = owners_of([sum(cost.payloads.values()) for cost in self.every], share.count)
+            self.costs = [
+                cost if owner == share.rank else self._elsewhere(cost)
+                for cost, owner in zip(self.every, self.owners, strict=True)
+            ]
+            if share.count > 1:
+                self.staging_bytes = STAGES * max(_paged(chunk.nbytes) for chunk in self.map.chunks)
         self.calls = _calls(profile, self.map)
 
     def _costs(self, chunk: Chunk) -> ChunkCosts:
         size, profile = itemsize(chunk.dtype), self.profile
-        payloads = {"values": _paged(chunk.extent * size)}
+        payloads = {"values": _paged(chunk.nbytes)}
         trained = self.map.groups[chunk.group].trainable
         if trained:
             payloads["gradient"] = payloads["values"]
             if profile.master_bytes > size:
-                payloads["master"] = _paged(chunk.extent * profile.master_bytes)
+                payloads["master"] = _paged(chunk.numel * profile.master_bytes)
             for number, nbytes in enumerate(profile.state_bytes):
-                payloads[f"state {number}"] = _paged(chunk.extent * nbytes)
+                payloads[f"state {number}"] = _paged(chunk.numel * nbytes)
         return ChunkCosts(
             blocks=self.blocks_of(chunk.nbytes),
             nbytes=chunk.extent * size,
             elements=chunk.used if trained else 0,
             payloads=payloads,
         )
+
+    @staticmethod
+    def _elsewhere(cost: ChunkCosts) -> ChunkCosts:
+        """Of a chunk that another member owns, its gradient lies here until it is summed."""
+        payloads = {"values": 0}
+        if "gradient" in cost.payloads:
+            payloads["gradient"] = cost.payloads["gradient"]
+        return msgspec.structs.replace(
+            cost, elements=0, payloads=payloads, stepped_elsewhere=bool(cost.elements)
+        )
+
+    @property
+    def whole_blocks(self) -> int:
+        """Blocks of all payloads, where everything stays on the device: several members then hold whole
+        copies each, and a ring has gradients once more, in its messages."""
+        kinds = [nbytes for cost in self.every for nbytes in cost.payloads.values()]
+        if self.share is not None:
+            kinds += [cost.payloads["gradient"] for cost in self.every if "gradient" in cost.payloads]
+        return sum(map(self.blocks_of, kinds))
 
     def blocks_of(self, nbytes: int) -> int:
         return -(-nbytes // self.chunk_bytes)
@@ -250,7 +293,7 @@ def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan
     """The plan with one chunk size, where no chunk steps on the device unless all do. Raises _LeastError
     where a budget is too small for it."""
     pins = budgets.pins
-    every = sum(shape.on_device(chunk) for chunk in range(len(shape.costs)))
+    every = shape.whole_blocks
     searched = pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None
     searched = searched and not shape.profile.master_bytes  # of which the optimizer by itself knows nothing
     if every * shape.chunk_bytes <= budgets.device and searched:
@@ -266,18 +309,18 @@ def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan
 def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
     """Everything stays on the device."""
     seconds = sum(call.seconds for call in shape.calls)
-    elements = sum(cost.elements for cost in shape.costs)
-    ids = tuple(range(len(shape.costs)))
+    elements = sum(cost.elements for cost in shape.every)
+    ids = tuple(range(len(shape.every)))
     return MemoryPlan(
         chunk_bytes=shape.chunk_bytes,
         blocks=blocks,
         cache_blocks=0,
         resident=ids,
-        steps_on_device=tuple(c for c in ids if shape.costs[c].elements),
+        steps_on_device=tuple(c for c in ids if shape.every[c].elements),
         fits=True,
         host_bytes=0,
         disk_bytes=0,
-        sharding="none",
+        sharding="none" if shape.share is None else "whole",
         predicted=Prediction(
             seconds=seconds + elements / bandwidths.device_steps,
             computing=seconds,
@@ -370,7 +413,9 @@ def _predict(
         fits=False,
         host_bytes=timeline.host_need if host is None else host,
         disk_bytes=disk,
-        sharding="none",
+        sharding="none" if shape.share is None else "asymmetric",
+        owners=shape.owners,
+        staging_bytes=shape.staging_bytes,
         predicted=_prediction(shape, outcome, timeline, there),
         reason="",
     )
@@ -382,25 +427,28 @@ def _homes(
     """The chunks' costs as they lie in host memory, the bytes of its arena where it is a cache over the disk
     (None: it holds all), and those of the disk's file."""
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(shape.costs) if c not in stepping)
-    if budgets.host is None or need <= budgets.host:
+    if budgets.host is None or need + shape.staging_bytes <= budgets.host:
         return shape.costs, None, 0
     costs = shape.rounded()
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
     if not budgets.disk:
         raise _LeastError(
             "host",
-            sum(sum(cost.payloads.values()) for cost in shape.costs),
+            sum(sum(cost.payloads.values()) for cost in shape.costs) + shape.staging_bytes,
             "parameters, gradients and optimizer state lie there, and there is no disk",
         )
+    beside = [] if shape.share is None else [max(cost.blocks for cost in costs)] * AT_ONCE
     at_once = shape.chunk_bytes * max(
-        blocks_at_once([nbytes // shape.chunk_bytes for nbytes in cost.payloads.values()])
+        blocks_at_once([*(nbytes // shape.chunk_bytes for nbytes in cost.payloads.values()), *beside])
         for c, cost in enumerate(costs)
         if c not in stepping
     )
-    host = budgets.host // shape.chunk_bytes * shape.chunk_bytes
+    host = (budgets.host - shape.staging_bytes) // shape.chunk_bytes * shape.chunk_bytes
     if host < at_once:
         raise _LeastError(
-            "host", at_once, "a chunk steps with its parameters, gradient and state there at once"
+            "host",
+            at_once + shape.staging_bytes,
+            "a chunk steps with its parameters, gradient and state there at once",
         )
     if need > budgets.disk:
         raise _LeastError(
@@ -414,7 +462,7 @@ def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int)
         seconds=outcome.seconds,
         computing=sum(call.seconds for call in shape.calls),
         device_peak=(timeline.device_peak + there) * shape.chunk_bytes,
-        host_peak=outcome.host_peak,
+        host_peak=outcome.host_peak + shape.staging_bytes,
         disk_peak=outcome.disk_peak,
         nbytes=outcome.nbytes,
         moves=outcome.moves,
@@ -453,6 +501,8 @@ def _reason(
     plan: MemoryPlan, by_size: Mapping[int, float], profile: Profile, rates: Bandwidths, pins: Pins
 ) -> str:
     """Why this one, in a line."""
+    if plan.fits and plan.sharding == "whole":
+        return "all fits on each member's device: each holds the whole model, and they train as a ring"
     if plan.fits:
         return "parameters, gradients and optimizer state fit on the device: nothing moves"
     sizes = f"the shortest step of {len(by_size)} chunk sizes"
@@ -463,6 +513,7 @@ def _reason(
         sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
     bound, seconds = _longest(plan, profile, rates)
     told = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
+    told += "; what comes from other members is not in it" if plan.owners else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 

@@ -20,12 +20,14 @@ DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
 
 class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk: how many blocks of the device's arena it takes, the bytes of a move, the elements that are
-    stepped (0: it is frozen), and the bytes of the payloads that the host keeps of it, by kind."""
+    stepped here (0: none), and the bytes of the payloads that the host keeps of it, by kind.
+    `stepped_elsewhere`: another member steps it."""
 
     blocks: int
     nbytes: int
     elements: int
     payloads: dict[str, int]  # "values", "master", "gradient", "state"
+    stepped_elsewhere: bool = False
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -179,6 +181,7 @@ class Timeline:
         # The step goes through them in the order in which they are wanted next.
         self._stepped = sorted((c for c in trained if c not in on_device), key=lambda c: (first[c], c))
         self._stepped_there = [c for c in trained if c in on_device]
+        self._void = [*self._stepped, *(c for c in first if chunks[c].stepped_elsewhere)]
 
     def run(self) -> Outcome:
         return _Clock(self._rates, self._chunks, self).run()
@@ -202,15 +205,15 @@ class Timeline:
 
     def loads(self) -> list[list[list[tuple[int, tuple[int, ...]]]]]:
         """By step and call: the chunks that come to the device, and who leaves for each. What was stepped on
-        the host is void on the device from then on, and comes again."""
+        the host, or by another member, is void on the device from then on, and comes again."""
         order = [[c for c in call.chunks if c not in self._always] for call in self._calls]
         distances = next_uses(order)
         sizes = [[self._chunks[c].blocks for c in chunks] for chunks in order]
         always: set[int] = set()  # of those that stay: who came in this step
         steps = []
         for step in range(_STEPS):
-            always -= set(self._stepped)
-            for chunk in self._stepped:
+            always -= set(self._void)
+            for chunk in self._void:
                 self._cache.drop(chunk)
             found = []
             for position, call in enumerate(self._calls):

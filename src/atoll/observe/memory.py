@@ -53,6 +53,8 @@ def memory_facts(totals: MemoryTotals) -> list[str]:
         facts.append("everything fits, nothing moved")
     else:
         best = "" if totals.optimum is None else f", at best {totals.optimum}"
+        if totals.optimum is None and totals.optimum_blocks is not None:
+            best = f", {totals.step_blocks:,} blocks, at best {totals.optimum_blocks:,}"
         facts.append(f"{moved:,} moves to the device in the last step{best}")
         facts.append(f"waited {format_seconds(totals.waited)}")
     return facts

@@ -158,6 +158,8 @@ class Prepared:
             self.reducer.clip(clip)
         else:
             clip()
+        if self.fitted is not None:
+            self.fitted.gradient_norm = norms[0]
         return norms[0]
 
     def _before_forward(self) -> None:

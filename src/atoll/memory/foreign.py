@@ -1,0 +1,139 @@
+"""The optimizer's state of chunks that other members step: read from their owners, and never changed here.
+
+What the optimizer keeps for a parameter as a whole ("step"), and which keys it keeps for each element, an
+owner tells in one word for all of a chunk's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.core.errors import RunError, UserError
+from atoll.memory.gradients import TrainedChunk
+from atoll.memory.payloads import MASTER, state_kind
+from atoll.memory.sharing import Sharing
+from atoll.memory.states import ChunkStates, Settings
+from atoll.tensors.optimizer import State
+
+_MOST_BYTES = 2**20  # of one number: what is kept for a parameter as a whole is a scalar or little more
+
+
+class _Number(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that is kept for a parameter as a whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+Value: TypeAlias = _Number | bool | int | float | str | None
+
+
+class _Slot(msgspec.Struct, frozen=True):
+    """What is kept for one parameter."""
+
+    numbers: dict[str, Value]
+    kept: dict[str, str]  # dtypes by key
+
+
+def described(states: ChunkStates) -> bytes:
+    """What is kept for a chunk's parameters, in a word that `ForeignStates` reads."""
+    slots = [
+        _Slot(
+            {
+                key: _told(key, value, states.trained.names[slot])
+                for key, value in states.numbers(slot).items()
+            },
+            {key: str(dtype).removeprefix("torch.") for key, dtype in states.kept(slot).items()},
+        )
+        for slot in range(len(states.trained.parameters))
+    ]
+    return msgspec.msgpack.encode(slots)
+
+
+def _told(key: str, value: Any, name: str) -> Value:
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _Number(str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UserError(
+        f"the optimizer keeps a {type(value).__name__} as {key!r} for {name!r}, which other members cannot "
+        "be told; it can keep tensors, numbers and texts"
+    )
+
+
+class ForeignStates:
+    """What an optimizer's `Stepper` asks of the states of a chunk, for one that another member steps."""
+
+    def __init__(self, trained: TrainedChunk, sharing: Sharing, group: int) -> None:
+        self.trained, self.group, self._sharing = trained, group, sharing
+        self._known: tuple[int, Sequence[_Slot]] = -1, ()  # as of which count
+
+    def _slots(self) -> Sequence[_Slot]:
+        count, slots = self._known
+        if count != self._sharing.count:
+            chunk = self.trained.chunk.id
+            word = self._sharing.description(chunk)
+            who = f"member {self._sharing.owner(chunk)}'s word on {self._sharing.words(chunk)}"
+            try:
+                slots = (
+                    msgspec.msgpack.decode(word, type=list[_Slot]) if word else [_Slot({}, {})] * self._count
+                )
+            except msgspec.MsgspecError as error:
+                raise RunError(f"{who}: {error}") from None
+            if len(slots) != self._count:
+                raise RunError(f"{who} speaks of {len(slots)} parameters, and it has {self._count}")
+            self._known = self._sharing.count, slots
+        return slots
+
+    @property
+    def _count(self) -> int:
+        return len(self.trained.parameters)
+
+    def numbers(self, slot: int) -> State:
+        """What is kept for a parameter as a whole, in copies."""
+        return {key: _heard(value) for key, value in self._slots()[slot].numbers.items()}
+
+    def kept(self, slot: int) -> dict[str, torch.dtype]:
+        """What is kept for each of its elements, by key."""
+        return {key: _dtype(name) for key, name in self._slots()[slot].kept.items()}
+
+    def elements(self, slot: int, key: str) -> Tensor:
+        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        chunk = self.trained.chunk
+        kind = MASTER if key == MASTER else state_kind(key)
+        flat = self._sharing.fetched((chunk.id, kind), chunk.extent, self.kept(slot)[key])
+        return self.trained.part(flat, slot).clone()
+
+    def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
+        """Its owner's script loads the same."""
+
+
+def _heard(value: Value) -> Any:
+    if not isinstance(value, _Number):
+        return value
+    dtype, numel = _dtype(value.dtype), 1
+    for size in value.shape:
+        numel *= size
+    if numel < 0 or numel * dtype.itemsize != len(value.data) or len(value.data) > _MOST_BYTES:
+        raise RunError(
+            f"a number of an optimizer's state has {len(value.data)} bytes for {value.shape} of {dtype}"
+        )
+    return (
+        torch.frombuffer(bytearray(value.data), dtype=dtype).view(value.shape)
+        if numel
+        else torch.empty(value.shape, dtype=dtype)
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RunError(f"an optimizer's state is of {name!r}, which is no dtype")
+    return dtype

@@ -1,0 +1,62 @@
+"""The members of a group that hold one model together: what memory asks of whoever connects them.
+
+Each chunk belongs to one member, its owner, which holds its values and its optimizer's state and steps it. A
+member that uses a chunk of another's fetches its values; gradients are summed to the owners. Source: S2,
+part 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from atoll.memory.payloads import Key
+
+# read((chunk, kind), version): the flat payload in host memory, as `version` sync points have left it (see
+# memory/sharing.py). Waits for them, and for the chunk's step. Raises UserError for what is not here,
+# DeadlineError where it does not come.
+Read: TypeAlias = Callable[[Key, int], AbstractContextManager[Tensor]]
+
+
+class Waitable(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> None:
+        """Until it has ended for this member. Raises DeadlineError, or what has ended the group."""
+
+
+class Members(Protocol):
+    """A group, as one of its members sees it: `rank` of `count`.
+
+    `what` says for people what is waited for. Each method raises DeadlineError where it waits too long, and
+    RunError, one line that names the member, where one has gone.
+    """
+
+    rank: int
+    count: int
+
+    def serve(self, read: Read) -> None:
+        """Answer the others' `fetch` from now on with `read`, which is called on service threads."""
+
+    def fetch(self, owner: int, key: Key, version: int, into: Tensor, what: str) -> None:
+        """Fill `into`, a flat contiguous tensor in host memory, with the first bytes of the owner's payload.
+        From any thread; fetches of several threads run side by side."""
+
+    def sum(self, tensor: Tensor, what: str) -> None:
+        """Sum over all members, in place: the same bits on each. `tensor` is contiguous, in host memory.
+
+        This and the next two are collective: called in the same order by all members, on the script's thread
+        or at the end of its backward.
+        """
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Waitable:
+        """Begin to sum `tensor`, as above, to its owner; what it then holds elsewhere is undefined."""
+
+    def gather(self, word: bytes, what: str) -> list[bytes]:
+        """Every member's word, by rank."""
+
+    def close(self) -> None:
+        """End the service and let go of the group: not collective."""

@@ -1,0 +1,255 @@
+"""A model that the members of a group hold together: each chunk lies with one of them, its owner.
+
+Values that another member owns are fetched as they are used; gradients are summed to the owners at the end
+of a backward; each member steps what it owns. Source: S2, part 4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap
+from atoll.core.errors import UserError
+from atoll.core.memory import Budgets, MemoryFigures
+from atoll.memory import interrupts
+from atoll.memory.fitted import Moving
+from atoll.memory.foreign import ForeignStates, described
+from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.members import Members
+from atoll.memory.payloads import Payloads
+from atoll.memory.saved import leave_gone
+from atoll.memory.sharedgradients import SharedGradients
+from atoll.memory.sharing import Sharing
+from atoll.memory.stepping import Stepper
+from atoll.moves.search import MemoryPlan
+
+
+class Sharded(Moving):
+    """What `fit(..., members=...)` gives: on each member, its part of one model.
+
+    All members make the same calls in the same order of what is a sync point: `reduce`, `clip_grad_norm_`,
+    `all_finite`, `sync`, `close`, `optimizer.step()`, and `load_state_dict` of the model and the optimizer.
+    Forwards, backwards and reading need not be alike. What a script writes into parameters and gradients it
+    writes on all members; the others see it from the next sync point on.
+    """
+
+    gradients: SharedGradients
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        budgets: Budgets,
+        plan: MemoryPlan,
+        chunk_map: ChunkMap,
+        members: Members,
+    ) -> None:
+        self._members = members
+        super().__init__(model, optimizer, budgets, plan, chunk_map)
+        self._foreign = [
+            each.chunk.id for each in self.engine.chunks if not self.sharing.is_mine(each.chunk.id)
+        ]
+        for module in model.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            self._handles.append(
+                optimizer.register_load_state_dict_pre_hook(
+                    lambda *_: self.sync("optimizer.load_state_dict()")
+                )
+            )
+            self._handles.append(
+                optimizer.register_load_state_dict_post_hook(
+                    lambda _: self.sync("optimizer.load_state_dict()")
+                )
+            )
+
+    def _payloads(self, chunks: Sequence[TrainedChunk]) -> Payloads:
+        self.sharing = Sharing(
+            self._members,
+            [each.chunk for each in chunks],
+            [each.names[0] for each in chunks],
+            self.plan.owners,
+            self._store,
+            self.plan.staging_bytes,
+        )
+        self._members.serve(self.sharing.read)
+        return self.sharing
+
+    def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
+        self.sharing.came = self._payload_came
+        return SharedGradients(trained, self.sharing, self._gradient_came, self._room)
+
+    def _payload_came(self, nbytes: int) -> None:
+        self.engine.moves["from_members"] += 1
+        self.engine.nbytes["from_members"] += nbytes
+
+    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
+        mine = [each for each in self._trained if self.sharing.is_mine(each.chunk.id)]
+        others = [each for each in self._trained if not self.sharing.is_mine(each.chunk.id)]
+        stepper = Stepper(
+            optimizer,
+            mine,
+            self.gradients,
+            lambda _: self.sharing,
+            self._step_calls(),
+            master=self.budgets.master,
+            stepped_elsewhere=others,
+            elsewhere=lambda each, group: ForeignStates(each, self.sharing, group),
+        )
+
+        def tell(chunk: int) -> bytes | None:
+            states = stepper.states_of(chunk)
+            return None if states is None else described(states)
+
+        self.sharing.wait_stepped = partial(
+            stepper.wait_stepped, tells=False
+        )  # this member's script, that is
+        self.sharing.described = tell
+        return stepper
+
+    def _ready(self) -> None:
+        self.sharing.passed()  # who has asked before is answered now
+
+    # Sync points
+
+    def reduce(self, weight: float = 1.0, samples: float = 0.0) -> float:
+        """When a backward has ended: gradients become the members' mean by `weight`. Gives the sum of
+        `samples`. See `SharedGradients.reduce`."""
+        return self.gradients.reduce(weight, samples)
+
+    def all_finite(self) -> bool:
+        """Whether all reduced gradients are finite."""
+        return self.gradients.all_finite()
+
+    def nonfinite(self) -> str:
+        """A parameter of this member's own for which `all_finite` was False; else empty."""
+        return self.gradients.nonfinite()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        self.gradients.check_summed()
+        return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def sync(self, what: str) -> None:
+        """All members come here, and what their scripts have written is seen by all from here on."""
+        self.engine.write_back()
+        self.engine.out_of_date(self._foreign)
+        self.sharing.agree([], what)
+        self.gradients.synced()
+        self.sharing.passed()
+        self.engine.refresh(self._foreign)
+
+    def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
+        self._owners.check()
+        self.gradients.check_summed()
+        self.engine.write_back()
+        stepped = [each.chunk.id for each in self._trained if any(self.gradients.present(each.chunk.id))]
+        self.engine.out_of_date(stepped)
+        self._stepped = stepped
+        # From here on nobody reads the values before this step, so that they may be stepped.
+        self._agree_on_presence()
+        self._count_writes()
+        return self.engine.next_used(chunks)
+
+    def _agree_on_presence(self) -> None:
+        told = self.gradients.presence()
+        sums = self.sharing.agree([float(here) for here in told], f"optimizer.step() {self.sharing.steps}")
+        for number, count in enumerate(sums):
+            if 0 < count < self._members.count:
+                raise UserError(
+                    f"{count:g} of {self._members.count} members have a gradient of "
+                    f"{self.gradients.name(number)!r} after their mean was taken: what a script does "
+                    "to p.grad, it must do on all members alike"
+                )
+
+    def _count_writes(self) -> None:
+        """For autograd, what others step is written into here too."""
+        torch.autograd.graph.increment_version(
+            [
+                parameter
+                for each in self._trained
+                if not self.sharing.is_mine(each.chunk.id)
+                for parameter, here in zip(
+                    each.parameters, self.gradients.present(each.chunk.id), strict=True
+                )
+                if here
+            ]
+        )
+
+    def _after_step(self) -> None:
+        self.sharing.passed(self._stepped, stepped=True)
+        self.gradients.step_made()
+        super()._after_step()
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        if _is_outermost(module, sys._getframe(1)):
+            self.sync("load_state_dict()")
+
+    def _after_load(self, module: nn.Module, _keys: Any) -> None:
+        if _is_outermost(module, sys._getframe(1)):
+            self.sync("load_state_dict()")
+
+    def stats(self) -> MemoryFigures:
+        figures = super().stats()
+        staging = self.sharing.staging
+        return msgspec.structs.replace(
+            figures,
+            host_peak=figures.host_peak + (0 if staging is None else staging.peak),
+        )
+
+    # The end
+
+    @interrupts.uninterrupted
+    def close(self) -> None:
+        """Give every member the whole model and its optimizer's whole state, as plain ones; gradients are let
+        go of. All members call it; see `abandon` for a member that ends by itself."""
+        if self.engine.is_closed:
+            return
+        self.sync("close()")
+        super().close()
+
+    def _end(self) -> None:
+        try:
+            self.sharing.agree([], "close(): all members to have the whole model")
+        finally:
+            self.sharing.close()
+            super()._end()
+
+    @interrupts.uninterrupted
+    def abandon(self) -> None:
+        """End this member's threads and its part in the group, alone: after an error, or where nobody wants
+        the whole model. Its parameters cannot be used any more."""
+        if self.engine.is_closed:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._state_dicts.close()
+        leave_gone()
+        stepper, self._stepper = self._stepper, None
+        if stepper is not None:
+            stepper.abandon()
+        self.engine.abandon(
+            f"this model was shared by {self._members.count} members, and this one has left them; read or "
+            "save its values before that, inside the block of `with`"
+        )
+        self._end_interrupts()
+        self.sharing.close()
+        self.gradients.abandon()
+        self._store.close()
+
+
+def _is_outermost(module: nn.Module, frame: FrameType | None) -> bool:
+    """Whether `load_state_dict` was called on this module, and not on one that it is a part of."""
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("self") is module

@@ -1,0 +1,80 @@
+"""The members of a group agree on how they hold a model: each by its own budgets, in chunks of one size."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import torch
+from torch import nn
+
+from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
+from atoll.core.memory import Budgets
+from atoll.memory import planning
+from atoll.memory.members import Members
+from atoll.moves.owners import Share
+from atoll.moves.search import MemoryPlan
+
+
+class _Word(msgspec.Struct, frozen=True):
+    """What a member says of the plan that it has found."""
+
+    model: int  # a checksum of what all must have alike
+    error: str = ""
+    chunk_bytes: int = 0
+    fits: bool = False
+    owners: tuple[int, ...] = ()
+
+
+def agree(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, budgets: Budgets, members: Members
+) -> MemoryPlan:
+    """This member's plan. All stays on the devices only if it does on each; else chunks have the size that
+    member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError and
+    PrepareError, naming the member, on all alike; ConfigError for a sharding that there is not."""
+    if budgets.pins.sharding == "symmetric":
+        raise ConfigError(
+            "memory.sharding: symmetric sharding is not there yet; leave it at auto, or write asymmetric"
+        )
+    share = Share(members.rank, members.count)
+    alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
+
+    def found(budgets: Budgets) -> tuple[MemoryPlan | None, _Word]:
+        try:
+            plan = planning.choose(model, optimizer, budgets, share=share)
+        except AtollError as error:
+            return None, _Word(alike, str(error))
+        return plan, _Word(alike, "", plan.chunk_bytes, plan.fits, plan.owners)
+
+    plan, word = found(budgets)
+    words = _told(word, members, "the plans of all members")
+    if not all(each.fits for each in words):
+        size = words[0].chunk_bytes
+        if words[0].error:
+            raise UserError(f"member 0: {words[0].error}")
+        if plan is None or plan.fits or plan.chunk_bytes != size:
+            pins = msgspec.structs.replace(budgets.pins, chunk_bytes=size, steps_on="host")
+            plan, word = found(msgspec.structs.replace(budgets, pins=pins))
+        words = _told(word, members, f"the plans of all members, with chunks of {size} bytes")
+        for member, each in enumerate(words):
+            if each.error:
+                raise UserError(f"member {member}: {each.error} (with chunks of {size} bytes)")
+            if each.owners != words[0].owners:
+                raise PrepareError(f"member {member} finds other owners of chunks than member 0")
+    assert plan is not None
+    return plan
+
+
+def _told(word: _Word, members: Members, what: str) -> list[_Word]:
+    words = []
+    for member, told in enumerate(members.gather(msgspec.msgpack.encode(word), what)):
+        try:
+            words.append(msgspec.msgpack.decode(told, type=_Word))
+        except msgspec.MsgspecError as error:
+            raise RunError(f"member {member}'s word on its plan: {error}") from None
+        if words[-1].model != words[0].model:
+            raise PrepareError(
+                f"member {member} has other parameters, param groups or memory.master than member 0; all "
+                "members must build the same model"
+            )
+    return words

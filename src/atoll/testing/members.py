@@ -1,0 +1,141 @@
+"""The members of a group as threads of one process, for tests of memory that is shared between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import DeadlineError, RunError
+from atoll.memory.members import Read, Waitable
+from atoll.memory.payloads import Key
+
+T = TypeVar("T")
+SECONDS = 60.0  # for everything that a member waits for
+_SERVING = 2  # threads that answer a member's others
+
+
+class Group:
+    """`count` members of one process. `Member(group, rank)` is one of them, for the thread that calls it."""
+
+    def __init__(self, count: int, seconds: float = SECONDS) -> None:
+        self.count, self.seconds = count, seconds
+        self.members: list[Member] = []
+        self._words: list[object] = [None] * count
+        self._whats = [""] * count
+        self._barrier = threading.Barrier(count)
+        self.members = [Member(self, rank) for rank in range(count)]
+
+    def meet(self, rank: int, word: T, what: str) -> list[T]:
+        """Every member's word."""
+        self._words[rank], self._whats[rank] = word, what
+        self._wait(what)
+        words = list(self._words)
+        whats = set(self._whats)
+        self._wait(what)
+        if len(whats) > 1:
+            raise RunError(f"members are in different places: {sorted(whats)}")
+        return words  # type: ignore[return-value]
+
+    def _wait(self, what: str) -> None:
+        try:
+            self._barrier.wait(self.seconds)
+        except threading.BrokenBarrierError:
+            raise RunError(f"{what}: a member has gone, or has not come in {self.seconds:g} s") from None
+
+    def end(self) -> None:
+        """A member has gone: whoever waits for it is told."""
+        self._barrier.abort()
+
+
+class Member:
+    """One of a group's members, as `memory.members.Members` has them."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.rank, self.count, self._group = rank, group.count, group
+        self._read: Read | None = None
+        self._serving = threading.Event()
+        self._service = ThreadPoolExecutor(_SERVING, thread_name_prefix=f"serving-{rank}")
+        self.bytes_summed = 0
+
+    def serve(self, read: Read) -> None:
+        self._read = read
+        self._serving.set()
+
+    def fetch(self, owner: int, key: Key, version: int, into: Tensor, what: str) -> None:
+        other = self._group.members[owner]
+        try:
+            asked = other._service.submit(other.answer, key, version, into, what)
+        except RuntimeError:
+            raise RunError(f"member {owner}'s {what}: a member has gone") from None
+        if not wait([asked], timeout=self._group.seconds).done:
+            raise DeadlineError(f"waited {self._group.seconds:g} s for member {owner}'s {what}")
+        asked.result(timeout=0)
+
+    def answer(self, key: Key, version: int, into: Tensor, what: str) -> None:
+        """On a service thread of this member's."""
+        if not self._serving.wait(self._group.seconds):
+            raise DeadlineError(f"member {self.rank} does not serve: {what}")
+        assert self._read is not None
+        with self._read(key, version) as payload, torch.no_grad():
+            assert payload.dtype == into.dtype
+            into.copy_(payload[: into.numel()])
+
+    def sum(self, tensor: Tensor, what: str) -> None:
+        assert tensor.is_contiguous()
+        parts = self._group.meet(self.rank, tensor.clone(), what)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total)
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Waitable:
+        self.bytes_summed += tensor.nbytes
+        self.sum(tensor, f"{what} to member {owner}")
+        if self.rank != owner:
+            tensor.fill_(float("nan"))  # undefined
+        return _Done()
+
+    def gather(self, word: bytes, what: str) -> list[bytes]:
+        return self._group.meet(self.rank, word, what)
+
+    def close(self) -> None:
+        self._service.shutdown(wait=False)
+
+
+class _Done(Waitable):
+    def wait(self) -> None:
+        """It has ended."""
+
+
+def together(count: int, body: Callable[[Member], T], seconds: float = 4 * SECONDS) -> list[T]:
+    """What `body(member)` gives for each of `count` members, each on a thread of its own; the first error
+    that was not the others' is raised."""
+    group = Group(count)
+    found: list[Future[T]] = [Future() for _ in range(count)]
+
+    def run(rank: int) -> None:
+        try:
+            found[rank].set_result(body(group.members[rank]))
+        except BaseException as error:
+            found[rank].set_exception(error)
+            group.end()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"member-{rank}", daemon=True)
+        for rank in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    if wait(found, timeout=seconds).not_done:
+        group.end()
+        raise DeadlineError(f"{count} members have not come to an end in {seconds:g} s")
+    errors = [error for future in found if (error := future.exception(timeout=0)) is not None]
+    own = [error for error in errors if not isinstance(error, RunError) or "has gone" not in str(error)]
+    for error in own or errors:
+        raise error
+    return [future.result(timeout=0) for future in found]

@@ -1,0 +1,560 @@
+"""A model that several members hold together trains as the plain one does on the same global batch.
+
+The members are threads here (`testing/members.py`); what they share goes through the same calls as between
+processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import lay_out_memory
+from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
+from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
+from atoll.memory.fit import fit, plan
+from atoll.memory.sharded import Sharded
+from atoll.moves.timeline import Bandwidths
+from atoll.testing.families import FAMILIES, batch, build, loss_of
+from atoll.testing.members import Member, together
+from atoll.testing.models import TinyGPT
+from atoll.testing.optimizers import SETTINGS
+
+CHUNK = 4096
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@functools.cache
+def _rates() -> Bandwidths:
+    """Measured once for all fits."""
+    return measure(torch.device("cpu"), None, tempfile.gettempdir())
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ATOLL_POISON", "1")
+    rates = _rates()
+    monkeypatch.setattr(planning, "measure", lambda *_: rates)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def memory(model: nn.Module, share: float, **more: Any) -> Memory:
+    """A device budget of this share of all values, in whole blocks."""
+    need = sum(-(-p.nbytes // CHUNK) for p in model.parameters() if p.nbytes >= CHUNK) * CHUNK
+    need += sum(p.nbytes for p in model.parameters() if p.nbytes < CHUNK)
+    return Memory(device=str(int(need * share) // CHUNK * CHUNK), chunk=str(CHUNK), step="host", **more)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Where sums are rounded in another order: AdamW makes a whole step of a gradient of nothing else."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class Script:
+    """What a user writes. `train` makes a step of one member; the plain reference makes all members' parts in
+    turn, in one process, with `weights` by rank."""
+
+    def __init__(self, family: str, weights: tuple[float, ...], make: Make = adamw, seed: int = 0) -> None:
+        self.family, self.weights, self.make, self.seed = family, weights, make, seed
+
+    def build(self) -> tuple[Any, torch.optim.Optimizer]:
+        model = build(self.family, self.seed)
+        return model, self.make([p for p in model.parameters() if p.requires_grad])
+
+    def loss(self, model: Any, rank: int, step: int, micro: int = 0) -> Tensor:
+        inputs, targets = batch(self.family, (step * len(self.weights) + rank) * 2 + micro)
+        return loss_of(model(inputs), targets)
+
+    def backward(self, model: Any, rank: int, step: int, fitted: Sharded | None) -> None:
+        """One member's backwards and reductions; for the reference, of its weighted loss."""
+        if fitted is None:
+            if self.weights[rank]:  # one of weight 0 counts as having no gradients
+                (self.loss(model, rank, step) * (self.weights[rank] / sum(self.weights))).backward()
+            return
+        self.loss(model, rank, step).backward()
+        assert fitted.reduce(self.weights[rank], 4.0) == 4.0 * len(self.weights)
+
+    def clip(self, model: Any, fitted: Sharded | None) -> Any:
+        """Between backward and step."""
+
+    def plain(self, steps: int) -> tuple[list[Tensor], list[Any]]:
+        model, optimizer = self.build()
+        seen = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            for rank in range(len(self.weights)):
+                self.backward(model, rank, step, None)
+            seen.append(self.clip(model, None))
+            optimizer.step()
+        return values_of(model), seen
+
+    def train(self, member: Member, model: Any, optimizer: Any, fitted: Sharded, steps: int) -> list[Any]:
+        seen = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            self.backward(model, member.rank, step, fitted)
+            seen.append(self.clip(model, fitted))
+            optimizer.step()
+        return seen
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in model.parameters()]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def share_between(
+    script: Script, share: float, body: Callable[[Member, Any, Any, Sharded], Any], **more: Any
+) -> list[tuple[Any, list[Tensor]]]:
+    """What `body(member, model, optimizer, fitted)` gives on each member, and the values at its end. Each
+    member's host memory keeps to its plan's."""
+    count = len(script.weights)
+    built = [script.build() for _ in range(count)]  # one after another: they draw from one generator
+
+    def run(member: Member) -> tuple[Any, list[Tensor]]:
+        model, optimizer = built[member.rank]
+        with fit(model, optimizer, memory=memory(model, share, **more), members=member) as fitted:
+            assert isinstance(fitted, Sharded)
+            seen = body(member, model, optimizer, fitted)
+            figures, plan = fitted.stats(), fitted.plan
+        assert figures.device_peak <= figures.device_budget
+        assert figures.host_peak <= plan.host_bytes + plan.staging_bytes
+        assert figures.host_budget is None or figures.host_peak <= figures.host_budget
+        assert len(plan.owners) == len(fitted.chunk_map.chunks)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        return seen, values_of(model)
+
+    return together(count, run)
+
+
+def compare(script: Script, share: float, steps: int = 3, exact: bool = True, **more: Any) -> None:
+    """All members end with the same bits, which are the reference's; or near it, where weights round."""
+    values, seen = script.plain(steps)
+    found = share_between(script, share, lambda member, *rest: script.train(member, *rest, steps), **more)
+    for rank, (told, ended) in enumerate(found):
+        assert same((told, ended), found[0]), f"member {rank} is not where member 0 is"
+    if exact:
+        assert same(found[0][0], seen)
+        assert same(found[0][1], values)
+    else:
+        torch.testing.assert_close(found[0][1], values, rtol=1e-5, atol=1e-6)
+
+
+FAMILIES_HERE = [name for name in FAMILIES if name != "assorted"]  # which writes to a weight in its forward
+
+
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_two_members_train_as_plain_pytorch_does(family: str) -> None:
+    share = {"gpt": 0.75, "vit": 0.5, "experts": 0.5, "thrice": 0.75}.get(family, 0.25)
+    compare(Script(family, (1.0, 1.0)), share)
+
+
+@pytest.mark.parametrize(("family", "share"), [("tied", 0.5), ("experts", 0.25), ("lora", 0.75)])
+def test_four_members_train_as_plain_pytorch_does(family: str, share: float) -> None:
+    compare(Script(family, (1.0,) * 4), share, steps=2)
+
+
+def test_chunks_that_stay_on_the_device_have_new_values_after_each_step() -> None:
+    compare(Script("gpt", (1.0, 1.0)), 0.5, resident="0.3")
+
+
+def test_one_member_is_a_world_of_one() -> None:
+    script = Script("experts", (1.0,))
+    compare(script, 0.5)
+    ((_, shared),) = share_between(script, 0.5, lambda m, *rest: script.train(m, *rest, 3))
+    model, optimizer = script.build()
+    with fit(model, optimizer, memory=memory(model, 0.5)):
+        for step in range(3):
+            optimizer.zero_grad()
+            script.loss(model, 0, step).backward()
+            optimizer.step()
+    assert same(shared, values_of(model))
+
+
+class Branching(Script):
+    """Which blocks run, in which order, and how often, depends on the member: some have no gradient there."""
+
+    def loss(self, model: Any, rank: int, step: int, micro: int = 0) -> Tensor:
+        inputs, targets = batch(self.family, step * len(self.weights) + rank)
+        x = model.tokens(inputs) + model.positions
+        for index in [[0, 1], [2, 0, 0]][rank] if step else [[1], [1, 1]][rank]:
+            x = model.blocks[index](x)
+        return loss_of(model.head(model.norm(x)), targets)
+
+
+def test_members_that_use_other_chunks_in_other_orders() -> None:
+    compare(Branching("gpt", (1.0, 1.0)), 0.5, steps=4)
+
+
+class Accumulating(Script):
+    """Two backwards to a step; `each`: each is reduced, as without no_sync; else both are at once."""
+
+    each = False
+    torch_clips = False
+
+    def backward(self, model: Any, rank: int, step: int, fitted: Sharded | None) -> None:
+        for micro in range(2):
+            loss = self.loss(model, rank, step, micro)
+            if fitted is None:
+                (loss * (self.weights[rank] / sum(self.weights))).backward()
+            else:
+                loss.backward()
+                if micro == 1 or self.each:
+                    fitted.reduce(self.weights[rank], 1.0)
+
+    def clip(self, model: Any, fitted: Sharded | None) -> Any:
+        if fitted is None or self.torch_clips:
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        return fitted.clip_grad_norm_(0.5).item()
+
+
+class ReducingEach(Accumulating):
+    each = True
+
+
+class ClippedByTorch(Accumulating):
+    torch_clips = True
+
+
+# In the sums of two backwards members and micro-batches come in another order than in the reference.
+@pytest.mark.parametrize("kind", [Accumulating, ReducingEach, ClippedByTorch])
+def test_accumulated_and_clipped(kind: type[Accumulating]) -> None:
+    compare(kind("gpt", (1.0, 1.0), sgd), 0.25, exact=False)
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (0.0, 2.0), (1.0, 0.0, 0.5)])
+def test_weights_of_members(weights: tuple[float, ...]) -> None:
+    compare(Script("experts", weights, sgd), 0.5, exact=False)
+
+
+def test_half_precision_with_masters() -> None:
+    """The reference is a world of one with the same global batch; what is summed is rounded to bfloat16."""
+
+    class Half(Script):
+        def build(self) -> tuple[Any, torch.optim.Optimizer]:
+            model = build(self.family, self.seed).to(torch.bfloat16)
+            return model, self.make(list(model.parameters()))
+
+    script = Half("gpt", (1.0, 1.0))
+    alone = Half("gpt", (1.0,))
+    found = share_between(script, 0.5, lambda m, *rest: script.train(m, *rest, 3), master=True)
+
+    def both(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in range(2):
+                (script.loss(model, rank, step) / 2).backward()
+            fitted.reduce()
+            optimizer.step()
+
+    ((_, values),) = share_between(alone, 0.5, both, master=True)
+    assert same(found[0][1], found[1][1])
+    assert same(found[0][1], values)
+
+
+def test_a_disk_tier_of_each_member(tmp_path: Path) -> None:
+    compare(ReducingEach("gpt", (1.0, 1.0), sgd), 0.25, host="200KB", disk=f"{tmp_path}:20MB", exact=False)
+
+
+@pytest.mark.parametrize("name", ["SGD", "NAdam", "Rprop"])
+def test_states_of_the_optimizer_are_seen_by_all_and_load_everywhere(name: str) -> None:
+    """Saved by one of two members while the other waits; loaded by plain PyTorch, and by both again."""
+    script = Script("gpt", (1.0, 1.0), lambda p: getattr(torch.optim, name)(p, **SETTINGS[name][-1]))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        script.train(member, model, optimizer, fitted, 2)
+        saved = None
+        if member.rank == 1:
+            saved = plainly(model.state_dict()), plainly(optimizer.state_dict())
+        fitted.sync("saved")
+        first = plainly(model.state_dict()), plainly(optimizer.state_dict())
+        script.train(member, model, optimizer, fitted, 2)
+        model.load_state_dict(first[0])
+        optimizer.load_state_dict(first[1])
+        again = plainly(optimizer.state_dict())
+        script.train(member, model, optimizer, fitted, 2)
+        return saved, first, again
+
+    found = share_between(script, 0.5, body)
+    model, optimizer = script.build()
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            script.backward(model, rank, step, None)
+        optimizer.step()
+    plain = model.state_dict(), optimizer.state_dict()
+    assert found[1][0][0] is not None
+    for saved in (found[1][0][0], found[0][0][1], found[1][0][1]):
+        assert list(saved[0]) == list(plain[0])
+        assert all(torch.equal(saved[0][key], plain[0][key]) for key in plain[0])
+        check_same_states(saved[1], plain[1])
+    check_same_states(found[0][0][2], plain[1])
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            script.backward(model, rank, step, None)
+        optimizer.step()
+    assert same(found[0][1], values_of(model))
+    assert same(found[1][1], values_of(model))
+
+
+def plainly(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: plainly(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [plainly(value) for value in state]
+    return state
+
+
+def check_same_states(found: Any, wanted: Any) -> None:
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for key, state in wanted["state"].items():
+        assert found["state"][key].keys() == state.keys()
+        for name, value in state.items():
+            assert same(found["state"][key][name], value), (key, name)
+
+
+def check_gone(fitted: Sharded, rank: int) -> None:
+    """After a step, who does not own a gradient cannot rely on it, and is told so."""
+    theirs = [each for each in fitted.engine.chunks if fitted.plan.owners[each.chunk.id] != rank]
+    gradients = [p.grad for each in theirs for p in each.parameters if p.grad is not None]
+    assert gradients
+    for gradient in gradients:
+        with pytest.raises(UserError, match=r"lies with member \d, .*; read it before optimizer.step\(\)"):
+            gradient.norm()
+
+
+def test_gradients_as_scripts_read_and_write_them() -> None:
+    script = Script("gpt", (1.0, 1.0))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        seen: list[Any] = []
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            script.backward(model, member.rank, step, fitted)
+            seen.append([p.grad.clone() for p in model.parameters()])
+            model.head.weight.grad.mul_(0.5)
+            model.positions.grad = torch.ones_like(model.positions) * 0.01
+            model.tokens.weight.grad = None
+            optimizer.step()
+            if step == 1:
+                check_gone(fitted, member.rank)
+        return seen
+
+    found = share_between(script, 0.5, body)
+    model, optimizer = script.build()
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for rank in range(2):
+            script.backward(model, rank, step, None)
+        seen.append([p.grad.clone() for p in model.parameters()])
+        model.head.weight.grad.mul_(0.5)
+        model.positions.grad = torch.ones_like(model.positions) * 0.01
+        model.tokens.weight.grad = None
+        optimizer.step()
+    for told, values in found:
+        assert same(told, seen)
+        assert same(values, values_of(model))
+
+
+def test_one_member_evaluates_and_all_write_values() -> None:
+    script = Script("gpt", (1.0, 1.0))
+
+    def evaluate(model: Any) -> float:
+        with torch.no_grad():
+            return float(script.loss(model, 0, 99))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        script.train(member, model, optimizer, fitted, 2)
+        alone = evaluate(model) if member.rank == 0 else None
+        fitted.sync("evaluated")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.01)
+        fitted.sync("written")
+        return alone, evaluate(model)
+
+    found = share_between(script, 0.5, body)
+    model, _ = script.build()
+    values, _ = script.plain(2)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+        alone = evaluate(model)
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    assert found[0][0] == (alone, evaluate(model))
+    assert found[1][0] == (None, evaluate(model))
+
+
+def test_gradients_that_are_not_finite_are_seen_by_all() -> None:
+    script = Script("gpt", (1.0, 1.0))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        script.backward(model, member.rank, 0, fitted)
+        first = fitted.all_finite()
+        optimizer.zero_grad()
+        scale = float("inf") if member.rank == 1 else 1.0
+        (script.loss(model, member.rank, 0) * scale).backward()
+        fitted.reduce()
+        seen = fitted.all_finite(), fitted.nonfinite()
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            fitted.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        return first, seen
+
+    found = share_between(script, 0.5, body)
+    for (first, (second, bad)), _ in found:
+        assert (first, second) == (True, False)
+        assert "." in bad
+
+
+Body = Callable[[Member, Any, Any, Sharded], Any]
+
+
+def no_reduction(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    Script("gpt", (1.0, 1.0)).loss(model, member.rank, 0).backward()
+    optimizer.step()
+
+
+def another_presence(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    Script("gpt", (1.0, 1.0)).backward(model, member.rank, 0, fitted)
+    if member.rank:
+        model.head.weight.grad = None
+    optimizer.step()
+
+
+def other_steps(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    if member.rank:
+        optimizer.step()
+    fitted.sync("here")
+
+
+def no_weight(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    Script("gpt", (1.0, 1.0)).loss(model, member.rank, 0).backward()
+    fitted.reduce(0.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "said"),
+    [
+        (no_reduction, UserError, r"the gradient of '.*' is this member's own: call Fitted.reduce"),
+        (another_presence, UserError, r"1 of 2 members have a gradient of 'head.weight' after their mean"),
+        (other_steps, RunError, r"members are in different places: \['here', 'optimizer.step\(\) 0'\]"),
+        (no_weight, UserError, r"step 0: the members' weights sum to 0"),
+    ],
+)
+def test_mistakes_are_one_line(body: Body, kind: type[AtollError], said: str) -> None:
+    with pytest.raises(kind, match=said) as raised:
+        share_between(Script("gpt", (1.0, 1.0)), 0.5, body)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_member_that_fails_ends_the_others() -> None:
+    """Nothing hangs: those that wait for it are told."""
+    script = Script("gpt", (1.0,) * 3)
+    ended: list[tuple[int, str]] = []
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+        try:
+            script.train(member, model, optimizer, fitted, 1 if member.rank == 1 else 2)
+        except AtollError as error:
+            ended.append((member.rank, str(error)))
+            raise
+        raise ValueError("the script's own")
+
+    with pytest.raises(ValueError, match="the script's own"):
+        share_between(script, 0.5, body)
+    assert {rank for rank, _ in ended} == {0, 2}
+
+
+def test_plans_that_members_agree_on() -> None:
+    built = [Script("gpt", (1.0, 1.0)).build() for _ in range(2)]
+
+    def found(devices: tuple[str, str], hosts: tuple[str, str] = ("", ""), wide: bool = False) -> Any:
+        def body(member: Member) -> Any:
+            model, optimizer = built[member.rank]
+            if wide and member.rank:
+                model = nn.Linear(8, 8)
+                optimizer = torch.optim.AdamW(model.parameters())
+            given = Memory(device=devices[member.rank], host=hosts[member.rank])
+            return plan(model, optimizer, given, member)
+
+        return together(2, body)
+
+    small, large = found(("128KiB", "192KiB"))
+    assert (small.chunk_bytes, small.owners) == (large.chunk_bytes, large.owners)
+    assert small.blocks < large.blocks
+    stored = [
+        sum(c.nbytes for c, o in zip(lay_out(small.chunk_bytes), small.owners, strict=True) if o == rank)
+        for rank in range(2)
+    ]
+    assert max(stored) <= min(stored) + small.chunk_bytes
+    whole = found(("64MiB", "64MiB"))
+    assert all(each.fits and "each holds the whole model" in each.reason for each in whole)
+    assert not any(each.fits for each in found(("64MiB", "192KiB")))
+    with pytest.raises(
+        UserError, match=r"^member 1: the budget of the device is too small: .*bytes .*would do"
+    ):
+        found(("128KiB", "1KiB"))
+    with pytest.raises(
+        UserError, match=r"^member 0: the budget of the host is too small: .*bytes .*would do"
+    ):
+        found(("128KiB", "128KiB"), ("16KiB", ""))
+    with pytest.raises(ConfigError, match=r"^memory.sharding: symmetric sharding is not there yet"):
+        together(
+            2,
+            lambda member: plan(*built[member.rank], memory(built[0][0], 0.5, sharding="symmetric"), member),
+        )
+    with pytest.raises(PrepareError, match="member 1 has other parameters"):
+        found(("128KiB", "128KiB"), wide=True)
+
+
+def lay_out(chunk_bytes: int) -> Any:
+    model, optimizer = Script("gpt", (1.0,)).build()
+    return lay_out_memory(planning.specs_for(model, optimizer), chunk_bytes=chunk_bytes).chunks
+
+
+def test_the_least_host_budget_that_a_refusal_names_would_do() -> None:
+    script = Script("gpt", (1.0, 1.0))
+    built = [script.build() for _ in range(2)]
+
+    def body(member: Member, host: str) -> Any:
+        model, optimizer = built[member.rank]
+        return plan(model, optimizer, memory(model, 0.5, host=host), member)
+
+    with pytest.raises(UserError, match=r"host is too small.*; (\d+) bytes") as raised:
+        together(2, lambda member: body(member, "16KiB"))
+    least = str(raised.value).split("; ")[1].split(" ")[0]
+    plans = together(2, lambda member: body(member, least if member.rank == 0 else "1GiB"))
+    assert plans[0].host_bytes + plans[0].staging_bytes == int(least)
+    alone = planning.choose(*built[0], msgspec.structs.replace(memory(built[0][0], 0.5)).budgets())
+    assert plans[0].host_bytes < 0.7 * alone.host_bytes
+    assert isinstance(built[0][0], TinyGPT)
