@@ -10,10 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from own_optimizer import SignMomentum
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+import atoll
+from atoll.core.config import Config, Run, Sync
 from atoll.testing.models import MODELS
-from atoll.testing.parity import Case, Trajectory, differences, train_atoll, train_peers, train_plain
-from atoll.testing.pool import WorkerPool
+from atoll.testing.parity import (
+    OPTIMIZERS,
+    Case,
+    Trajectory,
+    differences,
+    train_atoll,
+    train_peers,
+    train_plain,
+)
+from atoll.testing.pool import JobFailedError, WorkerPool
+from atoll.train.place import Place
 
 CASES = [Case("odd", "adamw", workers=3, accumulation=3, clip=True, chunk_size="2KiB")]
 SOAK = [
@@ -62,3 +76,41 @@ def test_nodes_train_as_a_ring_in_float32(pool: WorkerPool) -> None:
         assert one.losses[0] == other.losses[0]
         for name, value in one.parameters[-1].items():
             assert abs(value - other.parameters[-1][name]).max(initial=0.0) <= 1e-5, name
+
+
+def make_own(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    """One that the CPU side has to import, from the folder of this test."""
+    return SignMomentum(model.parameters(), lr=1e-3, decay=0.1), None
+
+
+def train_own(place: Place, case: Case) -> Trajectory:
+    OPTIMIZERS["own"] = make_own
+    return train_peers(place, case, stale_max=0)
+
+
+def test_the_script_s_own_optimizer_is_imported(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", make_own)
+    case = Case("odd", "own", workers=2, clip=True)
+    nodes = pool.run(train_own, case, world=2)
+    found = differences(case, train_plain(case), nodes, 1e-9) + same_bits(case, nodes)
+    assert not found, "\n".join(found)
+
+
+def train_with_a_class_of_a_function(place: Place) -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    with atoll.join(Config(run=Run(strategy="peers"), sync=Sync(timeout="60s")), place=place) as session:
+        model = nn.Linear(2, 2)
+        session.prepare(model, Mine(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_cannot_be_imported_is_refused_with_the_way_out(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailedError) as caught:
+        pool.run(train_with_a_class_of_a_function, world=2)
+    for failure in caught.value.failures.values():
+        assert failure.kind == "PrepareError"
+        assert failure.message == (
+            "strategy 'peers' steps the optimizer in a process of its own, which cannot import Mine: it is "
+            "defined within a function; put it into a module of its own, beside the script"
+        )

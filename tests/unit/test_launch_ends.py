@@ -240,13 +240,13 @@ def test_a_half_that_ends_with_an_error_before_the_run_began_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     halves = Halves(tmp_path / "run", monkeypatch, begun=False)
-    halves.said(f"{name}-0", "atoll: server.optimizer 'mine:No' cannot be imported here")
+    halves.said(f"{name}-0", "atoll: the optimizer 'mine:No' cannot be imported here")
     halves.end(**{name: 2})
     assert halves.launch.returncode is not None
     (failed,) = halves.told()
     assert isinstance(failed, Failed)
     assert failed.exit_status == 2
-    assert failed.message.endswith("shard 0: server.optimizer 'mine:No' cannot be imported here")
+    assert failed.message.endswith("shard 0: the optimizer 'mine:No' cannot be imported here")
 
 
 def test_a_half_that_was_left_out_is_no_failure_while_the_run_is_stopped(

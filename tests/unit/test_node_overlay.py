@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -222,3 +223,19 @@ def test_behind_a_slow_node_the_newest_iteration_alone_is_stepped(monkeypatch: p
     assert stepped(*[2] * 11) == []  # what was stepped before
     parameters.apply(1, given[1])
     assert stepped(*[2] * 10) == list(range(2, 12))
+
+
+@pytest.mark.parametrize("pending", [2, 6])
+def test_contributions_are_held_no_longer_than_they_are_looked_at(pending: int) -> None:
+    """They lie in slots of shared memory, which the worker is to write again."""
+    model = PeerModel(torch.optim.AdamW, TWO)
+    parameters = model.globals()
+    overlay = Overlay(parameters)
+    into = {chunk: torch.empty_like(parameters.values(chunk)) for chunk in parameters.chunks}
+    waiting = [Pending(t, [model.contribution(t, 0)]) for t in range(pending)]
+    held = [weakref.ref(flat) for each in waiting for flat in each.contributions[0].gradients.values()]
+    overlay.write(into, waiting)
+    parameters.apply(0, waiting[0].contributions)
+    overlay.write(into, waiting[1:])
+    waiting.clear()
+    assert [each() for each in held] == [None] * len(held)

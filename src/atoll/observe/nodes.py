@@ -59,6 +59,14 @@ def node_lines(summary: Summary) -> list[str]:
     return lines
 
 
+def views_of(summary: Summary) -> list[str]:
+    """The views that came after the first, in order, each once: `view 2: nodes 0, 2`."""
+    told = [
+        event for event in summary.events if (event.get("event"), event.get("what")) == ("decided", "members")
+    ]
+    return list(dict.fromkeys(str(event["choice"]) for event in told))
+
+
 def node_facts(node: NodeTotals) -> list[str]:
     """`stale by 1.2 iterations (95 %: 3)`, `exchange 1.1 % of its time`, and so on."""
     devices = [f"{node.devices} devices"] if node.devices > 1 else []

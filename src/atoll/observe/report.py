@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from atoll.core.units import format_bytes, format_rate, format_seconds
 from atoll.observe.groups import STALENESS
 from atoll.observe.links import most_lossy
 from atoll.observe.metrics import Line, read_lines
+from atoll.observe.nodes import views_of
 from atoll.observe.recorder import Recorder
 from atoll.observe.rundir import RunDirectory
 from atoll.observe.summary import GroupTotals, Summary, read_summary
@@ -27,6 +29,11 @@ _MOST_GROUPS = 8  # that get a bar each: those in which most time was spent
 _MOST_LINKS = 12  # that get a row each: those that lost most
 _LINK_COLUMNS = (
     "link", "rate", "delay", "loss", "target", "lost", "repaired", "borne", "filled", "held back",
+)  # fmt: skip
+_MOST_NODES = 16  # that get a row each
+_NODE_COLUMNS = (
+    "node", "stale by", "95 %", "most", "exchange", "waiting", "applied", "rounds", "joined", "refused",
+    "fetched", "sent",
 )  # fmt: skip
 _BINS = 120  # of the time axis, at most
 
@@ -51,6 +58,8 @@ def draw(run: RunDirectory) -> Path:
         heights += [0.7 + 0.32 * workers, 0.7 + 0.32 * len(_largest(summary))]
     if summary.links:
         heights.append(0.4 + 0.22 * len(most_lossy(summary, _MOST_LINKS)))
+    if summary.nodes:
+        heights.append(0.4 + 0.22 * len(summary.nodes[:_MOST_NODES]))
     figure = Figure(
         figsize=(9, sum(heights) + 0.8), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
     )
@@ -68,7 +77,9 @@ def draw(run: RunDirectory) -> Path:
         _draw_membership(more[0], summary)
         _draw_groups(more[1], summary)
     if summary.links:
-        _draw_links(more[-1], summary)
+        _draw_links(more[-2] if summary.nodes else more[-1], summary)
+    if summary.nodes:
+        _draw_nodes(more[-1], summary)
     figure.savefig(run.picture)
     return run.picture
 
@@ -232,13 +243,45 @@ def _draw_links(panel: Axes, summary: Summary) -> None:
         ]
         for link in most_lossy(summary, _MOST_LINKS)
     ]
+    _draw_table(panel, _LINK_COLUMNS, rows)
+
+
+def _draw_nodes(panel: Axes, summary: Summary) -> None:
+    """A row for each node of a run without a server, and which views there were."""
+    rows = [
+        [
+            str(node.node),
+            f"{node.staleness_mean:.1f}",
+            f"{node.staleness_p95:,}",
+            f"{node.staleness_most:,}",
+            f"{node.exchange_share:.1%}",
+            f"{node.waiting_share:.1%}",
+            f"{node.applied:,}",
+            f"{node.rounds:,}",
+            f"{node.joined:,}",
+            f"{node.refusals:,}",
+            f"{node.fetched:,}",
+            format_bytes(node.bytes_out),
+        ]
+        for node in summary.nodes[:_MOST_NODES]
+    ]
+    _draw_table(panel, _NODE_COLUMNS, rows)
+    views = views_of(summary)
+    told = (
+        f"{views[-1]}, after {len(views)} changes" if len(views) > 1 else "".join(views) or "all in one view"
+    )
+    panel.set_title(told, loc="left", fontsize=9, parse_math=False)
+
+
+def _draw_table(panel: Axes, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that fills the panel."""
     from matplotlib.transforms import Bbox
 
     panel.set_axis_off()
-    widths = [max(len(row[place]) for row in [_LINK_COLUMNS, *rows]) for place in range(len(_LINK_COLUMNS))]
+    widths = [max(len(row[place]) for row in [columns, *rows]) for place in range(len(columns))]
     table = panel.table(
         rows,
-        colLabels=_LINK_COLUMNS,
+        colLabels=columns,
         colWidths=[width / sum(widths) for width in widths],
         bbox=Bbox.unit(),
         edges="horizontal",

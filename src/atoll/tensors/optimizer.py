@@ -53,6 +53,10 @@ class Segment:
             self._gradient = buffer, buffer[self.start : self.end]
         return self._gradient[1]
 
+    def forget_gradient(self) -> None:
+        """Hold the latest step's gradients no longer."""
+        self._gradient = None
+
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.end == self.chunk.chunk.extent

@@ -3,7 +3,8 @@ each stepping through `ChunkOptimizer`.
 
 Chunks step one by one, so that one can be sent while the next is stepped. Nothing is unpickled: an
 optimizer is known by its class's name, from torch.optim's element-wise classes, or from the one path that
-the operator of the shard has configured; what it is set to comes as plain numbers.
+the operator of the shard has configured, or that a node's own script has it from; what it is set to comes as
+plain numbers.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def full_name(class_: type) -> str:
 def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimizer]:
     """The class called `name` (see `full_name`).
 
-    `configured` is the operator's "package.module:Class", which alone may be imported. Raises UserError
-    for any class that is neither torch.optim's own nor that one.
+    `configured` is the operator's "package.module:Class" (of a node: its own script's), which alone may be
+    imported. Raises UserError for any class that is neither torch.optim's own nor that one.
     """
     for allowed in _ALLOWED:
         class_: type[torch.optim.Optimizer] = getattr(torch.optim, allowed)
@@ -61,6 +62,20 @@ def optimizer_class(name: str, configured: str = "") -> type[torch.optim.Optimiz
     )
 
 
+def own_path(class_: type[torch.optim.Optimizer], strategy: str) -> str:
+    """The "package.module:Class" by which another process of the same user may import the script's own
+    optimizer class; empty for torch.optim's element-wise ones. Raises PrepareError where it could not."""
+    if any(getattr(torch.optim, allowed) is class_ for allowed in _ALLOWED):
+        return ""
+    if class_.__module__ == "__main__" or "<locals>" in class_.__qualname__:
+        where = "in the script itself" if class_.__module__ == "__main__" else "within a function"
+        raise PrepareError(
+            f"strategy {strategy!r} steps the optimizer in a process of its own, which cannot import "
+            f"{class_.__name__}: it is defined {where}; put it into a module of its own, beside the script"
+        )
+    return f"{class_.__module__}:{class_.__qualname__}"
+
+
 def _import(path: str) -> type[torch.optim.Optimizer]:
     module, _, attribute = path.partition(":")
     try:
@@ -68,9 +83,9 @@ def _import(path: str) -> type[torch.optim.Optimizer]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"server.optimizer {path!r} cannot be imported here: {error}") from None
+        raise UserError(f"the optimizer {path!r} cannot be imported here: {error}") from None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"server.optimizer {path!r} is no subclass of torch.optim.Optimizer")
+        raise UserError(f"the optimizer {path!r} is no subclass of torch.optim.Optimizer")
     return found
 
 
@@ -182,6 +197,8 @@ class _HeldChunk:
         finally:
             self._gradients = None
             self.stepper.restore()
+            for segment in self.stepper.segments:  # they are others' memory, to be used again
+                segment.forget_gradient()
             self.optimizer.param_groups[0].update(self.settings)
 
     def _given(self) -> tuple[Tensor, tuple[bool, ...]]:

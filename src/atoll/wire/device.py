@@ -114,6 +114,8 @@ class SetUp(Message, frozen=True):
     iteration: Count = 0
     packed: Count = 0  # bytes of optimizer state in the second descriptor
     threads: Count = 1  # for the optimizer
+    own_optimizer: Text = ""  # the script's own class as "package.module:Class"; empty: one of torch.optim's
+    path: list[Text] = []  # where the worker's modules are
 
 
 class Ready(Message, frozen=True):

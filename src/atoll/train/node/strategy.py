@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Sized
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +15,7 @@ from torch import nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
 from atoll.tensors.optimizer import RemoteOptimizer
+from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.node.cpu import fingerprint
 from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
@@ -159,9 +162,9 @@ class PeerModel:
         self.exchange = self._make_exchange(NodeParts(worker, stale_max, overlaid, capture, returned))
         self._returned = returned
         kind = type(training.optimizer)
-        self._optimizer = f"{kind.__module__}.{kind.__qualname__}"
+        self._optimizer, self._own_optimizer = full_name(kind), own_path(kind, "peers")
         hyperparameters = plain_hyperparameters(training.optimizer.param_groups)
-        self._fingerprint = fingerprint(self._optimizer, hyperparameters)
+        self._fingerprint = fingerprint(self._optimizer, hyperparameters, configured=self._own_optimizer)
         self._ready: Ready | None = None
         self._number = 0  # of set-ups
         worker.on(Ready, self._handle_ready)
@@ -256,6 +259,8 @@ class PeerModel:
                 iteration=self.exchange.steps,
                 packed=packed,
                 threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
+                own_optimizer=self._own_optimizer,
+                path=[str(Path(place).absolute()) for place in sys.path] if self._own_optimizer else [],
             ),
             descriptors,
         )

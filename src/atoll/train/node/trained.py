@@ -8,6 +8,7 @@ Iterations here are the decisions' own: `shift` higher or lower by the script's 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -56,8 +57,13 @@ class Trained:
         self._dtypes = [getattr(torch, chunk.dtype) for chunk in layout.trainable]
         try:
             self.memory = HostMemory(plan_memory(layout, setup.slots, setup.buffers), descriptors[0])
+            sys.path += [place for place in setup.path if place not in sys.path]
             self.globals = steps.GlobalParameters(
-                layout, setup.optimizer, setup.hyperparameters, threads=max(1, setup.threads)
+                layout,
+                setup.optimizer,
+                setup.hyperparameters,
+                configured=setup.own_optimizer,
+                threads=max(1, setup.threads),
             )
             for chunk, values in [*self.memory.buffer(0).items(), *self.memory.frozen.items()]:
                 self.globals.set_values(chunk, values)
