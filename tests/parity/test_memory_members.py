@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -383,6 +385,31 @@ def test_gradients_as_scripts_read_and_write_them() -> None:
     for told, values in found:
         assert same(told, seen)
         assert same(values, values_of(model))
+
+
+class Slow(torch.optim.SGD):
+    """Whose chunks are stepped long after `step()` has returned."""
+
+    def step(self, closure: Any = None) -> Any:
+        if threading.current_thread().name == "atoll-stepping":
+            time.sleep(0.005)
+        return super().step(closure)
+
+
+def test_gradients_are_set_to_zero_while_chunks_are_still_to_be_stepped() -> None:
+    """Nobody holds a gradient's lock while he waits for a step, which takes it too."""
+    script = Script("gpt", (1.0, 1.0), lambda parameters: Slow(parameters, lr=0.05))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+        for step in range(3):
+            script.backward(model, member.rank, step, fitted)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    found = share_between(script, 0.5, body)
+    values, _ = script.plain(3)
+    assert same(found[0][1], values)
+    assert same(found[1][1], values)
 
 
 def test_one_member_evaluates_and_all_write_values() -> None:

@@ -231,7 +231,9 @@ class _SharedChunk(ChunkGradients):
         """The script has changed the mean."""
         if not self.is_mine:
             return
-        with self._lock, self.settled(writes=True) as flat:
+        with self.settled(
+            writes=True
+        ) as flat:  # which waits for the step, and then locks: the step locks too
             part = self.trained.part(flat, index)
             if self.present[index]:
                 self.originals.setdefault(index, part.clone())
