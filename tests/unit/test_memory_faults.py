@@ -15,7 +15,7 @@ from atoll.core.memory import Memory
 from atoll.memory import saved
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
-from atoll.memory.gradients import _ChunkGradients
+from atoll.memory.gradients import ChunkGradients
 from atoll.tensors.lazy import LazyTensor
 
 WIDTH, LAYERS, CHUNK = 32, 6, 4608
@@ -182,9 +182,9 @@ def test_an_ended_backward_leaves_nothing_to_the_next(monkeypatch: pytest.Monkey
         loss_of(model).backward()
         assert_same(gradients(model), gradients(plain))
 
-        taken, take = [], _ChunkGradients.take
+        taken, take = [], ChunkGradients.take
 
-        def interrupted(self: _ChunkGradients, *args: Any) -> None:
+        def interrupted(self: ChunkGradients, *args: Any) -> None:
             taken.append(args)
             if len(taken) == 3:
                 raise KeyboardInterrupt
@@ -192,7 +192,7 @@ def test_an_ended_backward_leaves_nothing_to_the_next(monkeypatch: pytest.Monkey
 
         optimizer.zero_grad()
         with monkeypatch.context() as patch:
-            patch.setattr(_ChunkGradients, "take", interrupted)
+            patch.setattr(ChunkGradients, "take", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model).backward()
         optimizer.zero_grad()
