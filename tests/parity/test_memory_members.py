@@ -412,6 +412,48 @@ def test_gradients_are_set_to_zero_while_chunks_are_still_to_be_stepped() -> Non
     assert same(found[1][1], values)
 
 
+def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
+    """A script that skips a step: a fast member drops the mean, or has more gradients, before a slow one has
+    read it."""
+    script = Script("gpt", (1.0, 1.0))
+    let_go = threading.Barrier(2)
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        seen = []
+        for step, drops in enumerate((True, False)):
+            script.backward(model, member.rank, step, fitted)
+            if member.rank == 0:
+                let_go.wait(60)
+            seen.append([p.grad.clone() for p in model.parameters()])
+            if drops:
+                optimizer.zero_grad()
+            else:  # the first gradients of another backward, whose end is where all meet
+                model.head.weight.sum().backward()
+                model.head.weight.grad = None
+            if member.rank == 1:
+                let_go.wait(60)
+        return seen
+
+    found = share_between(script, 0.5, body)
+    assert same(found[0][0], found[1][0])
+
+
+def test_parameters_written_to_and_trained_on_before_all_have_met() -> None:
+    script = Script("gpt", (1.0, 1.0))
+
+    def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
+        script.train(member, model, optimizer, fitted, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+        with pytest.raises(UserError, match=r"has written to chunk .* call session\.barrier\(\)"):
+            script.loss(model, member.rank, 1)
+        fitted.sync("written")
+        script.train(member, model, optimizer, fitted, 1)
+
+    share_between(script, 0.5, body)
+
+
 def test_one_member_evaluates_and_all_write_values() -> None:
     script = Script("gpt", (1.0, 1.0))
 

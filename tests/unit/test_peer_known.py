@@ -125,6 +125,15 @@ def test_a_nodes_devices_hear_of_its_introduction_from_the_one_that_leads(
     with pytest.raises(UserError, match="the hub refuses this key"):
         _hear_leader(replace(leader, rank=1), 1.0)
 
+    def full() -> None:
+        raise PermissionError(13, "no more room", "nodes/1.json")
+
+    leader = replace(leader, store=HashStore())
+    with pytest.raises(PermissionError):
+        _tell_devices(leader, full)
+    with pytest.raises(RunError, match="the node's first worker ended with PermissionError: .*no more room"):
+        _hear_leader(replace(leader, rank=1), 1.0)
+
     for name in ("_START_SECONDS", "LEADER_SECONDS"):
         monkeypatch.setattr(module, name, 0.0)
     line = r"device 1 of a node waited up to 0 s for the node's first worker to be introduced"

@@ -42,8 +42,8 @@ class Engine:
 
     `chunks[i]` has id i. `payloads` holds the values that count, in host memory, under the kind "values";
     before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step and raises what that has
-    raised (with `tells=False` not to the script), and after they were written `edited(chunk)` is told. All
-    methods may be called from several threads.
+    raised (with `tells=False` not to the script), and after they were written `edited(chunk)` is told, and
+    `written(chunk)` where the script has surely changed them. All methods may be called from several threads.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Engine:
         self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
         self.wait_stepped: Callable[..., None] = lambda _, **__: None
         self.edited: Callable[[int], None] = lambda _: None
+        self.written: Callable[[int], None] = lambda _: None
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
@@ -353,6 +354,14 @@ class Engine:
 
     # Values that change
 
+    def has_edits(self, chunk: int) -> bool:
+        """Whether the script has written to it where it lies on the device, and that is not written back."""
+        with self._lock:
+            stay = self._resident.get(chunk)
+            if stay is None or not stay.ready or chunk in self._void:
+                return False
+            return self._versions(stay.each) != stay.versions
+
     def write_back(self) -> None:
         """Hand what the script has written on the device to the payloads."""
         with self._lock:
@@ -373,6 +382,8 @@ class Engine:
             copies.to_host(values, stay.memory)
         self.written_back += 1
         self._count("to_host", each)
+        if versions != stay.versions:
+            self.written(chunk)
         self.edited(chunk)
         stay.versions = versions  # last: what was cut short is written back again
 
@@ -493,6 +504,7 @@ class Engine:
                 return
             with self._values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
+            self.written(place.chunk)
             self.edited(place.chunk)
 
     # What parameters ask

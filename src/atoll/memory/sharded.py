@@ -57,6 +57,8 @@ class Sharded(Moving):
         self._foreign = [
             each.chunk.id for each in self.engine.chunks if not self.sharing.is_mine(each.chunk.id)
         ]
+        self.engine.written = self.sharing.written
+        self._handles.append(model.register_forward_pre_hook(self._before_forward))
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
@@ -146,7 +148,7 @@ class Sharded(Moving):
         self.engine.out_of_date(self._foreign)
         self.sharing.agree([], what)
         self.gradients.synced()
-        self.sharing.passed()
+        self.sharing.passed(published=True)
         self.engine.refresh(self._foreign)
 
     def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
@@ -190,6 +192,11 @@ class Sharded(Moving):
         self.sharing.passed(self._stepped, stepped=True)
         self.gradients.step_made()
         super()._after_step()
+
+    def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
+        if torch.is_grad_enabled():  # who only looks may do so between two writes
+            edited = [chunk for chunk in self._foreign if self.engine.has_edits(chunk)]
+            self.sharing.check_written(edited)
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         if _is_outermost(module, sys._getframe(1)):

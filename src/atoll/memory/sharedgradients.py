@@ -79,6 +79,8 @@ class _SharedChunk(ChunkGradients):
         self.come = [False] * len(trained.parameters)
         self.earlier = [False] * len(trained.parameters)
         self._aside: Tensor | None = None
+        # The mean as others may still read it, where this member has let go of it since: at which count.
+        self._former: tuple[int, Tensor] | None = None
         self.is_stepped = False  # since it was summed: its owner may let go of it at any time
         self.originals: dict[
             int, Tensor
@@ -111,6 +113,7 @@ class _SharedChunk(ChunkGradients):
         for index in list(self.kept):
             self.slots[index].leave()
         self.earlier = list(self.present)
+        self._keep_for_others()
         if self.is_mine:
             with self.borrow(writes=False) as flat:
                 self._aside = flat.clone()
@@ -133,6 +136,8 @@ class _SharedChunk(ChunkGradients):
 
     def release(self) -> None:
         with self._lock:
+            if not any(self.present) and not self.stepping:
+                self._keep_for_others()
             super().release()
             if not any(self.present) and not self.stepping:
                 self._begin_anew()
@@ -179,6 +184,7 @@ class _SharedChunk(ChunkGradients):
     def _is_mean(self, agreed: Sequence[bool]) -> None:
         self.present = [now or before for now, before in zip(agreed, self.earlier, strict=True)]
         self._begin_anew()
+        self._former = None
         self.norms.clear()
         self.has_owner = True
         if not self.is_mine:
@@ -245,15 +251,25 @@ class _SharedChunk(ChunkGradients):
         self.wait(self.trained.chunk.id)
         with self._lock:
             if not self.has_owner:
+                if self._former is not None and self._former[0] == self._sharing.count:
+                    return self._former[1]
                 raise UserError(
                     f"member {self._sharing.rank} has let go of the gradient of "
                     f"{self._sharing.words(self.trained.chunk.id)}; read p.grad before optimizer.step()"
                 )
-            with self.borrow(writes=False) as flat:
-                copy = flat.clone()
-            for index, original in self.originals.items():
-                self.trained.part(copy, index).copy_(original)
-            return copy
+            return self._as_summed()
+
+    def _as_summed(self) -> Tensor:
+        with self.borrow(writes=False) as flat:
+            copy = flat.clone()
+        for index, original in self.originals.items():
+            self.trained.part(copy, index).copy_(original)
+        return copy
+
+    def _keep_for_others(self) -> None:
+        """This member is about to let go of the mean, with no step: others may be behind, and read it yet."""
+        if self.has_owner and self.is_mine and not self.is_stepped:
+            self._former = self._sharing.count, self._as_summed()
 
 
 class SharedGradients(Gradients):

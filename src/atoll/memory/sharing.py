@@ -57,6 +57,8 @@ class Sharing:
         self.steps = 0
         self.count = 0  # of sync points
         self._changed = [0] * len(chunks)  # the count at which a chunk's values were stepped last
+        # Others' chunks that the script has written to since all were last told what scripts have written:
+        self._written: set[int] = set()
         self._condition = threading.Condition()
         self._is_closed = False
         self._stages: list[_Stage] = []
@@ -159,7 +161,7 @@ class Sharing:
         chunk, kind = key
         what = f"{self.words(chunk)} as of step {self.steps}"
         if kind != VALUES:
-            what = f"the {kind} of {what}"
+            what = f"{kind} of {what}"
         self.members.fetch(self.owner(chunk), key, self.count, into, what)
         self.came(into.nbytes)
 
@@ -213,9 +215,27 @@ class Sharing:
 
     # Sync points
 
-    def passed(self, changed: Sequence[int] = (), *, stepped: bool = False) -> None:
-        """A sync point is past, at which the values of `changed` chunks were stepped."""
+    def written(self, chunk: int) -> None:
+        """The script has written to this chunk's values. What it writes to another's is dropped here."""
+        if not self.is_mine(chunk):
+            self._written.add(chunk)
+
+    def check_written(self, chunks: Sequence[int]) -> None:
+        """Raise UserError where the script has written to another's chunk, the latest or any of `chunks`,
+        and the members have not met since: what it would use next may be what was there before."""
+        for chunk in (*chunks, *self._written):
+            raise UserError(
+                f"the script has written to {self.words(chunk)}, which member {self.owner(chunk)} owns, and "
+                "trains on before the members have met: after such writes call session.barrier(), or sync() "
+                "of what memory.fit gave, on all members"
+            )
+
+    def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:
+        """A sync point is past, at which the values of `changed` chunks were stepped; or where what scripts
+        have written was `published`."""
         with self._condition:
+            if stepped or published:
+                self._written.clear()
             self.count += 1
             self.steps += stepped
             for chunk in changed:

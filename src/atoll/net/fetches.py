@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hmac
 import secrets
 import socket
 import struct
@@ -101,17 +102,22 @@ class FetchService:
     def _accept(self) -> None:
         self._listener.settimeout(_SLICE_SECONDS)
         while not self._over.is_set():
-            with contextlib.suppress(OSError):  # nobody came, or is gone again
+            try:
                 link, _ = self._listener.accept()
-                with self._lock:
-                    if self._strangers >= MOST_STRANGERS:
-                        link.close()
-                        continue
-                    self._strangers += 1
-                    thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
-                    thread.name = f"atoll-members-{link.fileno()}"
-                    self._links[link] = thread
-                thread.start()
+            except TimeoutError:  # nobody came
+                continue
+            except OSError:  # who came is gone again, or this process has too many files open
+                self._over.wait(_SLICE_SECONDS)
+                continue
+            with self._lock:
+                if self._strangers >= MOST_STRANGERS:
+                    link.close()
+                    continue
+                self._strangers += 1
+                thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
+                thread.name = f"atoll-members-{link.fileno()}"
+                self._links[link] = thread
+            thread.start()
 
     def _serve(self, link: socket.socket) -> None:
         """A connection's life."""
@@ -213,7 +219,7 @@ class FetchLink:
             proof = _hear(self._link, PROOF_BYTES, until)
         except OSError as error:
             raise PeerLostError(f"{self._name} did not let this member in: {_why(error)}") from None
-        if proof != server_proof(rank, own, secret):
+        if not hmac.compare_digest(proof, server_proof(rank, own, secret)):
             raise PeerLostError(f"{self._name}: who answers there does not know the group's secret")
 
     def fetch(self, fetch: Fetch, into: memoryview, until: float, look: Callable[[], None]) -> None:

@@ -218,6 +218,10 @@ def _tell_devices(inside: Place, act: Callable[[], _Introduced | None]) -> _Intr
     except AtollError as error:
         word = _Word(failed=(type(error).__name__, str(error)))
         raise
+    except BaseException as error:
+        ended = f"the node's first worker ended with {type(error).__name__}: {error}"
+        word = _Word(failed=(RunError.__name__, ended))
+        raise
     finally:
         if inside.store is not None:
             inside.store.set(_INTRODUCED, msgspec.json.encode(word).decode())

@@ -47,10 +47,10 @@ class NodeReducer(RingReducer, PeerExchange):
         return msgspec.msgpack.encode(self._seconds)
 
     def _node_pace(self) -> float:
-        """The slowest device's, for all that the node has; 0 where one's is not known yet."""
+        """The slowest device's, for all that the node has; 0 where none is known yet. A device without
+        samples of its own says nothing."""
         seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
-        known = all(each > 0 for each in seconds) and self._weighed.samples > 0
-        return max(seconds) / self._weighed.samples if known else 0.0
+        return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
     def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
         """The devices say whose gradients were not finite before they were summed."""
