@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -140,7 +141,9 @@ def finished(started: Sequence[list[str]], environment: dict[str, str], folder: 
                     continue
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             how = "had not ended in time" if process.poll() is None else f"status {process.returncode}"
-            return f"{how}: {lines[-1] if lines else 'it said nothing'}"
+            # torchrun says much after the error of a worker
+            errors = [line for line in lines if re.search(r"\w(Error|Exception): \S", line)]
+            return f"{how}: {(errors or lines or ['it said nothing'])[-1]}"
     finally:
         for process in processes:
             process.kill()
