@@ -174,6 +174,10 @@ def main() -> int:
         return 0
     begun = time.monotonic()
     wanted = [each for each in SCHEDULE if args.only in f"{each[0]}, {each[1]:g} BDP"]
+    if not wanted:
+        parser.error(
+            f"--only {args.only!r}: no case has that in its name, such as 'two of ours and BBR, 1 BDP'"
+        )
     cases = measure(
         wanted,
         1 if args.quick else args.rounds or ROUNDS,
