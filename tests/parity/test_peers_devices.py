@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
-from atoll.core.errors import UserError
 from atoll.testing.parity import Case, differences, train_atoll, train_peers, train_plain
 from atoll.testing.pool import WorkerPool
 from atoll.train.place import Place
@@ -86,14 +85,20 @@ def lives(place: Place, folder: str) -> dict[str, Any]:
             if part == 0:
                 session.load(folder)
                 found["loaded"] = values_of(model)
+        before = values_of(model)
+        if place.rank in (0, 3):  # alone, with contributions under way, on a leader and on another device
+            found["alone"] = state_of(optimizer)
+        found["kept"] = values_of(model) == before
         session.barrier()
-        found |= {"iteration": session.iteration, "values": values_of(model)}
-        try:
-            found["state"] = len(optimizer.state_dict()["state"])
-        except UserError as error:
-            found["state"] = str(error)
+        found |= {"iteration": session.iteration, "values": values_of(model), "state": state_of(optimizer)}
         found["last"] = session.gather(found["iteration"])
     return found
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """All that is there of each parameter."""
+    state = optimizer.state_dict()["state"]
+    return [[each["step"].item(), *each["exp_avg"].flatten().tolist()] for _, each in sorted(state.items())]
 
 
 def values_of(model: nn.Module) -> list[list[float]]:
@@ -116,7 +121,8 @@ def test_a_session_on_devices(pool: WorkerPool, tmp_path: Path) -> None:
     given = sorted(value for each in workers for batch in each["seen"] for value in batch)
     assert given == [float(value) for value in range(90)]
     assert (tmp_path / "saved" / "model.safetensors").exists()
-    assert first["state"] == 4  # of two layers' weights and biases; the frozen ones have none
-    assert workers[2]["state"] == 4  # each node's first worker has it
-    for each in (workers[1], workers[3]):
-        assert "the first worker of its node" in each["state"]
+    assert [each[0] for each in first["state"]] == [8.0] * 4  # of two layers' weights and biases
+    for each in workers:
+        assert each["state"] == first["state"]
+        assert each.get("alone", first["state"]) == first["state"]
+        assert each["kept"]

@@ -218,7 +218,6 @@ def mistakes(place: Place) -> dict[str, str]:
     found = {}
     with device(place, config(stale_max=2)) as node:
         node.step()
-        found["state"] = said_by(node.optimizer.state_dict)
         node.backward(scale=float("nan") if place.rank == 1 else 1.0)
         found["nan"] = said_by(node.optimizer.step)
     place = replace(place, store=torch.distributed.PrefixStore("again", place.store))
@@ -229,13 +228,6 @@ def mistakes(place: Place) -> dict[str, str]:
 
 def test_what_a_device_may_not_do_is_said_in_a_line(pool: WorkerPool) -> None:
     leader, other = pool.run(mistakes, world=2)
-    assert leader["state"] == (
-        "UserError: optimizer.state_dict() on a node of several devices, while contributions are under way: "
-        "all workers call session.barrier() before it, or session.save"
-    )
-    assert other["state"].startswith(
-        "UserError: optimizer.state_dict() on worker 1: the first worker of its node, 0"
-    )
     for each in (leader, other):
         assert each["nan"].startswith(
             "NonFiniteGradientError: iteration 1: the gradient of '1.weight' on worker 1"

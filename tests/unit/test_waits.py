@@ -111,7 +111,7 @@ NO_WAITS: dict[tuple[str, str], str] = {
     ("send", "session"): "LinkSession.send never waits",
     ("send", "port"): "UdpPort.send: what finds no room is left to the caller",
     ("receive", "port"): "UdpPort.receive: takes what has come",
-    ("receive", "_post"): "Post.receive: a socket that does not block",
+    **{("receive", name): "Post.receive: a socket that does not block" for name in ("post", "_post")},
     ("accept", "_hooks"): "what to do with NaN; no socket",
     ("barrier", "_workers"): "Workers.barrier: its waits are Channel.wait's or Shards.wait's (sync.timeout)",
 }
@@ -213,6 +213,8 @@ REVIEWED: dict[str, str] = {
     ),
     "train/confirmation.py: Confirmations.close: link.shutdown(socket.SHUT_RDWR)": "it does not wait",
     "train/confirmation.py: Confirmations._hear: link.recv(1)": _SLICES,
+    "train/node/door.py: Door._admit: self._listening.accept()": "a socket that does not block",
+    "train/node/door.py: ask_at: link.connect(f'\\x00{door}')": _PROBE,
     "train/confirmation.py: Confirmations._connect: link.sendall(_GREETING.pack(theirs, rank))": _SLICES,
     "train/confirmation.py: Confirmations._accept: listener.accept()": _SLICES,
     "train/confirmation.py: Confirmations._accept: link.recv(_GREETING.size - len(greeting))": _SLICES,

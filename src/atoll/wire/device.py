@@ -114,6 +114,7 @@ class SetUp(Message, frozen=True):
     iteration: Count = 0
     packed: Count = 0  # bytes of optimizer state in the second descriptor
     threads: Count = 1  # for the optimizer
+    devices: Count = 1  # of the node; where there are more, the others may ask for the state themselves
     own_optimizer: Text = ""  # the script's own class as "package.module:Class"; empty: one of torch.optim's
     path: list[Text] = []  # where the worker's modules are
 
@@ -121,12 +122,13 @@ class SetUp(Message, frozen=True):
 class Ready(Message, frozen=True):
     """Set up; iteration `iteration` is the first that this node makes, its next meeting is `meeting`.
     Parameters to begin with follow as Published. `script`: of one that comes late, what a member's Captured
-    had for that iteration."""
+    had for that iteration. `door`: where the node's other devices may ask (train/node/door.py)."""
 
     iteration: Count
     incarnation: Count
     meeting: Count = 0
     script: bytes = b""
+    door: Name = ""
 
 
 class Contribute(Message, frozen=True):
@@ -223,8 +225,12 @@ class Met(Message, frozen=True):
 
 
 class WantState(Message, frozen=True):
-    """For a checkpoint: pack the optimizer's state into the memory whose file descriptor comes with this. The
-    worker asks when all it knows of is applied, and no node is in an iteration. Answered by State."""
+    """Pack the optimizer's state into the memory whose file descriptor comes with this, once the global
+    iteration is `least`: all that this node has contributed when it is asked, so there is no later one before
+    the answer. Answered by State, and by Waiting while it is not. The worker asks, or another device of its
+    node at the CPU side's door."""
+
+    least: Count = 0
 
 
 class State(Message, frozen=True):

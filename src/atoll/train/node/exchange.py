@@ -214,11 +214,6 @@ class PeerExchange(Reducer):
         if self._memory is not None:
             self.go_on(self.steps, self.steps)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all that this node has contributed is in the newest parameters that are here."""
-        return self.at >= self.steps
-
     def go_on(self, iteration: int, least: int) -> None:
         """Take the newest parameters; wait for them where `iteration` must not begin before the global
         iteration is `least`."""

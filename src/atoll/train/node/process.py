@@ -25,6 +25,7 @@ from atoll.peers import outputs as out
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
 from atoll.train.node.calculating import Calculating
+from atoll.train.node.door import Asked, Door
 from atoll.train.node.entering import Entering, Newcomers, Scripted, most_script
 from atoll.train.node.figures import Counting
 from atoll.train.node.globals import Outcome
@@ -86,6 +87,9 @@ class CpuSideProcess:
         self._lives: dict[int, Life] = {}  # the members of the view, by node
         self._trained: Trained | None = None
         self._meetings = MeetingParts()
+        self._door: Door | None = None  # the node has several devices
+        self._wants_state: list[Asked] = []  # who waits for the optimizer's state
+        self._wants_applied = 0  # the global iteration that the decisions were told of for that
         self._entering: Entering | None = None
         self._newcomers, self._giver = Newcomers(), Giver()
         self._counting = Counting(0)
@@ -138,6 +142,8 @@ class CpuSideProcess:
         if self._witness is not None:
             self._witness.close()
         self._calculating.close()
+        if self._door is not None:
+            self._door.close()
         if self._trained is not None:
             self._trained.close()
 
@@ -152,6 +158,8 @@ class CpuSideProcess:
             self._post.flush()
             while (got := self._post.receive()) is not None:
                 self._handlers[type(got[0])](*got)
+            if self._door is not None:
+                self._wants_state += self._door.take()
             if self._network_ is not None:
                 for arrived in self._network.take():
                     self._hear(arrived)
@@ -159,6 +167,7 @@ class CpuSideProcess:
                 self._hear_witness(self._witness)
             self._calculating.collect()
             self._see_to_time()
+            self._give_optimizer_state()
             self._start_job()
             self._free_slots()
 
@@ -187,7 +196,7 @@ class CpuSideProcess:
         if now > self._waiting_at + _WAITING_EACH and self._node_ is not None:
             # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
             lost = bool(self._node_.lost_majority())
-            if self._wanted is not None or lost:
+            if self._wanted is not None or self._wants_state or lost:
                 self._tell_waiting(again=lost)
         self._tell_figures(now=False)
 
@@ -276,6 +285,9 @@ class CpuSideProcess:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._digests.clear()
+        if message.devices > 1 and self._door is None:
+            self._door = Door()
+            self._epoll.register(self._door.fileno(), select.EPOLLIN)
         self._number = number = message.number + self._uncounted
 
         def is_set_up(made: Trained) -> None:
@@ -327,11 +339,15 @@ class CpuSideProcess:
         """The worker may begin, with what is in buffer 0."""
         model = self._model
         self._is_ready = True
-        first = iteration + model.shift
-        self._post.send(d.Ready(iteration=first, incarnation=incarnation, meeting=meeting, script=script))
+        self._tell_ready(iteration + model.shift, incarnation, meeting, script)
         model.buffers.announce(0)
         taken = self._node.applied + model.shift
         self._post.send(d.Published(buffer=0, taken=taken, through=taken))
+
+    def _tell_ready(self, first: int, incarnation: int, meeting: int, script: bytes) -> None:
+        door = self._door.name if self._door is not None else ""
+        ready = d.Ready(iteration=first, incarnation=incarnation, meeting=meeting, script=script, door=door)
+        self._post.send(ready)
 
     @property
     def _is_over(self) -> bool:
@@ -381,20 +397,37 @@ class CpuSideProcess:
         self._meetings.keep(key, message.what, message.payload, self._meetings.since)
         self._do(node.handle_met(time.monotonic(), message.number, at))
 
-    def _handle_want_state(self, _: d.WantState, descriptors: list[int]) -> None:
-        model, file = self._model, descriptors[0]
+    def _handle_want_state(self, message: d.WantState, descriptors: list[int]) -> None:
+        self._wants_state.append(Asked(message.least, descriptors[0], self._post.send))
 
+    def _give_optimizer_state(self) -> None:
+        """Have the optimizer's state packed for those who wait for an iteration that is applied; where the
+        others went on without this node, for all, once it is back."""
+        model = self._trained
+        if not self._wants_state or model is None:
+            return
+        applied = model.globals.iteration + model.shift
+        due = [each for each in self._wants_state if each.least <= applied or self._resuming is not None]
+        for asked in due:
+            self._wants_state.remove(asked)
+            self._asked.append(self._packing(model, asked))
+        least = max((each.least for each in self._wants_state), default=0) - model.shift
+        if self._node_ is None or self._is_over or not self._wants_applied < least <= self._node_.iteration:
+            return
+        self._wants_applied = least
+        self._do(self._node_.handle_wanted(time.monotonic(), least, least))
+
+    def _packing(self, model: Trained, asked: Asked) -> tuple[Callable[[], int], Callable[[int], None]]:
         def pack() -> int:
             try:
-                return pack_globals_into(model.globals, file)
+                return pack_globals_into(model.globals, asked.file)
             finally:
-                os.close(file)
+                os.close(asked.file)
 
         def tell(packed: int) -> None:
-            iteration = model.globals.iteration + model.shift
-            self._post.send(d.State(iteration=iteration, packed=packed))
+            asked.answer(d.State(iteration=model.globals.iteration + model.shift, packed=packed))
 
-        self._asked.append((pack, tell))
+        return pack, tell
 
     def _handle_captured(self, message: d.Captured, _: list[int]) -> None:
         if self._is_over:
@@ -478,9 +511,7 @@ class CpuSideProcess:
                 )
             )
         else:
-            state = bytes(script.state)
-            told = d.Ready(iteration=first, incarnation=incarnation, meeting=script.meeting, script=state)
-            self._post.send(told)
+            self._tell_ready(first, incarnation, script.meeting, bytes(script.state))
 
     def _hear_takeover(self, sender: int, message: n.Takeover, payload: memoryview | None) -> None:
         entering = self._entering
@@ -750,6 +781,7 @@ class CpuSideProcess:
         for each in self._network.nodes:
             self._network.drop_unsent(each.node)
         self._node_, self._view, self._wanted, self._lives = None, None, None, {}
+        self._wants_applied = 0
         self._newcomers, self._giver = Newcomers(), Giver()
         self._jobs.clear()
         self._meetings.clear()
@@ -838,6 +870,8 @@ class CpuSideProcess:
         if told and (again or told != self._waiting_told):
             self._waiting_told = told
             self._post.send(d.Waiting(what=told))
+            for each in self._wants_state:
+                each.answer(d.Waiting(what=told))
 
     def _tell_figures(self, *, now: bool) -> None:
         if self._network_ is None:

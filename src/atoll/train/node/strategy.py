@@ -17,6 +17,7 @@ from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserE
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.node.cpu import fingerprint
+from atoll.train.node.door import ask_at
 from atoll.train.node.exchange import NodeParts, PeerExchange, said_in
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.memory import BUFFERS, HostMemory, make_file, map_bytes, plan_memory, slots_for
@@ -259,6 +260,7 @@ class PeerModel:
                 iteration=self.exchange.steps,
                 packed=packed,
                 threads=max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))),
+                devices=self._worker.devices.count,
                 own_optimizer=self._own_optimizer,
                 path=[str(Path(place).absolute()) for place in sys.path] if self._own_optimizer else [],
             ),
@@ -271,35 +273,27 @@ class PeerModel:
         self.exchange.step(accepted, plain_hyperparameters(self._training.optimizer.param_groups))
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Each parameter's state, as plain torch would have it, with all that this node has contributed.
-        Raises UserError where the node's other devices would have to take part."""
-        self._check_state_is_here()
-        self.exchange.settle()
+        """Each parameter's state, as plain torch would have it, with all that this node has contributed. On
+        any device of the node, alone: the others have no part in it, so parameters stay as they are there."""
+        if self._worker.devices.count == 1:
+            self.exchange.settle()
         file = make_file(0, "the optimizer's state")
         try:
-            state = self._worker.ask(WantState(), [file], State, "the optimizer's state")
-            assert isinstance(state, State)
+            state = self._ask_for_state(WantState(least=self.exchange.steps), file)
             raw = map_bytes(file, state.packed)
         finally:
             os.close(file)
         training = self._training
         return unpack_optimizer(raw.numpy().data, training.optimizer, training.chunks)
 
-    def _check_state_is_here(self) -> None:
-        devices, place = self._worker.devices, self._workers.place
-        if devices.count == 1:
-            return
-        if not self._worker.leads:
-            leader = self._worker.introduction.workers_of(self._worker.node)[0]
-            raise UserError(
-                f"optimizer.state_dict() on worker {place.rank}: the first worker of its node, {leader}, has "
-                "the optimizer's state; call it there alone (on session.is_main, say), or session.save on all"
-            )
-        if not self.exchange.is_settled:
-            raise UserError(
-                "optimizer.state_dict() on a node of several devices, while contributions are under way: all "
-                "workers call session.barrier() before it, or session.save"
-            )
+    def _ask_for_state(self, question: WantState, file: int) -> State:
+        worker, what = self._worker, f"the optimizer's state after {question.least} iterations"
+        if not worker.leads:
+            who, timeout = f"worker {self._workers.place.rank}", self._training.config.timeout_seconds
+            return ask_at(worker.door, question, file, timeout, who, what)
+        state = worker.ask(question, [file], State, what)
+        assert isinstance(state, State)
+        return state
 
     def _packed(self) -> tuple[int, int]:
         """The optimizer's state in a file: how many bytes, and its descriptor; -1: it has none."""

@@ -79,6 +79,7 @@ class NodeWorker:
         self._waited = 0.0  # for other nodes, in all
         self.finished = False  # the session came to its end
         self.script = b""  # what a member's script was at when this one entered
+        self.door = ""  # of the CPU side, where a device that does not lead may ask it
         self.wanted: list[int] = []  # iterations before which this worker's state is asked for
         self.returned: Returned | None = None  # the others went on without this node; not acted on yet
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
@@ -174,14 +175,20 @@ class NodeWorker:
     ) -> DeviceMessage:
         """Send what is the leader's own business, and wait for the answer, a `kind`; what comes meanwhile is
         for the next `take`. Raises DeadlineError after sync.timeout."""
+        self._holds_up = ""
         self.send(question, descriptors)
         start = time.monotonic()
         try:
             while (waited := time.monotonic() - start) < self._timeout:
                 got = self._receive(min(_SLICE_SECONDS, self._timeout - waited))
-                if got is not None and isinstance(got[0], kind):
+                if got is None:
+                    continue
+                if isinstance(got[0], kind):
                     return got[0]
-                self._kept += [got] if got is not None else []
+                if isinstance(got[0], Waiting):
+                    self._handle_waiting(got[0], [])
+                else:
+                    self._kept.append(got)
             raise DeadlineError(self._late(waited, what))
         finally:
             self._waited += time.monotonic() - start
@@ -294,7 +301,7 @@ class NodeWorker:
         """The CPU side is set up, and this node a member."""
         self.incarnation = ready.incarnation
         self.next_meeting = self.coming_meeting = max(self.next_meeting, ready.meeting)
-        self.script = ready.script
+        self.script, self.door = ready.script, ready.door
         self.introduction.lived(ready.incarnation)
 
     def stepped(self, iteration: int) -> None:

@@ -1,0 +1,139 @@
+"""Where the other devices of a node ask its CPU side themselves: for the optimizer's state, which a script
+may want on any one of them, at any time.
+
+It is no call that all devices make, and the leader may be anywhere in its script meanwhile: so each asks over
+a connection of its own, to a socket that the CPU side listens at and whose name comes with Ready. The name is
+in no directory, so nothing of it stays where a process is killed; processes of other users are not let in.
+Source: S0, "Setting".
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from atoll.core.errors import DeadlineError, RunError
+from atoll.train.node.post import Post, PostClosedError
+from atoll.wire.base import WireError
+from atoll.wire.device import DeviceMessage, State, Waiting, WantState
+
+_BACKLOG = 64  # devices that knock at once
+_SLICE_SECONDS = 0.2
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
+
+
+class Asked(NamedTuple):
+    """Whoever wants the optimizer's state in the file `file` once the global iteration is `least`, as scripts
+    count; `answer` says something to it, if it is there yet."""
+
+    least: int
+    file: int
+    answer: Callable[[DeviceMessage], None]
+
+
+class Door:
+    """At the CPU side. `fileno` can be read from when somebody knocks, or asks."""
+
+    def __init__(self) -> None:
+        self.name = f"atoll-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(f"\0{self.name}")
+        self._listening.listen(_BACKLOG)
+        self._listening.setblocking(False)
+        self._posts: list[Post] = []
+        self._epoll = select.epoll()
+        self._epoll.register(self._listening, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def take(self) -> list[Asked]:
+        """Let in who knocks; what is asked. Who is gone is forgotten, as who says anything else."""
+        self._admit()
+        asked: list[Asked] = []
+        for post in list(self._posts):
+            try:
+                post.flush()
+                while (got := post.receive()) is not None:
+                    message, descriptors = got
+                    if not isinstance(message, WantState) or len(descriptors) != 1:
+                        for each in descriptors:
+                            os.close(each)
+                        raise PostClosedError
+                    asked.append(Asked(message.least, descriptors[0], self._answering(post)))
+            except (PostClosedError, WireError):
+                self._forget(post)
+        return asked
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                link, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            given = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(given)[1] != os.getuid():
+                link.close()
+                continue
+            self._epoll.register(link, select.EPOLLIN)
+            self._posts.append(Post(link))
+
+    def _answering(self, post: Post) -> Callable[[DeviceMessage], None]:
+        def answer(message: DeviceMessage) -> None:
+            if post in self._posts:
+                try:
+                    post.send(message)
+                except PostClosedError:
+                    self._forget(post)
+
+        return answer
+
+    def _forget(self, post: Post) -> None:
+        self._posts.remove(post)
+        post.close()
+
+    def close(self) -> None:
+        for post in self._posts:
+            post.close()
+        self._posts = []
+        self._epoll.close()
+        self._listening.close()
+
+
+def ask_at(door: str, question: WantState, file: int, timeout: float, who: str, what: str) -> State:
+    """Ask at the CPU side's door, and wait for the answer; `who` asks for `what`. Raises DeadlineError after
+    `timeout` seconds (sync.timeout), with what the CPU side says keeps it, and RunError where that is
+    gone."""
+    began, holds_up = time.monotonic(), ""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(timeout)
+    post: Post | None = None
+    try:
+        link.connect(f"\0{door}")
+        post = Post(link)
+        post.send(question, [file])
+        while (waited := time.monotonic() - began) < timeout:
+            got = post.receive()
+            if got is None:
+                post.wait(min(_SLICE_SECONDS, timeout - waited))
+            elif isinstance(got[0], State):
+                return got[0]
+            elif isinstance(got[0], Waiting):
+                holds_up = f"; it waits for {got[0].what}"
+        raise DeadlineError(
+            f"{who} waited {waited:.1f} s for {what}{holds_up} (deadline sync.timeout, {timeout:g} s)"
+        )
+    except (PostClosedError, OSError) as error:
+        how = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+        raise RunError(
+            f"{who} cannot have {what}: the CPU side of its node, which its first worker has started, is "
+            f"gone{how}"
+        ) from None
+    finally:
+        link.close() if post is None else post.close()
