@@ -3,6 +3,8 @@ says what the test says: what each of them takes, waits for and is told."""
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Config, Run, Sync
-from atoll.core.errors import AtollError, ConfigError, GivenUpError
+from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
 from atoll.testing.pool import WorkerPool
 from atoll.train.node.devices import Devices, places_of
 from atoll.train.node.exchange import said_in
@@ -167,6 +169,11 @@ def returns(place: Place) -> dict[str, Any]:
         node.lead(leave_out)
         node.optimizer.step()  # what was computed counts nowhere
         found: dict[str, Any] = {"lost": len(node.side.of(Contribute))}
+        if place.rank == 0:  # looks at the model alone, meanwhile, and the other one goes on to a meeting
+            with torch.no_grad():
+                node.model(torch.ones(1, 2))
+            node.model.state_dict()
+        node.session.barrier()
         node.lead(lambda side: side.publish(41, 41, values=7.0))
         node.step()
         found |= {
@@ -184,7 +191,65 @@ def test_a_node_that_was_left_out_goes_on_with_all_its_devices(pool: WorkerPool)
     assert (leader["lost"], leader["resumed"], leader["iterations"]) == (0, 1, [41])
     assert (other["lost"], other["resumed"], other["iterations"]) == (0, 0, [])
     for each in (leader, other):
-        assert (each["values"], each["at"], each["meeting"]) == ({7.0}, 42, 9)
+        assert (each["values"], each["at"], each["meeting"]) == ({7.0}, 42, 10)
+
+
+class Chatty(threading.Thread):
+    """A CPU side that publishes all the time, whenever there is a buffer for it, while the script runs."""
+
+    def __init__(self, side: FakeSide) -> None:
+        super().__init__(daemon=True)
+        self._side, self._over = side, threading.Event()
+
+    def run(self) -> None:
+        value = 10.0
+        while not self._over.wait(0.0005):
+            contributed = len(self._side.of(Contribute))
+            if self._side.free:
+                value += 1.0
+                self._side.publish(contributed, contributed, values=value)
+            self._side.say(Freed(before=contributed))
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(20.0)
+
+
+def trains_beside_a_chatty_side(place: Place) -> list[list[float]]:
+    with device(place, config(stale_max=3)) as node:
+        draw, own = random.Random(7), random.Random(place.rank)
+        chatty = Chatty(node.side) if place.rank == 0 else None
+        if chatty is not None:
+            chatty.start()
+        seen = []
+        try:
+            for step in range(60):
+                if step != node.session.iteration:
+                    raise RunError(f"step {step} is iteration {node.session.iteration}")
+                seen.append([step, *sorted(node.values)])
+                time.sleep(own.choice((0.0, 0.0, 0.004)))
+                node.step()
+                match draw.randrange(6):
+                    case 0:
+                        node.session.barrier()
+                    case 1:
+                        node.session.gather(step)
+                    case 2:
+                        node.session._peers.refresh()  # type: ignore[union-attr]
+                    case 3 if own.random() < 0.5:
+                        node.model.state_dict()
+                seen.append([step, *sorted(node.values)])
+        finally:
+            if chatty is not None:
+                chatty.end()
+        return seen
+
+
+def test_devices_never_train_on_other_parameters_than_one_another(pool: WorkerPool) -> None:
+    """Whatever the CPU side publishes in whichever moment, and whatever the scripts do besides."""
+    leader, other = pool.run(trains_beside_a_chatty_side, world=2)
+    assert leader == other
+    assert len({tuple(values) for _, *values in leader}) > 30  # they did take what was published
 
 
 def comes_late(place: Place) -> dict[str, Any]:
@@ -235,7 +300,8 @@ def test_what_a_device_may_not_do_is_said_in_a_line(pool: WorkerPool) -> None:
         assert "of its node, in" in each["calls"]
         assert each["calls"].endswith("all of a node's devices make the same calls in the same order")
     assert (
-        "worker 0 is in a look at what has come, and worker 1, of its node, in the barrier" in leader["calls"]
+        "worker 0 is in the end of iteration 0's backward, and worker 1, of its node, in the barrier"
+        in leader["calls"]
     )
 
 

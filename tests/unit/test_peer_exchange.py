@@ -108,6 +108,17 @@ def test_a_step_hands_the_nodes_own_gradients_over(node: Node) -> None:
     )
 
 
+def test_what_was_published_before_the_model_was_set_up_anew_is_of_no_use(node: Node) -> None:
+    """Its buffers are of other memory: to give them back would let the CPU side write what is being read."""
+    node.step()
+    for value in (7.0, 8.0):  # both are on their way when the model is brought anew
+        node.side.publish(1, 1, values=value)
+    held = [p.detach().clone() for p in node.model.parameters()]
+    node.session._strategy.loaded()
+    assert node.side.of(Release) == []
+    assert all(torch.equal(a, b) for a, b in zip(held, node.model.parameters(), strict=True))
+
+
 def test_what_has_no_gradient_is_zero_and_said_so(node: Node) -> None:
     node.step()
     node.side.publish(1, 1)

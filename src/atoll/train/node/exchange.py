@@ -81,6 +81,7 @@ class PeerExchange(Reducer):
         self._memory: HostMemory | None = None
         self._slots: list[dict[int, Buffer]] = []  # by slot and chunk: where gradients go
         self.taken = 0  # the global iteration that the parameters stand at
+        self._is_set_up = False  # the CPU side has this memory
         self._newest: Published | None = None  # announced, and not copied
         self._held: int | None = None  # the buffer that was copied last
         self._through = 0  # what was announced has this node's contributions before this one over it
@@ -102,6 +103,7 @@ class PeerExchange(Reducer):
     def attach(self, memory: HostMemory, iteration: int) -> None:
         """Exchange through this memory from `iteration` on; parameters are published there next."""
         self.detach()
+        self._is_set_up = False
         self._worker.forget_copied()
         self._memory, self.steps, self._freed = memory, iteration, iteration
         if not self._worker.leads:
@@ -130,7 +132,8 @@ class PeerExchange(Reducer):
         self.go_on(iteration, iteration - self._stale_max)
 
     def set_up(self) -> None:
-        """The CPU side has taken the model over: what it published before is of another set-up."""
+        """The CPU side has taken the model over: what it publishes from now on is of this memory."""
+        self._is_set_up = True
         self._newest = self._held = None
         self._through = 0
 
@@ -168,7 +171,7 @@ class PeerExchange(Reducer):
                 "this node comes late: the run is under way; call session.resume() before the loop, after "
                 "session.prepare and all that it puts back (schedulers, samplers, session.register)"
             )
-        self._worker.take()
+        self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
         self.give_state(self.steps)
 
@@ -186,7 +189,7 @@ class PeerExchange(Reducer):
         self._calls.leaving()
         began, waited = time.perf_counter(), self._worker.seconds_waited
         self.staleness = max(0, self.steps - self.taken)
-        self._worker.take(self._say())
+        self._worker.take(f"optimizer.step() of iteration {self.steps}", self._say())
         note = Said(self._node_pace())
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters, note)
@@ -347,6 +350,8 @@ class PeerExchange(Reducer):
             self._newest = None
 
     def _handle_published(self, message: Published, _descriptors: list[int]) -> None:
+        if not self._is_set_up:
+            return  # of the set-up before: the CPU side has let go of those buffers
         if self._newest is not None and self._newest.buffer != message.buffer:
             self._worker.send(Release(buffers=[self._newest.buffer]))
         self._newest = message

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from atoll.tensors.binding import BoundChunk
 from atoll.train.node.exchange import NodeParts, PeerExchange
@@ -34,7 +35,13 @@ class NodeReducer(RingReducer, PeerExchange):
         self.use(parts)
         self._seconds = 0.0  # that this device has computed for the iteration
 
+    def before_use(self, *arguments: object) -> None:
+        """A forward that trains is one that all devices make; any other may be this device's alone."""
+        if torch.is_grad_enabled():
+            super().before_use(*arguments)
+
     def reduce(self) -> None:
+        PeerExchange.before_use(self)  # a device without data makes no forward
         self._come()
         super().reduce()
 

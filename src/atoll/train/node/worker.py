@@ -146,18 +146,19 @@ class NodeWorker:
         """The memory in which buffers lay is no more."""
         self._copied = []
 
-    def take(self, said: bytes = b"") -> None:
-        """Handle all that has come, and wait for nothing. The leader hears what each device has `said`
-        (`devices.said`)."""
-        self._together(self._hear, "a look at what has come", said)
+    def take(self, where: str, said: bytes = b"") -> None:
+        """Handle all that has come, and wait for nothing; the script is `where` says. The leader hears what
+        each device has `said` (`devices.said`)."""
+        self._together(self._hear, where, said)
 
     def wait(self, until: Callable[[], bool], what: str | Callable[[], str]) -> None:
         """Handle what comes until `until()`; `what` is waited for, and stands in the deadline's error with
         what the CPU side says keeps it. Raises DeadlineError after sync.timeout."""
         self._holds_up = ""
-        self.take()
+        call = f"the wait for {what if isinstance(what, str) else what()}"
+        self.take(call)
         if not until():
-            self._together(lambda: self._hear_until(until, what), "a wait for other nodes")
+            self._together(lambda: self._hear_until(until, what), call)
 
     def give_time(self, seconds: float, until: Callable[[], bool]) -> None:
         """Handle what comes until `until()`, but for `seconds` at most; it is no wait for other nodes."""
