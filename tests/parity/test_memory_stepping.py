@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from atoll.chunks import lay_out
-from atoll.core.errors import DeadlineError, PrepareError, UserError
+from atoll.core.errors import DeadlineError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.memory.fit import fit
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -592,6 +592,49 @@ def test_a_step_that_is_under_way_is_waited_for_and_comes_next() -> None:
         assert sorted(fitted.stepped) == ids
 
 
+def test_who_waits_for_a_step_that_is_no_more_is_told() -> None:
+    """A thread that brings a chunk ahead, or answers another member, when the session ends."""
+    model = MODELS["gpt"].build()
+    fitted = Away(model, adamw(model.parameters()))
+    MODELS["gpt"].loss(model, MODELS["gpt"].batch(0, 0)).backward()
+    began, go, waiting = threading.Event(), threading.Event(), threading.Barrier(3)
+    told: dict[int, str] = {}
+
+    def stepped(chunk: int) -> None:
+        fitted.stepped.append(chunk)
+        began.set()
+        assert go.wait(60)
+
+    def wait(chunk: int) -> None:
+        waiting.wait(60)
+        try:
+            fitted.stepper.wait_stepped(chunk)
+            told[chunk] = "stepped"
+        except RunError as error:
+            told[chunk] = str(error)
+
+    fitted.stepper._calls = StepCalls(fitted.order, stepped, lambda: None)
+    fitted.optimizer.step()
+    assert began.wait(60)
+    under_way, last = fitted.stepped[0], fitted.chunks[0].chunk.id
+    threads = [threading.Thread(target=wait, args=(each,), daemon=True) for each in (under_way, last)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(60)
+    ending = threading.Thread(target=fitted.stepper.abandon, daemon=True)
+    ending.start()
+    with fitted.stepper._condition:
+        assert fitted.stepper._condition.wait_for(lambda: fitted.stepper._closed, 60)
+    go.set()
+    for thread in (*threads, ending):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert told[under_way] == "stepped"
+    assert "the step of chunk 0 will not come" in told[last]
+    assert last not in fitted.stepped
+    fitted.gradients.abandon()
+
+
 def test_what_a_step_raises_is_raised_where_it_is_waited_for() -> None:
     class Broken(torch.optim.SGD):
         broken = False
@@ -611,6 +654,54 @@ def test_what_a_step_raises_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(FloatingPointError, match="broken"):
         fitted.stepper.wait_all(60)
     fitted.close()  # it was told
+
+
+def test_a_step_that_is_refused_leaves_the_gradients_to_the_script() -> None:
+    """It may read them, step with them once more, or let them go at once, whoever refuses: the members, as
+    they agree, or the optimizer itself, for a parameter in no chunk."""
+
+    class Refusing(torch.optim.AdamW):
+        refuses = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            if self.refuses:
+                raise FloatingPointError("refused")
+            return super().step(closure)
+
+    def refuse(_: Sequence[int]) -> Sequence[int]:
+        raise UserError("refused")
+
+    def backward(model: Any, step: int) -> None:
+        MODELS["gpt"].loss(model, MODELS["gpt"].batch(step, 0)).backward()
+
+    plain, model = MODELS["gpt"].build(), MODELS["gpt"].build()
+    made = Refusing(plain.parameters())
+    optimizer = Refusing(model.parameters())
+    with away(model, optimizer) as fitted:
+        held = [(each.chunk.id, GRADIENT) for each in fitted.chunks]
+        calls = fitted.stepper._calls
+        for step, refuser in enumerate(("members", "optimizer")):
+            backward(model, step)
+            if refuser == "members":
+                fitted.stepper._calls = StepCalls(refuse, calls.stepped, calls.after)
+            else:
+                optimizer.refuses = True
+            with pytest.raises((UserError, FloatingPointError), match="refused"):
+                optimizer.step()
+            fitted.stepper._calls, optimizer.refuses = calls, False
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            assert bool(torch.isfinite(gradient.clone()).all())
+            optimizer.zero_grad()
+            assert not any(key in fitted.payloads._memory for key in held)
+            for each, steps in ((plain, made), (model, optimizer)):  # with no trace of what was refused
+                backward(each, step)
+                steps.step()
+                steps.zero_grad()
+                if each is model:
+                    fitted.fetch()
+        assert_same(next(plain.parameters()).detach(), next(model.parameters()).detach())
 
 
 def test_a_closure_is_called_once_and_its_loss_given_back() -> None:

@@ -125,6 +125,45 @@ def test_members_fetch_sum_and_reduce_at_once(pool: WorkerPool, world: int) -> N
             torch.testing.assert_close(part.double(), exact, rtol=0, atol=1e-5)
 
 
+def is_closed_while_it_fetches(place: Place) -> str:
+    """What a thread that brings a chunk ahead meets when its session ends: the owner is not there yet."""
+    members, others = WorkerMembers(place, 1000 * SECONDS), WorkerMembers(place, SECONDS, 1)
+    asked, over, told = threading.Event(), threading.Event(), ["still waiting"]
+
+    @contextmanager
+    def read(_key: Key, _version: int) -> Iterator[Tensor]:
+        asked.set()
+        over.wait(SECONDS)
+        yield torch.zeros(4)
+
+    def ask() -> None:
+        try:
+            members.fetch(1, (7, "values"), 42, torch.zeros(4), WHAT)
+        except AtollError as error:
+            told[0] = str(error)
+
+    members.serve(read)
+    thread = threading.Thread(target=ask, daemon=True)
+    if place.rank == 0:
+        thread.start()
+    else:
+        assert asked.wait(SECONDS)
+    others.gather(b"", "the fetch to be asked for")
+    if place.rank == 0:
+        members.close()
+        thread.join(SECONDS)
+    others.gather(b"", "the end of it")
+    over.set()
+    members.close()
+    others.close()
+    return told[0]
+
+
+def test_who_fetches_while_the_session_ends_is_told(pool: WorkerPool) -> None:
+    told, _ = pool.run(is_closed_while_it_fetches, world=2)
+    assert told == "the session is closed: what other members hold cannot be had any more"
+
+
 def rates(place: Place, nbytes: int) -> tuple[float, float]:
     """The best of some, in bytes a second: a fetch's, and that of gloo's send and recv."""
     members = WorkerMembers(place, SECONDS)

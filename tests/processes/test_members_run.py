@@ -59,11 +59,18 @@ def test_a_new_user_s_script_trains_sharded_over_two_workers(command: Command) -
     assert all(bool(torch.isfinite(value).all()) for value in saved.values())
 
 
-@pytest.mark.parametrize("elastic", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_worker_that_is_killed_ends_the_run_in_a_line(command: Command, elastic: bool) -> None:
-    """With run.elastic too: what it held is in nobody's memory else."""
-    run = "[run]\nelastic = true\n" if elastic else ""
-    (command.directory / "atoll.toml").write_text(run + MEMORY + '[sync]\ntimeout = "30s"\n')
+@pytest.mark.soak
+def test_budgets_and_a_run_that_goes_on_without_a_worker_are_refused_in_a_line(command: Command) -> None:
+    (command.directory / "atoll.toml").write_text("[run]\nelastic = true\n" + MEMORY)
+    code, _, err = command.run(TRAIN)
+    assert code != 0
+    assert "leave out run.elastic, or the budgets" in err
+    assert "Traceback" not in err
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_a_line(command: Command) -> None:
+    """What it held is in nobody's memory else."""
+    (command.directory / "atoll.toml").write_text(MEMORY + '[sync]\ntimeout = "30s"\n')
     process = command.start(TRAIN, "forever", workers=3)
     wait_for(lambda: command.steps() > 3, "worker 1 to train")
     os.kill(worker_pid(command, 1), signal.SIGKILL)

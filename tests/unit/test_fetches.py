@@ -283,6 +283,25 @@ def test_strangers_take_no_more_than_their_places(
         each.close()
 
 
+def test_silent_strangers_shut_no_member_out(service: FetchService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member comes in at once, however many hold a place: the one that came first goes."""
+    monkeypatch.setattr(fetches, "OPENING_SECONDS", 100 * SECONDS)
+    service.serve(payload_of)
+    address = (service.host, service.port)
+    strangers = [socket.create_connection(address, SECONDS) for _ in range(fetches.MOST_STRANGERS)]
+    for each in strangers:  # it has a thread, and a place
+        assert len(each.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
+    link = connect(service)
+    assert fetch(link, nbytes=9) == PAYLOAD[:9]
+    assert everything(strangers[0]) == b""
+    for each in strangers[1:]:
+        each.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            each.recv(1)
+    for each in (*strangers, link):
+        each.close()
+
+
 @given(st.binary(max_size=120))
 def test_whatever_a_stranger_says_ends_its_connection_alone(lasting: FetchService, said: bytes) -> None:
     with socket.create_connection((lasting.host, lasting.port), SECONDS) as stranger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -323,14 +324,21 @@ def on_disk(folder: Path) -> int:
     return taken
 
 
+@pytest.mark.parametrize(
+    ("layers", "trained", "budget"),
+    [
+        (12, 12, 3 * 2**20 + 2**16),  # of parameters 0.75 MiB; with gradients and AdamW's state 3
+        (48, 1, 3 * 2**20 + 2**17 + 2**16),  # the least: 3 MiB of parameters, most of them frozen
+    ],
+)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it tells what files without names take")
 def test_what_is_built_and_what_trains_together_stay_within_the_disk_s_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: int, trained: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = 3 * 2**20 + 2**16  # of parameters 0.75 MiB; with gradients and AdamW's state 3
     memory = Memory(device="256KiB", host="512KiB", disk=f"{tmp_path}:{budget}", chunk="64KiB", step="host")
     with init(memory):
-        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(layers)))
+    model[: layers - trained].requires_grad_(False)
     assert on_disk(tmp_path) > 2**17
     peaks = []
 
@@ -346,6 +354,31 @@ def test_what_is_built_and_what_trains_together_stay_within_the_disk_s_budget(
         model(torch.ones(1, 128)).sum().backward()
         optimizer.step()
     assert on_disk(tmp_path) == 0
+
+
+def test_a_file_is_as_long_as_what_it_holds(tmp_path: Path) -> None:
+    """Freed at its end, or up to there, it gives the room back; in between it is used again."""
+    file = SpillFile(tmp_path, 2**20)
+    tensors = [torch.rand(size) for size in (100, 200, 100, 300, 100)]
+    pieces = [file.keep(tensor) for tensor in tensors]
+    assert file.end == 4 * 800
+    for number in (1, 3):
+        file.free(pieces[number])
+    assert file.end == 4 * 800
+    file.free(pieces[4])
+    assert file.end == os.fstat(file._file.fileno()).st_size == 4 * 400
+    again = torch.rand(200)
+    pieces[1] = file.keep(again)
+    assert pieces[1].begin == 400
+    pieces[3] = file.keep(tensors[3])
+    assert (pieces[3].begin, file.end) == (4 * 400, 4 * 700)
+    for tensor, number in ((tensors[0], 0), (again, 1), (tensors[2], 2), (tensors[3], 3)):
+        read = torch.empty_like(tensor)
+        file.copy_into(pieces[number], read)
+        assert torch.equal(read, tensor)
+    for number in range(4):
+        file.free(pieces[number])
+    assert file.end == os.fstat(file._file.fileno()).st_size == 0
 
 
 def test_damage_on_disk_is_found_and_named(tmp_path: Path) -> None:

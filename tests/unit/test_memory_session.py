@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,69 @@ def test_another_strategy_than_ring_is_refused_in_one_line(kind: Any) -> None:
         ):
             memory_for(config, given, strategy)
     assert memory_for(Config(run=run), None, strategy) is None
+
+
+@pytest.mark.parametrize("given", [Memory(device="1GiB"), None])
+def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(given: Memory | None) -> None:
+    class Ring(OverRing):
+        def __init__(self) -> None:
+            pass
+
+    config = Config(run=Run(strategy="ring", elastic=True), memory=Memory(device="1GiB"))
+    with pytest.raises(UserError, match=r"^run\.elastic lets a run go on .* leave out run\.elastic, or"):
+        memory_for(config, given, Ring())
+
+
+def memory_threads() -> list[str]:
+    names = ("atoll-bringing", "atoll-leaving", "atoll-stepping", "atoll-disk")
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
+
+
+def test_after_the_session_the_model_is_plain_and_no_thread_is_left() -> None:
+    model, optimizer = build()
+    plain, plain_optimizer = build()
+    inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=Memory(device=HALF))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert memory_threads()
+    assert memory_threads() == []
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    for each, steps in ((plain, plain_optimizer), (plain, plain_optimizer), (model, optimizer)):
+        each(inputs).square().mean().backward()
+        steps.step()
+        steps.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_model_that_is_too_large_as_a_plain_one_is_let_go_of_at_the_end(tmp_path: Path) -> None:
+    model, optimizer = build()
+    budgets = Memory(device=HALF, host="150KiB", disk=f"{tmp_path}:1MiB")
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=budgets)
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        entries = model.state_dict()
+    assert memory_threads() == []
+    uses = (lambda: model(torch.ones(2, 64)), lambda: next(iter(entries.values())).clone())
+    for use in uses:
+        with pytest.raises(UserError, match="where the budgets hold 198.0 KiB; read or save") as raised:
+            use()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("memory", [None, Memory(device=HALF), Memory(device="1GiB")])
+def test_clipping_that_is_given_parameters_says_how_it_is_called(memory: Memory | None) -> None:
+    model, optimizer = build()
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(model, optimizer, memory=memory)
+        model(torch.ones(2, 64)).sum().backward()
+        for given in (model.parameters(), list(model.parameters()), next(model.parameters())):
+            with pytest.raises(UserError, match=r"so call it as clip_grad_norm_\(0\.5\)$"):
+                session.clip_grad_norm_(given, 0.5)  # type: ignore[arg-type]
+        session.clip_grad_norm_(torch.tensor(0.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

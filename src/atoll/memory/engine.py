@@ -25,7 +25,7 @@ from atoll.core.units import format_bytes
 from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
-from atoll.memory.initialising import resident_bytes, take
+from atoll.memory.initialising import resident_bytes, spilled_to, take
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.parameters import give_back, place_of, put, take_over, version
 from atoll.memory.payloads import VALUES, Payloads
@@ -76,7 +76,7 @@ class Engine:
 
     def take_over(self) -> None:
         """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
-        for each in sorted(self.chunks, key=lambda each: -resident_bytes(each.parameters)):
+        for each in sorted(self.chunks, key=_taken_first):
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             with self._values(each, overwrites=True) as values:
                 for slot, parameter in enumerate(each.parameters):
@@ -520,3 +520,9 @@ class Engine:
     def version(self, place: Place) -> int:
         """How often the parameter was written into."""
         return version(self.chunks[place.chunk].parameters[place.slot])
+
+
+def _taken_first(each: TrainedChunk) -> tuple[int, int]:
+    """The order in which `Engine.take_over` never holds more than the budgets: those in memory, whose room is
+    free then, and then from the end of the file."""
+    return -resident_bytes(each.parameters), -spilled_to(each.parameters)

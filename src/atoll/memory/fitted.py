@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
@@ -12,13 +13,14 @@ from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
 from atoll.core.heap import give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
+from atoll.core.units import format_bytes
 from atoll.memory import interrupts
 from atoll.memory.arena import Arena
 from atoll.memory.disk import PAGE, DiskFile
 from atoll.memory.engine import Engine
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import spilled_bytes, take
-from atoll.memory.payloads import Payloads
+from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.saved import leave_gone, watch_modules
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
@@ -26,6 +28,7 @@ from atoll.memory.store import Store
 from atoll.moves import Cache, StepStatistics, optimum
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.clipping import check_max_norm
 
 GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
 
@@ -66,6 +69,7 @@ class Fitted:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ of all gradients, to the bit; returns the norm before."""
+        check_max_norm(max_norm, norm_type)
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
@@ -228,6 +232,7 @@ class Moving(Fitted):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
+        check_max_norm(max_norm, norm_type)
         if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
             # One that was frozen at `fit` has its gradient by itself.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -308,6 +313,52 @@ class Moving(Fitted):
                 self.gradients.close()
             finally:
                 self._end()
+
+    def end(self) -> None:
+        """At the end of a session: `close` where the budgets hold the plain model and its optimizer's state,
+        else `let_go`."""
+        if self.engine.is_closed:
+            return
+        if self._stepper is not None:
+            self._stepper.wait_over()  # the first step makes the state
+        whole, room = self._store.nbytes_without(GRADIENT), self._room_for_plain()
+        if whole <= room:
+            self.close()
+            return
+        self.let_go(
+            "this model was trained in chunks by a session that has ended, and as a plain one, with its "
+            f"optimizer's state, it takes {format_bytes(whole)} where the budgets hold {format_bytes(room)}; "
+            "read or save its values before that, inside the block of `with`"
+        )
+
+    def _room_for_plain(self) -> int:
+        """Bytes that the budgets give a plain model, which lies on the device: where that is a CPU, the
+        host's are its own too, and what has no disk lies there already."""
+        if self._arena.device.type != "cpu":
+            return self.budgets.device
+        host = self.budgets.host
+        return sys.maxsize if host is None or not self.budgets.disk else self.budgets.device + host
+
+    @interrupts.uninterrupted
+    def let_go(self, why: str) -> None:
+        """End the threads, and give nothing back: who uses a parameter from now on is told `why`."""
+        if self.engine.is_closed:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._state_dicts.close()
+        leave_gone()
+        stepper, self._stepper = self._stepper, None
+        if stepper is not None:
+            stepper.abandon()
+        self.engine.abandon(why)
+        self._end_interrupts()
+        self._part()
+        self.gradients.abandon()
+        self._store.close()
+
+    def _part(self) -> None:
+        """Let go of what others hold."""
 
 
 class _Owners:

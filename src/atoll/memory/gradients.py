@@ -436,6 +436,12 @@ class Gradients:
         each.stepping, each.stepped_after = True, each.coming
         return tuple(each.present)
 
+    def give_up_step(self, chunk: int) -> None:
+        """The step that was begun will not come: the gradients are as before, and may be let go of."""
+        each = self._chunks[chunk]
+        each.stepping = False
+        each.release()
+
     @contextmanager
     def stepped_with(self, chunk: int) -> Iterator[Tensor]:
         """Those gradients, (extent,), to be read; at the end the chunk's step is over."""

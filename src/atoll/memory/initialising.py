@@ -373,6 +373,15 @@ def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
     )
 
 
+def spilled_to(parameters: Sequence[nn.Parameter]) -> int:
+    """Where in a file the last of these values ends; 0: none lies in one.
+
+    Who takes those first that lie last lets the file become shorter as they go.
+    """
+    pieces = [p._atoll_place.piece for p in parameters if isinstance(p, InitialisedParameter)]
+    return max((piece.begin + piece.nbytes for piece in pieces if piece is not None), default=0)
+
+
 def spilled_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """How long the files are in which values of these lie, until all of them were taken."""
     rooms = {p._atoll_place.room for p in parameters if isinstance(p, InitialisedParameter)}

@@ -25,11 +25,11 @@ from atoll.memory.foreign import ForeignStates, described
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.members import Members
 from atoll.memory.payloads import Payloads
-from atoll.memory.saved import leave_gone
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
 from atoll.memory.stepping import Stepper
 from atoll.moves.search import MemoryPlan
+from atoll.tensors.clipping import check_max_norm
 
 
 class Sharded(Moving):
@@ -139,6 +139,7 @@ class Sharded(Moving):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
+        check_max_norm(max_norm, norm_type)
         self.gradients.check_summed()
         return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
@@ -232,27 +233,16 @@ class Sharded(Moving):
             self.sharing.close()
             super()._end()
 
-    @interrupts.uninterrupted
     def abandon(self) -> None:
         """End this member's threads and its part in the group, alone: after an error, or where nobody wants
         the whole model. Its parameters cannot be used any more."""
-        if self.engine.is_closed:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._state_dicts.close()
-        leave_gone()
-        stepper, self._stepper = self._stepper, None
-        if stepper is not None:
-            stepper.abandon()
-        self.engine.abandon(
+        self.let_go(
             f"this model was shared by {self._members.count} members, and this one has left them; read or "
             "save its values before that, inside the block of `with`"
         )
-        self._end_interrupts()
+
+    def _part(self) -> None:
         self.sharing.close()
-        self.gradients.abandon()
-        self._store.close()
 
 
 def _is_outermost(module: nn.Module, frame: FrameType | None) -> bool:

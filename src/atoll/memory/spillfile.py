@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import zlib
@@ -31,8 +32,9 @@ class SpillFile:
 
     def __init__(self, folder: str | os.PathLike[str], budget: int) -> None:
         self.folder, self.budget = Path(folder), budget
-        self.end = 0  # bytes that the file is long, which is also the most it has held
+        self.end = 0  # bytes that the file is long: up to the last piece
         self._free: dict[int, list[int]] = {}  # by size, where pieces were
+        self._sizes: dict[int, int] = {}  # the same by their ends
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -44,7 +46,11 @@ class SpillFile:
         """Keep a copy. Raises UserError where the budget or the disk has no more room."""
         raw = raw_bytes(memory)
         free = self._free.get(len(raw))
-        begin = free.pop() if free else self.end
+        if free:
+            begin = free.pop()
+            del self._sizes[begin + len(raw)]
+        else:
+            begin = self.end
         if begin + len(raw) > self.budget:
             raise UserError(
                 f"disk: the budget of {format_bytes(self.budget)} in {self.folder} does not hold the "
@@ -78,8 +84,19 @@ class SpillFile:
             )
 
     def free(self, piece: Piece) -> None:
-        """Forget a piece: its room is used again for one of the same size."""
+        """Forget a piece: its room is used again for one of the same size, and given back to the disk where
+        nothing lies behind it."""
+        if not piece.nbytes:  # its place may be another's
+            return
         self._free.setdefault(piece.nbytes, []).append(piece.begin)
+        self._sizes[piece.begin + piece.nbytes] = piece.nbytes
+        end = self.end
+        while (nbytes := self._sizes.pop(self.end, 0)) > 0:
+            self.end -= nbytes
+            self._free[nbytes].remove(self.end)
+        if self.end < end:
+            with contextlib.suppress(OSError):  # it takes more of the disk, and is whole
+                os.ftruncate(self._file.fileno(), self.end)
 
 
 def raw_bytes(memory: Tensor) -> memoryview:

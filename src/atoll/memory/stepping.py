@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from atoll.core.errors import DeadlineError
+from atoll.core.errors import DeadlineError, RunError
 from atoll.core.heap import give_back_freed_memory
 from atoll.memory.calls import is_under_way
 from atoll.memory.gradients import Gradients, TrainedChunk
@@ -191,8 +191,8 @@ class Stepper:
     def wait_stepped(self, chunk: int, seconds: float = _DEADLINE, *, tells: bool = True) -> None:
         """Wait until no step of this chunk is under way or still to come; the next to be stepped is it.
 
-        Raises DeadlineError after `seconds`, and whatever this chunk's step has raised; where it `tells`,
-        the script has been told by that.
+        Raises DeadlineError after `seconds`, whatever this chunk's step has raised (where it `tells`, the
+        script has been told by that), and RunError where the steps have ended before it came.
         """
         with self._condition:
             step = self._step
@@ -207,20 +207,26 @@ class Stepper:
 
     def wait_all(self, seconds: float = _DEADLINE) -> None:
         """The same for all chunks."""
+        self.wait_over(seconds)
+        for error in self._failed.values():
+            self._tell(error)
+
+    def wait_over(self, seconds: float = _DEADLINE) -> None:
+        """The same, whatever a step has raised."""
         with self._condition:
             step = self._step
             self._wait(lambda: step is None or step.is_over, seconds, "the optimizer's chunks")
-            for error in self._failed.values():
-                self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
         self._untold = None
         raise error
 
     def _wait(self, over: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait for `over`, holding the condition."""
+        """Wait for `over`, holding the condition. Raises RunError where nobody steps any more."""
         began = time.monotonic()
         while not over():
+            if self._closed and (self._step is None or self._step.under_way is None):
+                raise RunError(f"the step of {what} will not come: the model was let go of before it")
             left = began + seconds - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"waited {seconds:.0f} s for the step of {what}, which has not ended")
@@ -246,9 +252,7 @@ class Stepper:
             return
         try:
             self._restore()
-            with self._condition:
-                step = self._step
-                self._wait(lambda: step is None or step.is_over, _DEADLINE, "the optimizer's chunks")
+            self.wait_over()
             self._closing = True  # from here on, failed chunks are read as their step has left them
             self._take_over()
             self.optimizer.state = defaultdict(dict, self._shown.items())
@@ -313,10 +317,13 @@ class Stepper:
     @uninterrupted
     def _begin_step(self) -> None:
         """Hand what was noted to the stepping thread."""
-        self._restore()
-        step, self._next = self._next, None
+        step = self._next
         assert step is not None
-        order = self._calls.before(list(step.present))
+        try:
+            order = self._calls.before(list(step.present))
+            self._next = None
+        finally:
+            self._restore()
         # Each parameter's version counter tells autograd that a value saved for backward is another now.
         torch.autograd.graph.increment_version(
             [
@@ -358,8 +365,11 @@ class Stepper:
             group["params"] = [p for p in parameters if id(p) not in self._slots]
 
     def _restore(self) -> None:
-        """Undo what a step that failed left behind."""
+        """Undo what a step that failed left behind: torch calls nobody at its end."""
         self._call = None
+        failed, self._next = self._next, None
+        for chunk in failed.present if failed is not None else ():
+            self._gradients.give_up_step(chunk)
         if self._left_out:
             self._left_out = False
             for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):

@@ -125,6 +125,11 @@ class Store:
         with self._lock:
             return sum(self._counts.values()) * self.host.block_bytes
 
+    def nbytes_without(self, kind: str) -> int:
+        """Bytes of all payloads that are not of this kind."""
+        with self._lock:
+            return sum(each.nbytes for key, each in self._payloads.items() if key[1] != kind)
+
     @contextmanager
     def pin(self, key: Key, *, writes: bool = False, overwrites: bool = False) -> Iterator[Tensor]:
         """The payload in host memory, (numel,) in its dtype, which lies still until the end of the block.

@@ -44,7 +44,7 @@ from atoll.wire.fetches import (
 ReadBytes: TypeAlias = Callable[[Fetch], AbstractContextManager[memoryview]]
 
 OPENING_SECONDS = 10.0  # for who has connected to say who it is, and for a service to answer that
-MOST_STRANGERS = 16  # connections that have not said it yet
+MOST_STRANGERS = 16  # connections that have not said it yet; when another comes, the oldest of them goes
 _SLICE_SECONDS = 0.2  # of a wait, between which the clock is looked at
 _CLOSING_SECONDS = 10.0  # for the threads to end
 
@@ -71,7 +71,7 @@ class FetchService:
         self._serves, self._over = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # guards the next two, and `sent`
         self._links: dict[socket.socket, threading.Thread] = {}
-        self._strangers = 0
+        self._strangers: dict[socket.socket, None] = {}  # of the links, the oldest first
         self._thread = threading.Thread(target=self._accept, name="atoll-members", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that the interpreter's end meets in torch aborts the process
@@ -110,32 +110,34 @@ class FetchService:
                 self._over.wait(_SLICE_SECONDS)
                 continue
             with self._lock:
-                if self._strangers >= MOST_STRANGERS:
-                    link.close()
-                    continue
-                self._strangers += 1
+                if len(self._strangers) >= MOST_STRANGERS:  # who is silent must not shut a member out
+                    self._send_away(next(iter(self._strangers)))
+                self._strangers[link] = None
                 thread = threading.Thread(target=self._serve, args=(link,), daemon=True)
                 thread.name = f"atoll-members-{link.fileno()}"
                 self._links[link] = thread
             thread.start()
 
+    def _send_away(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        with contextlib.suppress(OSError):  # it has gone by itself
+            stranger.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
     def _serve(self, link: socket.socket) -> None:
         """A connection's life."""
-        known = False
         try:
             with link:
                 _prepare(link)
                 self._meet(link)
-                known = True
                 with self._lock:
-                    self._strangers -= 1
+                    self._strangers.pop(link, None)
                 while not self._over.is_set() and self._answer(link):
                     pass
         except (OSError, AtollError):
             pass  # the client has gone, or is none of ours: it hears that its connection has ended
         finally:
             with self._lock:
-                self._strangers -= not known
+                self._strangers.pop(link, None)
                 del self._links[link]
 
     def _meet(self, link: socket.socket) -> None:

@@ -107,7 +107,7 @@ class WorkerMembers:
         try:
             link = self._take(owner, until)
             try:
-                link.fetch(Fetch(*key, version, len(memory)), memory, until, self._channel.look)
+                link.fetch(Fetch(*key, version, len(memory)), memory, until, self._look)
             except RefusedError as error:
                 self._give_back(owner, link)
                 raise RefusedError(f"worker {self._place.name} cannot have {of}: {error}") from None
@@ -153,11 +153,19 @@ class WorkerMembers:
         self._service.close()
         self._channel.close()
 
+    def _look(self) -> None:
+        """Raises where nobody wants any more what is waited for, or the group is known to be broken."""
+        self._check_open()
+        self._channel.look()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError("the session is closed: what other members hold cannot be had any more")
+
     def _take(self, owner: int, until: float) -> FetchLink:
         """A connection to the owner's service, for this thread alone until it is given back."""
         with self._lock:
-            if self._closed:
-                raise RunError("the session is closed: what other members hold cannot be had any more")
+            self._check_open()
             if self._idle[owner]:
                 return self._idle[owner].pop()
         secret, address = self._services[owner]

@@ -14,6 +14,7 @@ from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
 from atoll.memory.fit import Fitted, fit, plan
+from atoll.memory.fitted import Moving
 from atoll.memory.sharded import Sharded
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
@@ -27,7 +28,8 @@ from atoll.train.strategies import Alone, OverRing, Stepper, Strategy, Training
 def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memory | None:
     """What a model may take: as `given`, else as `[memory]` says; None: there are no budgets.
 
-    Raises UserError for a strategy that cannot hold a model in chunks.
+    Raises UserError for a strategy that cannot hold a model in chunks, and for a run that is to go on when
+    it has lost a part of the model.
     """
     if given is None and not config.memory.is_given:
         return None
@@ -37,6 +39,11 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memo
         raise UserError(
             f"{what} is for strategy 'ring', or a worker that is alone, and this run's is "
             f"{config.run.strategy!r}; choose 'ring', or leave the budgets out"
+        )
+    if ring and config.run.elastic:
+        raise UserError(
+            "run.elastic lets a run go on without a worker that has died, and under budgets of memory each "
+            "holds the only copy of its part of the model; leave out run.elastic, or the budgets"
         )
     if given is not None:
         given.budgets()
@@ -120,11 +127,14 @@ class Tiers:
             )
 
     def close(self) -> None:
-        """Part from the other members: what they hold cannot be had any more."""
+        """Part from the other members: what they hold cannot be had any more. Alone, give the model back as a
+        plain one, where its budgets hold that."""
         if self.shared is not None:
             self.shared.abandon()
         elif self._members is not None:
             self._members.close()
+        elif isinstance(self.fitted, Moving):
+            self.fitted.end()
 
     def describe(self) -> list[tuple[str, str, str]]:
         """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and

@@ -14,6 +14,7 @@ from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
+from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.backward import BackwardEnd
@@ -158,7 +159,8 @@ class Prepared:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's
-        own gradients)."""
+        own gradients). Raises UserError where torch's own function was meant, whose parameters come first."""
+        check_max_norm(max_norm, norm_type)
         self.reducer.before_step()
         if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
             self.reducer.clip(max_norm, norm_type)

@@ -1,0 +1,27 @@
+"""What is given to a `clip_grad_norm_` that clips all gradients there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from atoll.core.errors import UserError
+
+
+def check_max_norm(max_norm: Any, second: Any) -> None:
+    """Raise UserError where this is no number: torch's own function is given the parameters first, and
+    `second`, the norm, after them."""
+    if _is_number(max_norm):
+        return
+    kind, norm = type(max_norm).__name__, second if _is_number(second) else 1.0
+    raise UserError(
+        f"clip_grad_norm_: max_norm is a {kind}, and no number; the parameters are known here and are not "
+        f"given, so call it as clip_grad_norm_({float(norm):g})"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
