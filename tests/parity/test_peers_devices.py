@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Config, Groups, Run, Sync
+from atoll.core.errors import RunError, UserError
 from atoll.testing.parity import Case, differences, train_atoll, train_peers, train_plain
 from atoll.testing.pool import WorkerPool
 from atoll.train.place import Place
@@ -93,6 +94,48 @@ def lives(place: Place, folder: str) -> dict[str, Any]:
         found |= {"iteration": session.iteration, "values": values_of(model), "state": state_of(optimizer)}
         found["last"] = session.gather(found["iteration"])
     return found
+
+
+MISTAKES = {  # what worker 3 gives, and what is said
+    "seed": ({"seed": 7}, "session.batches: worker 0 gives seed=3, and worker 3 seed=7; all workers"),
+    "shuffle": (
+        {"shuffle": False},
+        "session.sampler: worker 0 gives shuffle=True, and worker 3 shuffle=False;",
+    ),
+    "data": ({}, "session.batches: worker 0 gives len(dataset)=90, and worker 3 len(dataset)=80;"),
+    "ahead": ({"ahead": 0}, "session.batches: worker 0 gives ahead=None, and worker 3 ahead=0;"),
+}
+
+
+def deals_unlike(place: Place) -> list[str]:
+    """What is said of each mistake, and at last of two nodes that make different calls."""
+    found = []
+    config = Config(
+        run=Run(strategy="peers"), sync=Sync(timeout="60s", global_batch=12), groups=Groups(count=NODES)
+    )
+    try:
+        with atoll.join(config, place=place) as session:
+            for name, (arguments, _) in MISTAKES.items():
+                odd = place.rank == 3
+                data = range(80 if odd and name == "data" else 90)
+                call: Any = session.sampler if name == "shuffle" else session.batches
+                try:
+                    call(data, **{"seed": 3, **(arguments if odd else {})})
+                    found.append("no error")
+                except UserError as error:
+                    found.append(str(error))
+            (session.sampler if place.rank < 2 else session.batches)(range(90))
+    except RunError as error:
+        found.append(str(error))
+    return found
+
+
+def test_workers_that_ask_for_other_data_are_told_of_what(pool: WorkerPool) -> None:
+    for lines in pool.run(deals_unlike, world=WORKERS):
+        *mistakes, last = lines
+        for line, (_, said) in zip(mistakes, MISTAKES.values(), strict=True):
+            assert line.startswith(said)
+        assert "node 0 meets on session.sampler, and node 1 on session.batches" in last
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:

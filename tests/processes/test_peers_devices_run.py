@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from run_command import Command, wait_for
 from test_peers_run import SCRIPT, configured, is_warned, nodes_of, said, steps
 
-from atoll.core.config import HUB_VARIABLE
+import atoll
+from atoll.core.config import HUB_VARIABLE, Config, Groups, Run, Sync
+from atoll.core.errors import AtollError
+from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
+from atoll.train.place import Place
 
 
 def entered(command: Command, worker: int) -> bool:
@@ -71,6 +78,50 @@ def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: in
     assert [(each["node"], each["devices"]) for each in nodes] == [(0, 2), (1, 2), (2, 2)]
     assert all(each["staleness_most"] <= 4 for each in nodes)
     assert (command.summary()["workers"], command.summary()["groups"]) == (6, 3)
+
+
+def has_trouble(place: Place, how: str) -> tuple[int, str]:
+    """Forty iterations on three nodes of two devices; before the ninth, node 2's CPU side is killed, or one
+    of its devices leaves its loop. How many a worker has made, and its error."""
+    config = Config(run=Run(strategy="peers"), sync=Sync(timeout="30s", stale_max=2), groups=Groups(count=3))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = 0
+    try:
+        with atoll.join(config, place=place) as session:
+            session.prepare(model, optimizer)
+            for step in range(40):
+                if step == 8 and how == "killed" and place.rank == 4:
+                    assert session._node is not None
+                    os.kill(session._node._side.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                if step == 8 and how == "break" and place.rank == 5:
+                    break
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                made += 1
+    except AtollError as error:
+        return made, f"{type(error).__name__}: {error}"
+    return made, ""
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("break", marks=pytest.mark.soak)])
+def test_a_nodes_trouble_is_its_own(pool: WorkerPool, how: str) -> None:
+    """The others go on; its workers end in one line that says what happened."""
+    *others, leader, device = pool.run(has_trouble, how, world=6)
+    assert others == [(40, "")] * 4
+    assert leader[0] == device[0] <= 8 + 3  # by then it waits for itself
+    for _, line in (leader, device):
+        assert "\n" not in line
+        if how == "killed":
+            assert re.fullmatch(
+                r"RunError: the CPU side of node 2 \(process \d+\) was killed by SIGKILL", line
+            )
+        else:
+            assert "worker 4 is in the end of iteration 8's backward" in line or "worker 4, of its" in line
+            assert "the end of the session, which it reached after 8 iterations" in line
+            assert line.endswith("all of a node's devices make the same calls in the same order")
 
 
 BY_HAND = """

@@ -311,18 +311,15 @@ class Session:
         """This worker's share of `dataset`'s indices, in an order drawn anew each epoch from `seed`.
 
         Give it to a DataLoader. Its place in the epoch is saved and loaded with the session's checkpoints.
+        Every worker calls it with the same arguments; under strategy `peers` others are told in a UserError.
         """
         if self._service is not None and not self._strategy.collective:
             return self._leased_sampler(dataset, seed, shuffle, drop_last)
-        sampler = ShardedSampler(
-            dataset,
-            rank=self.rank,
-            world=self.world,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            on_index=self._sampler_gives,
-        )
+        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        if self._peers is not None:
+            self._peers.check_alike("session.sampler", dataset, **order)
+        place: dict[str, Any] = {"rank": self.rank, "world": self.world, "on_index": self._sampler_gives}
+        sampler = ShardedSampler(dataset, **place, **order)
         self._state.samplers.append(sampler)
         return sampler
 
@@ -343,7 +340,7 @@ class Session:
         nodes' speeds (a node's devices take even parts), the sooner the fewer batches are fetched `ahead` of
         their use: say 0 where a DataLoader has no workers, and the same on every worker (None: up to 31).
         With the mean weighted by samples, any number of workers trains as one does.
-        Order and place are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
+        Order, place and callers are as with `sampler`. Raises UserError where `sync.global_batch` is not set.
         """
         whole = self.config.sync.global_batch
         if whole == 0:
@@ -351,31 +348,19 @@ class Session:
                 "session.batches makes batches of sync.global_batch samples over all workers, and that is "
                 "not set; write --set sync.global_batch=256, say, or use session.sampler"
             )
+        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         if self._peers is not None:
+            self._peers.check_alike("session.batches", dataset, **order, ahead=ahead)
             peer_batches = self._peers.batches(
-                dataset,
-                batch=whole,
-                seed=seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                ahead=ahead,
-                on_index=self._sampler_gives,
+                dataset, batch=whole, **order, ahead=ahead, on_index=self._sampler_gives
             )
             self._state.samplers.append(peer_batches)
             return peer_batches
         if self._service is not None and not self._strategy.collective:
             leased = self._leased_sampler(dataset, seed, shuffle, drop_last)
             return LeasedBatches(leased, lambda: _part_of(whole, self.rank, self._service_members()))
-        sampler = BatchesSampler(
-            dataset,
-            batch=whole,
-            rank=self.rank,
-            world=self.world,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            on_index=self._sampler_gives,
-        )
+        place: dict[str, Any] = {"rank": self.rank, "world": self.world, "on_index": self._sampler_gives}
+        sampler = BatchesSampler(dataset, batch=whole, **place, **order)
         self._state.samplers.append(sampler)
         return sampler
 
@@ -577,10 +562,10 @@ class Session:
     def _end_peers(self, node: NodeWorker) -> None:
         """All that was contributed is applied, and the nodes part; one that comes in now is let in first."""
         try:
+            where = _END.format(self.iteration)
             if self._peers is not None and self._peers.exchange is not None:
-                self._peers.exchange.settle()
-                self._peers.exchange.ending()
-            self._workers.barrier(_END.format(self.iteration))
+                self._peers.exchange.end(where)
+            self._workers.barrier(where)
             node.leave(self.iteration)
             self._tell_of_node()
         finally:

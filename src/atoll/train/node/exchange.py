@@ -215,16 +215,18 @@ class PeerExchange(Reducer):
     def settle(self) -> None:
         """Wait until all that this node has contributed is applied, and take those parameters."""
         if self._memory is not None:
-            self.go_on(self.steps, self.steps)
+            self.go_on(self.steps, self.steps, "all that was contributed to be applied: ")
 
-    def go_on(self, iteration: int, least: int) -> None:
+    def go_on(self, iteration: int, least: int, why: str = "") -> None:
         """Take the newest parameters; wait for them where `iteration` must not begin before the global
-        iteration is `least`."""
+        iteration is `least`; `why` that is stands before what is waited for."""
         if self.at < least and self._worker.returned is None:
             self._worker.send(Want(iteration=iteration, least=least))
             self._worker.wait(
                 lambda: self.at >= least or self._worker.returned is not None,
-                lambda: f"the global iteration to be {least}, before iteration {iteration}; it is {self.at}",
+                lambda: (
+                    f"{why}the global iteration to be {least}, before iteration {iteration}; it is {self.at}"
+                ),
             )
         if self._worker.returned is None:
             self._take_newest()
@@ -245,8 +247,11 @@ class PeerExchange(Reducer):
                 meeting = self._worker.coming_meeting
                 self._worker.send(Captured(iteration=iteration, script=script, meeting=meeting))
 
-    def ending(self) -> None:
-        """All iterations are made: from now on any time is a boundary."""
+    def end(self, where: str) -> None:
+        """All iterations are made, as `where` says: return when they are applied. From now on any time is a
+        boundary."""
+        self._worker.take(where)
+        self.settle()
         self._worker.at = NO_MORE
         self._worker.asked = lambda: self.give_state(NO_MORE)
         self._worker.asked()

@@ -94,6 +94,21 @@ class Peers:
         self._batches.append(batches)
         return batches
 
+    def check_alike(self, call: str, dataset: Sized, **arguments: Any) -> None:
+        """Raise UserError on all workers unless all make this `call` for as many samples and with the same
+        arguments: else each would deal in its own way. One that comes late takes the others' deal, and checks
+        it then."""
+        own = {"len(dataset)": len(dataset), **arguments}
+        found = self._workers.gather({name: str(value) for name, value in own.items()}, call)
+        first, ranks = found[0], self._workers.ranks
+        for name in own:
+            for rank, other in zip(ranks, found, strict=True):
+                if other[name] != first[name]:
+                    raise UserError(
+                        f"{call}: worker {ranks[0]} gives {name}={first[name]}, and worker {rank} "
+                        f"{name}={other[name]}; all workers call it alike"
+                    )
+
     def _applied(self, message: Applied) -> None:
         paces = {part.node: said_in(part.note).pace for part in message.parts}
         for each in self._batches:
