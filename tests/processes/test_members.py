@@ -68,19 +68,22 @@ def asks_everybody(place: Place) -> dict[str, Any]:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    sums, reduced = [], []
+    sums, exchanged = [], []
     for turn in range(10):
         tensor = payload(members.rank, (turn, "gradient"), 0)
         members.sum(tensor, "the sum")
         sums.append(tensor)
         works = []
-        for owner in range(members.count):  # several under way at once
-            part = payload(members.rank, (owner, "part"), turn, numel=5000)
-            works.append((owner, part, members.reduce(part, owner, f"chunk {owner}'s gradient")))
-        for owner, part, work in works:
+        for owner in range(members.count):  # several under way at once: whole payloads, and unlike parts
+            splits = [5000 * (member == owner) for member in range(members.count)]
+            if owner == 1:
+                splits = [1000 * member for member in range(members.count)]
+            part = payload(members.rank, (owner, "part"), turn, numel=sum(splits))
+            into = torch.full((members.count * splits[members.rank],), -1.0)
+            works.append((into, members.exchange(part, splits, into, f"chunk {owner}'s gradient")))
+        for into, work in works:
             work.wait()
-            if owner == members.rank:
-                reduced.append(part)
+            exchanged.append(into)
     for thread in threads:
         thread.join(SECONDS)
     refusal = ""
@@ -94,7 +97,7 @@ def asks_everybody(place: Place) -> dict[str, Any]:
     return {
         "right": right,
         "sums": sums,
-        "reduced": reduced,
+        "exchanged": exchanged,
         "refusal": refusal,
         "words": words,
         "waited": members.seconds_waited,
@@ -103,7 +106,7 @@ def asks_everybody(place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_members_fetch_sum_and_reduce_at_once(pool: WorkerPool, world: int) -> None:
+def test_members_fetch_sum_and_exchange_at_once(pool: WorkerPool, world: int) -> None:
     told = pool.run(asks_everybody, world=world)
     ranks = range(world)
     for rank, each in enumerate(told):
@@ -120,9 +123,11 @@ def test_members_fetch_sum_and_reduce_at_once(pool: WorkerPool, world: int) -> N
             assert torch.equal(summed, told[0]["sums"][turn])  # to the bit
             exact = sum(payload(r, (turn, "gradient"), 0).double() for r in ranks)
             torch.testing.assert_close(summed.double(), exact, rtol=0, atol=1e-5)
-        for turn, part in enumerate(each["reduced"]):
-            exact = sum(payload(r, (rank, "part"), turn, numel=5000).double() for r in ranks)
-            torch.testing.assert_close(part.double(), exact, rtol=0, atol=1e-5)
+        for number, into in enumerate(each["exchanged"]):
+            turn, owner = divmod(number, world)
+            splits = [1000 * r for r in ranks] if owner == 1 else [5000 * (r == owner) for r in ranks]
+            sent = [payload(r, (owner, "part"), turn, numel=sum(splits)) for r in ranks]
+            assert torch.equal(into, torch.cat([torch.split(part, splits)[rank] for part in sent]))
 
 
 def is_closed_while_it_fetches(place: Place) -> str:
@@ -221,12 +226,12 @@ def one_dies_while_it_is_asked(place: Place) -> None:
 
 
 def one_dies_while_all_reduce(place: Place) -> None:
-    """Worker 2, before a gradient has gone to its owner. Worker 0 has no connection to it in that collective:
-    it hears of it as worker 1 closes."""
+    """Worker 2, before a gradient has gone to those who hold it."""
     with closing(WorkerMembers(place, SECONDS)) as members:
         if members.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        members.reduce(torch.zeros(2**20), 0, "chunk 7's gradient").wait()
+        splits = [2**20 // 4, 2**20 // 4, 2**20 // 2]
+        members.exchange(torch.zeros(2**20), splits, torch.zeros(3 * 2**18), "chunk 7's gradient").wait()
         members.sum(torch.zeros(4), "the agreement")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Literal
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from atoll.chunks import ParameterSpec, lay_out_memory
 from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
-from atoll.moves.owners import Share, owners_of
+from atoll.moves.owners import UNIT, Share, owners_of, split_evenly
 from atoll.moves.search import Bandwidths, MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Call, ChunkCosts, Timeline, next_uses
 
@@ -110,9 +111,15 @@ def check_plan(plan: MemoryPlan, profile: Profile, bandwidths: Bandwidths, budge
 
 
 @settings(max_examples=30, deadline=None)
-@given(profiles, rates, st.integers(1, 5), st.sampled_from([None, 0.7]))
-def test_members_of_a_group_store_what_they_own_and_gradients(
-    profile: Profile, bandwidths: Bandwidths, count: int, host: float | None
+@given(
+    profiles, rates, st.integers(1, 5), st.sampled_from([None, 0.7]), st.sampled_from([None, "asymmetric"])
+)
+def test_members_of_a_group_store_what_they_hold_and_gradients(
+    profile: Profile,
+    bandwidths: Bandwidths,
+    count: int,
+    host: float | None,
+    sharding: Literal["asymmetric"] | None,
 ) -> None:
     need = need_of(profile)
     budgets = Budgets(
@@ -120,7 +127,7 @@ def test_members_of_a_group_store_what_they_own_and_gradients(
         host=None if host is None else int(need * host),
         disk=20 * need + 2**22 if host is not None else 0,
         folder="/scratch",
-        pins=Pins(steps_on="host", chunk_bytes=2**18),
+        pins=Pins(steps_on="host", chunk_bytes=2**18, sharding=sharding),
     )
     plans = []
     for rank in range(count):
@@ -137,25 +144,47 @@ def test_members_of_a_group_store_what_they_own_and_gradients(
 
 def check_shares(plans: list[MemoryPlan], profile: Profile, bandwidths: Bandwidths, budgets: Budgets) -> None:
     count = len(plans)
-    assert len({plan.owners for plan in plans}) == 1
-    assert set(plans[0].owners) <= set(range(count))
+    assert len({plan.holding for plan in plans}) == 1
+    holding, sharding = plans[0].holding, budgets.pins.sharding or "symmetric"
+    assert holding is not None
     for plan in plans:
-        assert plan.sharding == "asymmetric"
+        assert plan.sharding == sharding
         assert budgets.host is None or plan.host_bytes + plan.staging_bytes <= budgets.host
         assert bool(plan.staging_bytes) == (count > 1)
     if budgets.host is None:
         alone = search_plan(profile, bandwidths, budgets)
         layout = lay_out_memory(profile.specs, chunk_bytes=alone.chunk_bytes)
         gradients = sum(chunk.nbytes for chunk in layout.trainable)
-        assert sum(plan.host_bytes for plan in plans) == alone.host_bytes + (count - 1) * gradients
+        kinds = 2 + len(profile.state_bytes)  # and a master; each part in whole pages
+        pages = 0 if sharding == "asymmetric" else kinds * count * len(layout.chunks) * 4096
+        stored = sum(plan.host_bytes for plan in plans) - (alone.host_bytes + (count - 1) * gradients)
+        assert -pages <= stored <= pages
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=60), st.integers(1, 9))
 def test_owners_are_dealt_evenly(nbytes: list[int], members: int) -> None:
-    owners = owners_of(nbytes, members)
+    owners = owners_of(nbytes, [range(members)] * len(nbytes))
     loads = [sum(n for n, owner in zip(nbytes, owners, strict=True) if owner == m) for m in range(members)]
     assert sum(loads) == sum(nbytes)
     assert max(loads) - min(loads) <= max(nbytes, default=0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**40), st.sets(st.integers(0, 9), min_size=1)), max_size=60))
+def test_chunks_are_split_evenly_over_their_groups(chunks: list[tuple[int, set[int]]]) -> None:
+    groups = [sorted(group) for _, group in chunks]
+    holding = split_evenly([extent for extent, _ in chunks], groups)
+    for chunk, (extent, group) in enumerate(chunks):
+        assert holding.members_of(chunk) == tuple(sorted(group))
+        ends = [0, *(part.end for part in holding.parts[chunk])]
+        assert ends[:-1] == [part.begin for part in holding.parts[chunk]]
+        assert ends[-1] == extent
+        assert all(end % UNIT == 0 for end in ends[:-1])
+        sizes = [end - begin for begin, end in (holding.part(chunk, member) for member in range(10))]
+        assert all(size == 0 for member, size in enumerate(sizes) if member not in group)
+        within = [sizes[member] for member in group]
+        assert sum(within) == extent
+        assert max(within) <= min(within) + 2 * UNIT
+        assert holding.arriving(chunk) >= (len(group) * max(within) if len(holding.parts[chunk]) > 1 else 1)
 
 
 @settings(max_examples=30, deadline=None)

@@ -237,8 +237,14 @@ REVIEWED: dict[str, str] = {
         "it does not wait"
     ),
     "memory/sharedgradients.py: SharedGradients._sum.end_first: work.wait()": (
-        "Members.reduce gives what waits with the group's deadline"
+        "Members.exchange gives what waits with the group's deadline"
     ),
+    "memory/sharing.py: Sharing.__init__: ThreadPoolExecutor(min(STAGES * (most - 1), FETCHING), "
+    "'atoll-fetching')": "fetches have a deadline each (Members.fetch)",
+    "memory/sharing.py: Sharing.close: self._fetching.shutdown(wait=False, cancel_futures=True)": (
+        "it does not wait"
+    ),
+    "memory/sharing.py: _Sum.wait: self._round.wait()": "its waits are Channel.wait's (sync.timeout)",
     "memory/sharing.py: Sharing._take_stage: self._condition.wait_for(lambda: self._stages, _DEADLINE), "
     "holding self._condition": _RELEASES,
     "memory/sharing.py: Sharing._wait_until: self._condition.wait_for(lambda: self.count >= count or "

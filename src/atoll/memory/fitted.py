@@ -402,6 +402,6 @@ def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:
     its file is kept so small at first that the budget holds the `spilled` bytes of `init`, too."""
     if not plan.disk_bytes:
         return Store(Arena(max(plan.host_bytes, PAGE), PAGE, "cpu", "host", alignment=PAGE))
-    host = Arena(plan.host_bytes, plan.chunk_bytes, "cpu", "host", alignment=PAGE)
+    host = Arena(plan.host_bytes, plan.host_block_bytes, "cpu", "host", alignment=PAGE)
     beside = max(budgets.disk - spilled, 0)
-    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.chunk_bytes, reserved=beside))
+    return Store(host, DiskFile(budgets.folder, plan.disk_bytes, plan.host_block_bytes, reserved=beside))

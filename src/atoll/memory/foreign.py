@@ -1,7 +1,8 @@
-"""The optimizer's state of chunks that other members step: read from their owners, and never changed here.
+"""The optimizer's state of chunks of which other members step a part: that is read from them, and never
+changed here.
 
-What the optimizer keeps for a parameter as a whole ("step"), and which keys it keeps for each element, an
-owner tells in one word for all of a chunk's parameters.
+What the optimizer keeps for a parameter as a whole ("step"), and which keys it keeps for each element, a
+member tells in one word for all of a chunk's parameters of which it holds something.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Slot(msgspec.Struct, frozen=True):
 
 
 def described(states: ChunkStates) -> bytes:
-    """What is kept for a chunk's parameters, in a word that `ForeignStates` reads."""
+    """What is kept for a chunk's parameters, in a word that `SharedStates` reads."""
     slots = [
         _Slot(
             {
@@ -68,51 +69,67 @@ def _told(key: str, value: Any, name: str) -> Value:
     )
 
 
-class ForeignStates:
-    """What an optimizer's `Stepper` asks of the states of a chunk, for one that another member steps."""
+class SharedStates:
+    """What an optimizer's `Stepper` asks of the states of a chunk, for one of which others step a part; `own`
+    is what is stepped here, None: nothing."""
 
-    def __init__(self, trained: TrainedChunk, sharing: Sharing, group: int) -> None:
-        self.trained, self.group, self._sharing = trained, group, sharing
-        self._known: tuple[int, Sequence[_Slot]] = -1, ()  # as of which count
-
-    def _slots(self) -> Sequence[_Slot]:
-        count, slots = self._known
-        if count != self._sharing.count:
-            chunk = self.trained.chunk.id
-            word = self._sharing.description(chunk)
-            who = f"member {self._sharing.owner(chunk)}'s word on {self._sharing.words(chunk)}"
-            try:
-                slots = (
-                    msgspec.msgpack.decode(word, type=list[_Slot]) if word else [_Slot({}, {})] * self._count
-                )
-            except msgspec.MsgspecError as error:
-                raise RunError(f"{who}: {error}") from None
-            if len(slots) != self._count:
-                raise RunError(f"{who} speaks of {len(slots)} parameters, and it has {self._count}")
-            self._known = self._sharing.count, slots
-        return slots
-
-    @property
-    def _count(self) -> int:
-        return len(self.trained.parameters)
+    def __init__(self, trained: TrainedChunk, sharing: Sharing, group: int, own: ChunkStates | None) -> None:
+        self.trained, self.group, self._sharing, self._own = trained, group, sharing, own
+        self._known: dict[int, Sequence[_Slot]] = {}  # by holder
+        self._count = -1  # as of which count
 
     def numbers(self, slot: int) -> State:
         """What is kept for a parameter as a whole, in copies."""
-        return {key: _heard(value) for key, value in self._slots()[slot].numbers.items()}
+        if self._own is not None and self._own.has(slot):
+            return self._own.numbers(slot)
+        return {key: _heard(value) for key, value in self._told(slot).numbers.items()}
 
     def kept(self, slot: int) -> dict[str, torch.dtype]:
         """What is kept for each of its elements, by key."""
-        return {key: _dtype(name) for key, name in self._slots()[slot].kept.items()}
+        if self._own is not None and self._own.has(slot):
+            return self._own.kept(slot)
+        return {key: _dtype(name) for key, name in self._told(slot).kept.items()}
 
     def elements(self, slot: int, key: str) -> Tensor:
         """A copy of what is kept under `key`, with the parameter's shape and strides."""
-        chunk = self.trained.chunk
+        chunk, place = self.trained.chunk, self.trained.chunk.slots[slot]
         kind = MASTER if key == MASTER else state_kind(key)
-        flat = self._sharing.fetched((chunk.id, kind), chunk.extent, self.kept(slot)[key])
+        end = place.offset + place.numel
+        flat = self._sharing.fetched((chunk.id, kind), chunk.extent, self.kept(slot)[key], place.offset, end)
+        if self._own is not None and self._own.has(slot):
+            self._own.copy_held(slot, key, flat)
         return self.trained.part(flat, slot).clone()
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
-        """Its owner's script loads the same."""
+        """Take what is held here of it; the others' scripts load the same."""
+        if self._own is not None:
+            self._own.load(slot, state, settings)
+
+    def _told(self, slot: int) -> _Slot:
+        """What a member that holds some of the parameter says of it."""
+        place = self.trained.chunk.slots[slot]
+        holder = next(
+            part.member
+            for part in self._sharing.others(self.trained.chunk.id)
+            if part.begin < place.offset + max(place.numel, 1) and place.offset < part.end
+        )
+        return self._slots(holder)[slot]
+
+    def _slots(self, holder: int) -> Sequence[_Slot]:
+        if self._count != self._sharing.count:
+            self._known, self._count = {}, self._sharing.count
+        if holder not in self._known:
+            chunk, count = self.trained.chunk.id, len(self.trained.parameters)
+            word = self._sharing.description(chunk, holder)
+            who = f"member {holder}'s word on {self._sharing.words(chunk)}"
+            try:
+                slots = msgspec.msgpack.decode(word, type=list[_Slot]) if word else [_Slot({}, {})] * count
+            except msgspec.MsgspecError as error:
+                raise RunError(f"{who}: {error}") from None
+            if len(slots) != count:
+                raise RunError(f"{who} speaks of {len(slots)} parameters, and it has {count}")
+            self._known[holder] = slots
+        return self._known[holder]
 
 
 def _heard(value: Value) -> Any:

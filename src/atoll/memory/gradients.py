@@ -168,8 +168,12 @@ class ChunkGradients:
             for factor, present in factors:
                 for slot, here in enumerate(present):
                     if here:
-                        self.trained.run(flat, slot).mul_(factor)
+                        self.counted(flat, slot).mul_(factor)
             yield flat
+
+    def counted(self, flat: Tensor, slot: int) -> Tensor:
+        """What of the payload counts as this slot's gradient, 1-D."""
+        return self.trained.run(flat, slot)
 
     def _clear_padding(self, flat: Tensor) -> None:
         end = 0
@@ -190,11 +194,15 @@ class ChunkGradients:
     def _with_edits(self, *, writes: bool) -> Iterator[Tensor]:
         with self.borrow(writes=writes or bool(self.kept)) as flat:
             for index, kept in list(self.kept.items()):
-                self.trained.part(flat, index).copy_(kept)
+                self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
                 if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) <= 2:  # only we have it
                     del self.kept[index]
             yield flat
+
+    def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
+        """Copy into the payload what counts as a slot's gradient."""
+        self.trained.part(flat, index).copy_(kept)
 
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
         """Let a gradient come; it counts from now on."""

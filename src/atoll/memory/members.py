@@ -1,13 +1,13 @@
 """The members of a group that hold one model together: what memory asks of whoever connects them.
 
-Each chunk belongs to one member, its owner, which holds its values and its optimizer's state and steps it. A
-member that uses a chunk of another's fetches its values; gradients are summed to the owners. Source: S2,
-part 4.
+Each chunk's elements are held by one member, or in parts by several (moves/owners.py): who holds an element
+holds its value and what the optimizer keeps for it, and steps it. A member that uses a chunk fetches what
+others hold of its values; gradients are summed to the holders. Source: S2, part 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -41,8 +41,8 @@ class Members(Protocol):
     def serve(self, read: Read) -> None:
         """Answer the others' `fetch` from now on with `read`, which is called on service threads."""
 
-    def fetch(self, owner: int, key: Key, version: int, into: Tensor, what: str) -> None:
-        """Fill `into`, a flat contiguous tensor in host memory, with the first bytes of the owner's payload.
+    def fetch(self, holder: int, key: Key, version: int, into: Tensor, what: str) -> None:
+        """Fill `into`, a flat contiguous tensor in host memory, with the first bytes of the holder's payload.
         From any thread; fetches of several threads run side by side."""
 
     def sum(self, tensor: Tensor, what: str) -> None:
@@ -52,8 +52,10 @@ class Members(Protocol):
         or at the end of its backward.
         """
 
-    def reduce(self, tensor: Tensor, owner: int, what: str) -> Waitable:
-        """Begin to sum `tensor`, as above, to its owner; what it then holds elsewhere is undefined."""
+    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+        """Begin to send `tensor`, as above, in pieces of `splits` elements, the r-th to member r. `into`
+        takes what the members send to this one, itself included, by rank: `count` times as many elements as
+        its own split has. All members give the same splits."""
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         """Every member's word, by rank."""

@@ -1,7 +1,8 @@
-"""A model that the members of a group hold together: each chunk lies with one of them, its owner.
+"""A model that the members of a group hold together: each chunk lies in parts with all of them (symmetric
+sharding), or whole with one (asymmetric).
 
-Values that another member owns are fetched as they are used; gradients are summed to the owners at the end
-of a backward; each member steps what it owns. Source: S2, part 4.
+Values that other members hold are fetched as they are used; gradients are summed to the holders at the end
+of a backward; each member steps what it holds. Source: S2, part 4.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory import interrupts
 from atoll.memory.fitted import Moving
-from atoll.memory.foreign import ForeignStates, described
+from atoll.memory.foreign import SharedStates, described
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.members import Members
 from atoll.memory.payloads import Payloads
@@ -55,7 +56,7 @@ class Sharded(Moving):
         self._members = members
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._foreign = [
-            each.chunk.id for each in self.engine.chunks if not self.sharing.is_mine(each.chunk.id)
+            each.chunk.id for each in self.engine.chunks if not self.sharing.holds_all(each.chunk.id)
         ]
         self.engine.written = self.sharing.written
         self._handles.append(model.register_forward_pre_hook(self._before_forward))
@@ -75,11 +76,12 @@ class Sharded(Moving):
             )
 
     def _payloads(self, chunks: Sequence[TrainedChunk]) -> Payloads:
+        assert self.plan.holding is not None
         self.sharing = Sharing(
             self._members,
             [each.chunk for each in chunks],
             [each.names[0] for each in chunks],
-            self.plan.owners,
+            self.plan.holding,
             self._store,
             self.plan.staging_bytes,
         )
@@ -95,17 +97,17 @@ class Sharded(Moving):
         self.engine.nbytes["from_members"] += nbytes
 
     def _stepper_of(self, optimizer: torch.optim.Optimizer) -> Stepper:
-        mine = [each for each in self._trained if self.sharing.is_mine(each.chunk.id)]
-        others = [each for each in self._trained if not self.sharing.is_mine(each.chunk.id)]
+        sharing = self.sharing
         stepper = Stepper(
             optimizer,
-            mine,
+            [each for each in self._trained if sharing.holds_any(each.chunk.id)],
             self.gradients,
-            lambda _: self.sharing,
+            lambda _: sharing.own,
             self._step_calls(),
             master=self.budgets.master,
-            stepped_elsewhere=others,
-            elsewhere=lambda each, group: ForeignStates(each, self.sharing, group),
+            parts=sharing.part,
+            shared_chunks=[each for each in self._trained if not sharing.holds_all(each.chunk.id)],
+            shared=lambda each, group, own: SharedStates(each, sharing, group, own),
         )
 
         def tell(chunk: int) -> bytes | None:
@@ -133,7 +135,7 @@ class Sharded(Moving):
         return self.gradients.all_finite()
 
     def nonfinite(self) -> str:
-        """A parameter of this member's own for which `all_finite` was False; else empty."""
+        """A parameter of which this member holds something for which `all_finite` was False; else empty."""
         return self.gradients.nonfinite()
 
     def clip_grad_norm_(
@@ -176,12 +178,12 @@ class Sharded(Moving):
                 )
 
     def _count_writes(self) -> None:
-        """For autograd, what others step is written into here too."""
+        """For autograd, what others alone step is written into here too."""
         torch.autograd.graph.increment_version(
             [
                 parameter
                 for each in self._trained
-                if not self.sharing.is_mine(each.chunk.id)
+                if not self.sharing.holds_any(each.chunk.id)
                 for parameter, here in zip(
                     each.parameters, self.gradients.present(each.chunk.id), strict=True
                 )

@@ -1,14 +1,15 @@
-"""Gradients of chunks that the members of a group own between them.
+"""Gradients of chunks that the members of a group hold between them.
 
-Each member's gradients of all chunks lie in its own payloads until `SharedGradients.reduce` sums each chunk's
-to its owner, weighted, and the others let go of theirs. Then `p.grad` is the mean on every member: an owner
-reads its payload, and who does not own it fetches it. What a script writes there it writes on all members, so
-an owner keeps it and the others drop it; whoever still reads sees what was there before, up to the next sync
-point, since members' scripts do not run in step.
+Each member's gradients of all chunks lie in its own payloads until `SharedGradients.reduce` sums each part of
+them, weighted, to the member that holds it. From then on only that part of a member's payload counts, and
+`p.grad` is the mean on every member, which fetches what others hold of it. What a script writes there it
+writes on all members, so each keeps it for its own part; whoever still reads sees what was there before, up
+to the next sync point, since members' scripts do not run in step.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from atoll.core.errors import UserError
+from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.members import Waitable
@@ -26,25 +27,28 @@ from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
+_PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
 
 class _SharedSlot(Slot):
-    """One parameter's gradient, of a chunk that has an owner."""
+    """One parameter's gradient, of a chunk that several members hold between them."""
 
     _chunk: _SharedChunk
 
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         chunk, index = self._chunk, self._index
-        if index in chunk.kept or (not chunk.has_owner and not any(chunk.earlier)):
+        if index in chunk.kept or (not chunk.is_mean and not any(chunk.earlier)):
             with super().lend(overwrites=overwrites) as gradient:
                 yield gradient
             return
-        like, device = chunk.trained.likes[index], chunk.trained.device
-        with torch.inference_mode(False), torch.no_grad():
-            lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-            if not overwrites:
-                chunk.copy_mean(index, lent)
+        lent = chunk.edits.get(index)
+        if lent is None:
+            like, device = chunk.trained.likes[index], chunk.trained.device
+            with torch.inference_mode(False), torch.no_grad():
+                lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+                if not overwrites:
+                    chunk.copy_mean(index, lent)
         before = lent._version
         yield lent
         if lent._version != before:
@@ -65,41 +69,67 @@ class _SharedSlot(Slot):
 class _SharedChunk(ChunkGradients):
     """What is known of one chunk's gradients.
 
-    First they are this member's own: `come` says of which slots. After `sum` the owner's payload is the mean,
-    the others hold nothing, and `has_owner` is set. Where more come then, the owner sets the mean aside
-    (`earlier` says of which slots) until it is added to the next.
+    First they are this member's own: `come` says of which slots. After `sum` the payload is the mean from
+    `begin` to `end`, this member's part, the rest of it is nothing, and `is_mean` is set. Where more come
+    then, members set their parts of the mean aside (`earlier` says of which slots) until they are added to
+    the next.
     """
 
     slot_kind = _SharedSlot
 
     def __init__(self, trained: TrainedChunk, payloads: Payloads, sharing: Sharing) -> None:
         super().__init__(trained, payloads)
-        self._sharing, self.is_mine = sharing, sharing.is_mine(trained.chunk.id)
-        self.has_owner = False
+        self._sharing = sharing
+        self.begin, self.end = sharing.part(trained.chunk.id)
+        self.is_mean = False
         self.come = [False] * len(trained.parameters)
         self.earlier = [False] * len(trained.parameters)
-        self._aside: Tensor | None = None
+        self._aside: Tensor | None = None  # the part of it
         # The mean as others may still read it, where this member has let go of it since: at which count.
         self._former: tuple[int, Tensor] | None = None
-        self.is_stepped = False  # since it was summed: its owner may let go of it at any time
-        self.originals: dict[
-            int, Tensor
-        ] = {}  # by slot, what the script has changed since the last sync point
-        self._lock = (
-            threading.RLock()
-        )  # the payload, between the script's thread and those that answer others
+        self.is_stepped = False  # since it was summed: who holds it may let go of it at any time
+        # By slot, of what the script has changed since the last sync point: the part as it was, for others,
+        # and where they hold some of it, the whole as it is, for this member's script.
+        self.originals: dict[int, Tensor] = {}
+        self.edits: dict[int, Tensor] = {}
+        # The payload, between the script's thread and those that answer others:
+        self._lock = threading.RLock()
 
     @contextmanager
     def borrow(self, *, writes: bool) -> Iterator[Tensor]:
         with self._lock, super().borrow(writes=writes) as flat:
             yield flat
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this member holds a part of it."""
+        return self.end > self.begin
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """From where to where a slot's elements are this member's; the first is not below the second where
+        none is."""
+        place = self.trained.chunk.slots[slot]
+        return max(place.offset, self.begin), min(place.offset + place.numel, self.end)
+
+    def is_whole(self, slot: int) -> bool:
+        """Whether no other member holds any of the slot."""
+        first, last = self.bounds(slot)
+        return last - first == self.trained.chunk.slots[slot].numel
+
+    def own(self, flat: Tensor, slot: int) -> Tensor:
+        """This member's part of a slot, 1-D."""
+        first, last = self.bounds(slot)
+        return flat[first : max(first, last)]
+
+    def counted(self, flat: Tensor, slot: int) -> Tensor:
+        return self.own(flat, slot) if self.is_mean else super().counted(flat, slot)
+
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
         """Add a gradient that has come here."""
         del measures  # it is the mean's norm that counts
-        if self.has_owner:
+        if self.is_mean:
             self.wait(self.trained.chunk.id)  # at whose end a mean that nobody has any more is let go
-            if self.has_owner:
+            if self.is_mean:
                 self._set_aside()
         present, self.present = self.present, self.come
         try:
@@ -116,13 +146,13 @@ class _SharedChunk(ChunkGradients):
         self._keep_for_others()
         if self.is_mine:
             with self.borrow(writes=False) as flat:
-                self._aside = flat.clone()
-        self.filled, self.has_owner = False, False
+                self._aside = flat[self.begin : self.end].clone()
+        self.filled, self.is_mean = False, False
         self.norms.clear()
-        self.originals.clear()
+        self.forget_changes()
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        if not self.has_owner:
+        if not self.is_mean:
             super().replace(index, gradient)
             return
         if self.present[index]:
@@ -132,6 +162,7 @@ class _SharedChunk(ChunkGradients):
 
     def forget(self, index: int) -> None:
         super().forget(index)
+        self.edits.pop(index, None)
         self.come[index] = self.earlier[index] = False
 
     def release(self) -> None:
@@ -143,24 +174,45 @@ class _SharedChunk(ChunkGradients):
                 self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.has_owner = self.is_stepped = False
+        self.is_mean = self.is_stepped = False
         self._aside = None
         self.come, self.earlier = [False] * len(self.come), [False] * len(self.come)
-        self.originals.clear()
+        self.forget_changes()
 
-    def measure(self, norm_type: float) -> None:
-        if self.is_mine:
-            super().measure(norm_type)
+    def forget_changes(self) -> None:
+        """What the script has changed may be seen by all."""
+        self.originals.clear()
+        self.edits.clear()
+
+    def measured(self, norm_type: float) -> dict[int, Tensor]:
+        """By slot, of what this member holds of those that are present: the norm, where it is all of it; else
+        what `combined` makes one of, in double precision."""
+        here = [slot for slot, present in enumerate(self.present) if present and self.own_numel(slot)]
+        missing = [slot for slot in here if slot not in self.norms or slot in self.kept]
+        if missing:
+            with self.settled() as flat:
+                for slot in missing:
+                    if self.is_whole(slot):
+                        whole = self.trained.part(flat, slot)
+                        self.norms[slot] = torch.linalg.vector_norm(whole, norm_type)
+                    else:
+                        self.norms[slot] = _partial(self.own(flat, slot), norm_type)
+        return {slot: self.norms[slot] for slot in here}
+
+    def own_numel(self, slot: int) -> int:
+        """How many of a slot's elements this member holds."""
+        first, last = self.bounds(slot)
+        return max(0, last - first)
 
     # The sum
 
     @contextmanager
     def sum(self, agreed: Sequence[bool], scale: float) -> Iterator[Waitable]:
-        """The sum to the owner, under way, of all members' gradients of the `agreed` slots, this member's
+        """The sum to the holders, under way, of all members' gradients of the `agreed` slots, this member's
         times `scale`; at the end of the block it has ended, and the mean is what counts."""
         chunk = self.trained.chunk.id
         what = f"the gradient of {self._sharing.words(chunk)} in step {self._sharing.steps}"
-        if self.has_owner:  # others have gradients of it since, and this member has none
+        if self.is_mean:  # others have gradients of it since, and this member has none
             self._set_aside()
         with self.settled(writes=True) as flat:
             for index in list(self.kept):
@@ -171,22 +223,23 @@ class _SharedChunk(ChunkGradients):
                     run.zero_()
                 elif scale != 1.0:
                     run.mul_(scale)
-            yield self._sharing.members.reduce(flat, self._sharing.owner(chunk), what)
+            yield self._sharing.sum(chunk, flat, what)
             self._add_earlier(flat)
         self._is_mean(agreed)
 
     def _add_earlier(self, flat: Tensor) -> None:
         if self._aside is not None:
             for slot, there in enumerate(self.earlier):
-                if there:
-                    self.trained.run(flat, slot).add_(self.trained.run(self._aside, slot))
+                if there and self.own_numel(slot):
+                    first, last = self.bounds(slot)
+                    flat[first:last].add_(self._aside[first - self.begin : last - self.begin])
 
     def _is_mean(self, agreed: Sequence[bool]) -> None:
         self.present = [now or before for now, before in zip(agreed, self.earlier, strict=True)]
         self._begin_anew()
         self._former = None
         self.norms.clear()
-        self.has_owner = True
+        self.is_mean = True
         if not self.is_mine:
             self.filled = False
             self.payloads.drop(self.key)
@@ -208,7 +261,9 @@ class _SharedChunk(ChunkGradients):
 
     def is_readable(self, index: int) -> bool:
         """Whether this member can read the gradient without asking another."""
-        return index in self.kept or (not any(self.earlier) and (self.is_mine or not self.has_owner))
+        if index in self.kept:
+            return True
+        return not any(self.earlier) and (not self.is_mean or self.is_whole(index) or index in self.edits)
 
     def check_readable(self, index: int) -> None:
         name = self.trained.names[index]
@@ -217,40 +272,60 @@ class _SharedChunk(ChunkGradients):
                 f"{name}.grad: gradients have come after the members' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
             )
-        if self.is_stepped and not self.is_mine:
+        if self.is_stepped and not self.is_whole(index):
+            others = self._sharing.held_by_others(self.trained.chunk.id)
             raise UserError(
-                f"{name}.grad lies with member {self._sharing.owner(self.trained.chunk.id)}, which may have "
-                "let go of it; read it before optimizer.step()"
+                f"{name}.grad lies with {others}, which may have let go of it; read it before "
+                "optimizer.step()"
             )
 
     def copy_mean(self, index: int, into: Tensor) -> None:
         """Copy the mean, wherever it is, into a tensor of the parameter's shape and device."""
         self.check_readable(index)
-        if self.is_mine:
+        if self.is_whole(index):
             with self.settled() as flat:
                 into.copy_(self.trained.part(flat, index))
             return
-        flat = self._sharing.fetched(self.key, self.trained.extent, self.trained.dtype)
-        into.copy_(self.trained.part(flat, index))
+        place, extent = self.trained.chunk.slots[index], self.trained.extent
+        end = place.offset + place.numel
+        whole = self._sharing.fetched(self.key, extent, self.trained.dtype, place.offset, end)
+        if self.own_numel(index):
+            with self.settled() as flat:
+                self.own(whole, index).copy_(self.own(flat, index))
+        into.copy_(self.trained.part(whole, index))
 
     def write(self, index: int, values: Tensor) -> None:
         """The script has changed the mean."""
-        if not self.is_mine:
+        if not self.own_numel(index):
             return
-        with self.settled(
-            writes=True
-        ) as flat:  # which waits for the step, and then locks: the step locks too
-            part = self.trained.part(flat, index)
-            if self.present[index]:
-                self.originals.setdefault(index, part.clone())
-            part.copy_(values)
+        # Which waits for the step, and then locks: the step locks too.
+        with self.settled(writes=True) as flat:
+            self._keep_original(flat, index)
+            self.trained.part(flat, index).copy_(values)  # beyond this member's part, nobody reads it
             self.norms.pop(index, None)
+        if self.is_whole(index) or self.edits.get(index) is values:
+            return
+        like = self.trained.likes[index]
+        with torch.inference_mode(False), torch.no_grad():
+            edit = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
+            self.edits[index] = edit.copy_(values)
+
+    def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
+        if self.is_mean and self.own_numel(index):
+            self._keep_original(flat, index)
+            if not self.is_whole(index):
+                self.edits[index] = kept
+        super().take_in(flat, index, kept)
+
+    def _keep_original(self, flat: Tensor, index: int) -> None:
+        if self.present[index]:
+            self.originals.setdefault(index, self.own(flat, index).clone())
 
     def for_others(self) -> Tensor:
-        """A copy of the mean, (extent,), as the last sync point has left it."""
+        """A copy of this member's part of the mean as the last sync point has left it."""
         self.wait(self.trained.chunk.id)
         with self._lock:
-            if not self.has_owner:
+            if not self.is_mean:
                 if self._former is not None and self._former[0] == self._sharing.count:
                     return self._former[1]
                 raise UserError(
@@ -261,19 +336,20 @@ class _SharedChunk(ChunkGradients):
 
     def _as_summed(self) -> Tensor:
         with self.borrow(writes=False) as flat:
-            copy = flat.clone()
+            copy = flat[self.begin : self.end].clone()
         for index, original in self.originals.items():
-            self.trained.part(copy, index).copy_(original)
+            first, last = self.bounds(index)
+            copy[first - self.begin : last - self.begin].copy_(original)
         return copy
 
     def _keep_for_others(self) -> None:
         """This member is about to let go of the mean, with no step: others may be behind, and read it yet."""
-        if self.has_owner and self.is_mine and not self.is_stepped:
+        if self.is_mean and self.is_mine and not self.is_stepped:
             self._former = self._sharing.count, self._as_summed()
 
 
 class SharedGradients(Gradients):
-    """The gradients of all chunks that are trained, on one of the members that own them between them."""
+    """The gradients of all chunks that are trained, on one of the members that hold them between them."""
 
     _chunks: Mapping[int, _SharedChunk]
 
@@ -298,7 +374,7 @@ class SharedGradients(Gradients):
         return self._chunks[chunk].for_others()
 
     def close(self) -> None:
-        """Let go of all gradients: what is summed is with its owner alone."""
+        """Let go of all gradients: what is summed is with its holders alone."""
         for handle in self._handles:
             handle.remove()
         untold: BaseException | None = None
@@ -312,8 +388,8 @@ class SharedGradients(Gradients):
             raise untold
 
     def reduce(self, weight: float, samples: float) -> float:
-        """At the end of a backward, on all members: their gradients become the mean by `weight`, each with
-        its chunk's owner. A parameter counts where any member has a gradient of it; one of weight 0 has none.
+        """At the end of a backward, on all members: their gradients become the mean by `weight`, each part of
+        it with its holder. A parameter counts where any member has a gradient; one of weight 0 has none.
 
         Gives the sum of `samples`. Raises UserError where weights sum to 0 though there are gradients.
         """
@@ -382,13 +458,13 @@ class SharedGradients(Gradients):
     def step_made(self) -> None:
         """A step was begun on all members."""
         for each in self._chunks.values():
-            each.is_stepped = each.has_owner
+            each.is_stepped = each.is_mean
         self.synced()
 
     def synced(self) -> None:
         """What the script has changed may be seen by all: a sync point is past."""
         for each in self._chunks.values():
-            each.originals.clear()
+            each.forget_changes()
 
     @uninterrupted
     def clip_grad_norm_(
@@ -408,20 +484,28 @@ class SharedGradients(Gradients):
 
     def _norms(self, norm_type: float) -> dict[int, Tensor]:
         self.check_summed()
-        own = super()._norms(norm_type)
-        dtypes = {
-            each.trained.chunk.slots[slot].parameter: each.trained.dtype
-            for each in self._chunks.values()
-            for slot, here in enumerate(each.present)
-            if here
-        }
-        vector = torch.zeros(
-            max(dtypes, default=0) + 1, dtype=torch.float64
-        )  # which holds all dtypes' values
-        for parameter, norm in own.items():
-            vector[parameter] = norm
-        self._sharing.members.sum(vector, f"the norms of the gradients of step {self._sharing.steps}")
-        return {parameter: vector[parameter].to(dtype) for parameter, dtype in dtypes.items()}
+        counted: list[tuple[_SharedChunk, int]] = []
+        own: list[float] = []  # what this member tells of each; NaN is a norm, so 0 where it holds nothing
+        for each in self._chunks.values():
+            measured = each.measured(norm_type)
+            for slot, here in enumerate(each.present):
+                if here:
+                    counted.append((each, slot))
+                    own.append(float(measured.get(slot, 0.0)))
+        what = f"the norms of the gradients of step {self._sharing.steps}"
+        word = torch.tensor(own, dtype=torch.float64).numpy().tobytes()  # which holds all dtypes' values
+        rows = [_heard(told, len(own), what) for told in self._sharing.members.gather(word, what)]
+        holding, norms = self._sharing.holding, {}
+        for column, (each, slot) in enumerate(counted):
+            chunk, place = each.trained.chunk, each.trained.chunk.slots[slot]
+            parts = [
+                float(rows[part.member][column])
+                for part in holding.parts[chunk.id]
+                if part.begin < place.offset + place.numel and place.offset < part.end
+            ]
+            norm = combined(parts, norm_type)
+            norms[place.parameter] = torch.tensor(norm, dtype=torch.float64).to(each.trained.dtype)
+        return norms
 
     def all_finite(self) -> bool:
         """Whether all members' gradients are finite, once they are summed; called by all members."""
@@ -431,8 +515,8 @@ class SharedGradients(Gradients):
         return not bad
 
     def nonfinite(self) -> str:
-        """The first parameter of this member's own whose gradient `all_finite` has found not to be; else
-        empty."""
+        """The first parameter whose gradient `all_finite` has found not to be where this member holds it;
+        else empty."""
         return self._bad
 
     def _first_nonfinite(self) -> str:
@@ -441,6 +525,37 @@ class SharedGradients(Gradients):
                 continue
             with each.settled() as flat:
                 for slot, here in enumerate(each.present):
-                    if here and not bool(torch.isfinite(each.trained.run(flat, slot)).all()):
+                    if here and not bool(torch.isfinite(each.own(flat, slot)).all()):
                         return each.trained.names[slot]
         return ""
+
+
+def _partial(part: Tensor, norm_type: float) -> Tensor:
+    """Of a part of a gradient, what `combined` makes a norm of: a sum of powers, in double precision; or the
+    greatest, the smallest or the number of elements."""
+    if norm_type == 0 or math.isinf(norm_type):
+        most: Tensor = torch.linalg.vector_norm(part, norm_type)
+        return most.double()
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in torch.split(part, _PIECE):
+        total += torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) ** norm_type
+    return total
+
+
+def combined(parts: Sequence[float], norm_type: float) -> float:
+    """A gradient's norm: what the one that holds all of it says, or of what `_partial` gives of its parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else 0.0
+    if norm_type == math.inf:
+        return math.nan if any(map(math.isnan, parts)) else max(parts)
+    if norm_type == -math.inf:
+        return math.nan if any(map(math.isnan, parts)) else min(parts)
+    total = math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+    return float(torch.tensor(total, dtype=torch.float64) ** (1 / norm_type)) if norm_type else total
+
+
+def _heard(word: bytes, count: int, what: str) -> Sequence[float]:
+    if len(word) != count * 8:
+        raise RunError(f"{what}: a member tells of {len(word) // 8} gradients, and this one has {count}")
+    heard: list[float] = torch.frombuffer(bytearray(word), dtype=torch.float64).tolist() if word else []
+    return heard

@@ -23,19 +23,16 @@ class _Word(msgspec.Struct, frozen=True):
     error: str = ""
     chunk_bytes: int = 0
     fits: bool = False
-    owners: tuple[int, ...] = ()
+    sharding: str = ""
+    holding: int = 0  # a checksum of who holds what
 
 
 def agree(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, budgets: Budgets, members: Members
 ) -> MemoryPlan:
     """This member's plan. All stays on the devices only if it does on each; else chunks have the size that
-    member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError and
-    PrepareError, naming the member, on all alike; ConfigError for a sharding that there is not."""
-    if budgets.pins.sharding == "symmetric":
-        raise ConfigError(
-            "memory.sharding: symmetric sharding is not there yet; leave it at auto, or write asymmetric"
-        )
+    member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError,
+    ConfigError and PrepareError, naming the member, on all alike."""
     share = Share(members.rank, members.count)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
@@ -44,7 +41,8 @@ def agree(
             plan = planning.choose(model, optimizer, budgets, share=share)
         except AtollError as error:
             return None, _Word(alike, str(error))
-        return plan, _Word(alike, "", plan.chunk_bytes, plan.fits, plan.owners)
+        held = zlib.crc32(msgspec.msgpack.encode(plan.holding))
+        return plan, _Word(alike, "", plan.chunk_bytes, plan.fits, plan.sharding, held)
 
     plan, word = found(budgets)
     words = _told(word, members, "the plans of all members")
@@ -59,8 +57,13 @@ def agree(
         for member, each in enumerate(words):
             if each.error:
                 raise UserError(f"member {member}: {each.error} (with chunks of {size} bytes)")
-            if each.owners != words[0].owners:
-                raise PrepareError(f"member {member} finds other owners of chunks than member 0")
+            if each.sharding != words[0].sharding:
+                raise ConfigError(
+                    f"memory.sharding: member {member} asks for {each.sharding}, and member 0 for "
+                    f"{words[0].sharding}; write the same on all"
+                )
+            if each.holding != words[0].holding:
+                raise PrepareError(f"member {member} finds other holders of chunks than member 0")
     assert plan is not None
     return plan
 

@@ -1,14 +1,16 @@
-"""A model's payloads over the members of a group: its own lie in a member's store, the others' are fetched.
+"""A model's payloads over the members of a group: a member's own parts lie in its store, the others' are
+fetched.
 
 All that changes payloads of several members at once is a **sync point**: the gradients' sum, clipping, a
-step, a load, `sync`. Members count them alike, and who asks for a payload says at which count he stands: an
-owner that is not there yet answers when it is. So members may use chunks in any order between two of them.
+step, a load, `sync`. Members count them alike, and who asks for a payload says at which count he stands: a
+holder that is not there yet answers when it is. So members may use chunks in any order between two of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,29 +19,40 @@ from torch import Tensor
 from atoll.chunks import Chunk
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.memory.arena import Arena, Block
-from atoll.memory.members import Members
+from atoll.memory.members import Members, Waitable
 from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.store import Store
+from atoll.moves.owners import Holding, Part
 from atoll.moves.search import STAGES
 
-_DEADLINE = 600.0  # seconds, for an owner that is behind, and for a place in host memory to be free
+FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
+_DEADLINE = 600.0  # seconds, for a holder that is behind, and for a place in host memory to be free
 _STEPS = 2**20  # steps are compared modulo this: their sum over the members is exact
 
 
 class _Stage:
-    """A place in host memory where another member's values arrive, and what it holds: (chunk, count)."""
+    """A place in host memory where values of others arrive, and what it holds: (chunk, count, writes)."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
-        self.holds: tuple[int, int] | None = None
+        self.holds: tuple[int, int, int] | None = None
+
+
+class _Latest:
+    """What was fetched last into memory of its own: of one payload, as `count` sync points left it."""
+
+    def __init__(self, key: Key, count: int, memory: Tensor) -> None:
+        self.key, self.count, self.memory = key, count, memory
+        self.there: set[int] = set()  # the members whose part has come
 
 
 class Sharing:
-    """What one member knows of the group: `owners[i]` owns chunk i. It is the `Payloads` of all chunks.
+    """What one member knows of the group: `holding` says who holds what. It is the `Payloads` of whole
+    chunks, and `own` that of what this member holds of them.
 
-    `store` holds what is this member's own, and all gradients until they are summed. Of another member's
-    chunk, values alone can be pinned: they arrive in `staging_bytes` of host memory, and what is written to
-    them is dropped, since their owner's script writes the same.
+    `store` holds what is this member's own, and all gradients until they are summed. Of a chunk of which
+    others hold a part, values alone can be pinned: they arrive in `staging_bytes` of host memory, and what is
+    written there counts for this member's own part, since the others' scripts write the same.
     """
 
     def __init__(
@@ -47,16 +60,23 @@ class Sharing:
         members: Members,
         chunks: Sequence[Chunk],
         names: Sequence[str],
-        owners: Sequence[int],
+        holding: Holding,
         store: Store,
         staging_bytes: int,
     ) -> None:
         self.members, self.store, self.rank = members, store, members.rank
-        self._owners, self._names = list(owners), list(names)
-        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of what is not in the store
+        self.holding, self._names = holding, list(names)
+        self._extents = [chunk.extent for chunk in chunks]
+        self._parts = [holding.part(chunk.id, self.rank) for chunk in chunks]
+        self._others = [
+            [part for part in holding.parts[chunk.id] if part.member != self.rank] for chunk in chunks
+        ]
+        self.own = OwnParts(self)
+        self._sizes: dict[Key, tuple[int, torch.dtype]] = {}  # of what others hold a part of
         self.steps = 0
         self.count = 0  # of sync points
         self._changed = [0] * len(chunks)  # the count at which a chunk's values were stepped last
+        self._writes = [0] * len(chunks)  # to this member's part of its values, by its script
         # Others' chunks that the script has written to since all were last told what scripts have written:
         self._written: set[int] = set()
         self._condition = threading.Condition()
@@ -67,122 +87,227 @@ class Sharing:
             self.staging = Arena(staging_bytes, staging_bytes // STAGES, "cpu", "host", poison=False)
             self.staging.lock_pages()
             self._stages = [_Stage(self.staging.take()) for _ in range(STAGES)]
+        most = max(map(len, self._others))
+        self._fetching: ThreadPoolExecutor | None = None
+        if most > 1:
+            self._fetching = ThreadPoolExecutor(min(STAGES * (most - 1), FETCHING), "atoll-fetching")
         # With a disk each payload in use takes room that a step may wait for: one is read at a time.
         self._reading: AbstractContextManager[object] = (
             nullcontext() if store.disk is None else threading.Lock()
         )
-        self._latest: tuple[Key, int, Tensor] | None = None  # what was fetched last into memory of its own
+        self._latest: _Latest | None = None
         # Set by whoever makes them:
         self.came: Callable[[int], None] = lambda _: None  # told the bytes of what was fetched
         self.wait_stepped: Callable[[int], None] = lambda _: None
-        self.gradient: Callable[[int], Tensor]  # a copy of an own chunk's, as the others are to see it
-        self.described: Callable[[int], bytes | None] = lambda _: None  # an own chunk's state, in a word
+        self.gradient: Callable[[int], Tensor]  # a copy of the own part's, as the others are to see it
+        self.described: Callable[[int], bytes | None] = lambda _: None  # an own part's state, in a word
 
-    def is_mine(self, chunk: int) -> bool:
-        """Whether this member owns it."""
-        return self._owners[chunk] == self.rank
+    def part(self, chunk: int) -> tuple[int, int]:
+        """From where to where this member holds its elements; (0, 0): nothing of it."""
+        return self._parts[chunk]
 
-    def owner(self, chunk: int) -> int:
-        """The member that does."""
-        return self._owners[chunk]
+    def others(self, chunk: int) -> Sequence[Part]:
+        """What other members hold of it."""
+        return self._others[chunk]
+
+    def holds_all(self, chunk: int) -> bool:
+        """Whether no other member holds any of it."""
+        return not self._others[chunk]
+
+    def holds_any(self, chunk: int) -> bool:
+        """Whether this member holds a part of it."""
+        begin, end = self._parts[chunk]
+        return end > begin
 
     def words(self, chunk: int) -> str:
         """`chunk 7 ('h.3.mlp.weight')`."""
         return f"chunk {chunk} ({self._names[chunk]!r})"
+
+    def held_by_others(self, chunk: int) -> str:
+        """`member 1`, or `members 0 and 2`: who else holds a part of it."""
+        members = [str(part.member) for part in self._others[chunk]]
+        if len(members) == 1:
+            return f"member {members[0]}"
+        return f"members {', '.join(members[:-1])} and {members[-1]}"
 
     # Payloads
 
     def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
         if self._is_here(key):
             self.store.add(key, numel, dtype)
-        else:
-            self._sizes[key] = numel, dtype
+            return
+        self._sizes[key] = numel, dtype
+        if self.holds_any(key[0]):
+            self.own.add(key, numel, dtype)
 
     def pin(
         self, key: Key, *, writes: bool = False, overwrites: bool = False
     ) -> AbstractContextManager[Tensor]:
         if self._is_here(key):
             return self.store.pin(key, writes=writes, overwrites=overwrites)
-        return self._staged(key, arrives=not (writes or overwrites))
+        if writes or overwrites:
+            return self._staged_to_write(key, overwrites=overwrites)
+        return self._staged(key)
 
     def drop(self, key: Key) -> None:
         if self._is_here(key):
             self.store.drop(key)
 
     def _is_here(self, key: Key) -> bool:
-        return key[1] == GRADIENT or self.is_mine(key[0])
+        return key[1] == GRADIENT or self.holds_all(key[0])
 
     @contextmanager
-    def _staged(self, key: Key, *, arrives: bool) -> Iterator[Tensor]:
-        """Another member's values; without `arrives` a place to write to, which nobody reads."""
+    def _staged(self, key: Key) -> Iterator[Tensor]:
+        """The values of a chunk of which others hold a part."""
         chunk, kind = key
         assert kind == VALUES
         numel, dtype = self._sizes[key]
-        wanted = chunk, self.count
-        stage = self._take_stage(wanted)
-        try:
+        wanted = chunk, self.count, self._writes[chunk]
+        with self._stage(chunk, wanted) as stage:
             memory = stage.block.view(numel, dtype)
-            if not arrives:
+            if stage.holds != wanted:
                 stage.holds = None
-            elif stage.holds != wanted:
-                stage.holds = None
-                self._fetch(key, memory)
+                self._gather(key, memory)
                 stage.holds = wanted
             yield memory
-        finally:
-            with self._condition:
-                self._stages.append(stage)
-                self._condition.notify_all()
 
-    def _take_stage(self, wanted: tuple[int, int]) -> _Stage:
+    @contextmanager
+    def _staged_to_write(self, key: Key, *, overwrites: bool) -> Iterator[Tensor]:
+        """A place to write such a chunk's values to, of which this member's part counts."""
+        chunk, _ = key
+        numel, dtype = self._sizes[key]
+        with self._stage(chunk) as stage:
+            stage.holds = None
+            memory = stage.block.view(numel, dtype)
+            if not overwrites:
+                self._copy_own(key, memory)
+            yield memory
+            self._keep_own(key, memory)
+
+    def _copy_own(self, key: Key, into: Tensor) -> None:
+        begin, end = self._parts[key[0]]
+        if end > begin:
+            with torch.inference_mode(False), torch.no_grad(), self.store.pin(key) as own:
+                into[begin:end].copy_(own)
+
+    def _keep_own(self, key: Key, memory: Tensor) -> None:
+        begin, end = self._parts[key[0]]
+        if end > begin:
+            self._writes[key[0]] += 1  # first: what is staged elsewhere is no more what is here
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self.store.pin(key, overwrites=True) as own,
+            ):
+                own.copy_(memory[begin:end])
+
+    @contextmanager
+    def _stage(self, chunk: int, wanted: tuple[int, int, int] | None = None) -> Iterator[_Stage]:
+        """A place, for the length of the block; the one that holds what is `wanted`, if there is one."""
+        stage = self._take_stage(chunk, wanted)
+        try:
+            yield stage
+        finally:
+            self._give_stage(stage)
+
+    def _take_stage(self, chunk: int, wanted: tuple[int, int, int] | None) -> _Stage:
         with self._condition:
             if not self._condition.wait_for(lambda: self._stages, _DEADLINE):
                 raise DeadlineError(
-                    f"waited {_DEADLINE:.0f} s for room in which {self.words(wanted[0])} of member "
-                    f"{self.owner(wanted[0])} is to arrive"
+                    f"waited {_DEADLINE:.0f} s for room in which {self.words(chunk)} is to arrive from other "
+                    "members"
                 )
-            stage = next((each for each in self._stages if each.holds == wanted), self._stages[0])
+            stage = self._stages[0]
+            if wanted is not None:
+                stage = next((each for each in self._stages if each.holds == wanted), stage)
             self._stages.remove(stage)
             return stage
 
-    # What others own
+    def _give_stage(self, stage: _Stage) -> None:
+        with self._condition:
+            self._stages.append(stage)
+            self._condition.notify_all()
 
-    def fetched(self, key: Key, numel: int, dtype: torch.dtype) -> Tensor:
-        """Another member's payload, (numel,), in memory of its own; not to be written to. The latest is kept,
-        for whoever goes through a chunk's parameters."""
-        latest, count = self._latest, self.count
-        if latest is None or latest[:2] != (key, count):
-            into = torch.empty(numel, dtype=dtype)
-            self._fetch(key, into)
-            self._latest = latest = (key, count, into)
-        return latest[2]
+    # What others hold
 
-    def _fetch(self, key: Key, into: Tensor) -> None:
+    def _gather(self, key: Key, memory: Tensor) -> None:
+        """Let all parts of a chunk's values come, side by side."""
+        self._fetch_parts(key, memory, self._others[key[0]], beside=lambda: self._copy_own(key, memory))
+
+    def _fetch_parts(
+        self, key: Key, memory: Tensor, parts: Sequence[Part], beside: Callable[[], None] = lambda: None
+    ) -> None:
+        """Fetch these parts into their places; do what goes `beside` it. This thread fetches one itself."""
+        under_way = []
+        if self._fetching is not None:
+            fetching = self._fetching
+            under_way = [fetching.submit(self._fetch_part, key, memory, part) for part in parts[1:]]
+        try:
+            beside()
+            if parts:
+                self._fetch_part(key, memory, parts[0])
+        finally:  # nobody writes into the memory any more
+            if wait(under_way, timeout=_DEADLINE).not_done:
+                raise DeadlineError(f"waited {_DEADLINE:.0f} s for the parts of {self.words(key[0])}")
+        for each in under_way:
+            each.result(timeout=0)
+
+    def _fetch_part(self, key: Key, memory: Tensor, part: Part) -> None:
+        with torch.inference_mode(False):  # on whatever thread
+            self._fetch(part.member, key, memory[part.begin : part.end])
+
+    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        """A payload, (numel,), in memory of its own, with what others hold of elements `begin` to `end`; what
+        else is there may be anything. The latest is kept, for whoever goes through a chunk's parameters."""
+        latest = self._latest
+        if latest is None or (latest.key, latest.count) != (key, self.count):
+            with torch.inference_mode(False):
+                latest = _Latest(key, self.count, torch.empty(numel, dtype=dtype))
+        wanted = []
+        for part in self._others[key[0]]:
+            first, last = part.overlap(begin, end)
+            if first < last and part.member not in latest.there:
+                wanted.append(part)
+        self._fetch_parts(key, latest.memory, wanted)
+        latest.there.update(part.member for part in wanted)
+        self._latest = latest
+        return latest.memory
+
+    def _fetch(self, holder: int, key: Key, into: Tensor) -> None:
         chunk, kind = key
         what = f"{self.words(chunk)} as of step {self.steps}"
         if kind != VALUES:
             what = f"{kind} of {what}"
-        self.members.fetch(self.owner(chunk), key, self.count, into, what)
+        self.members.fetch(holder, key, self.count, into, what)
         self.came(into.nbytes)
 
-    def description(self, chunk: int) -> bytes:
-        """What its owner's `described` gives; empty where nothing is kept for it."""
-        size = self.fetched((chunk, "described.size"), 1, torch.int64)
+    def description(self, chunk: int, holder: int) -> bytes:
+        """What the holder's `described` gives; empty where nothing is kept for its part."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._fetch(holder, (chunk, "described.size"), size)
         if not int(size):
             return b""
-        word = self.fetched((chunk, "described"), int(size), torch.uint8)
+        word = torch.empty(int(size), dtype=torch.uint8)
+        self._fetch(holder, (chunk, "described"), word)
         return word.numpy().tobytes()
+
+    def sum(self, chunk: int, flat: Tensor, what: str) -> Waitable:
+        """Begin to sum `flat`, (extent,) of the chunk, over the members. When it has ended, this member's
+        part of it is the sum, added in order of rank; the rest is undefined."""
+        if not self._others[chunk] and self.members.count == 1:
+            return _Over()
+        return _Sum(self, chunk, flat, what)
 
     # What others ask
 
     @contextmanager
     def read(self, key: Key, count: int) -> Iterator[Tensor]:
-        """A payload of this member's, flat, as it is when `count` sync points are past: on a thread of
+        """This member's part of a payload, flat, as it is when `count` sync points are past: on a thread of
         `Members`, which waits for that, and for the chunk's step. Raises UserError for what is not here."""
         chunk, kind = key
-        if not 0 <= chunk < len(self._owners) or not self.is_mine(chunk):
+        if not 0 <= chunk < len(self._parts) or not self.holds_any(chunk):
             raise UserError(
-                f"member {self.rank} was asked for the {kind} of chunk {chunk}, which it does not own"
+                f"member {self.rank} was asked for the {kind} of chunk {chunk}, of which it holds nothing"
             )
         self._wait_until(count, chunk)
         if kind == GRADIENT:
@@ -216,8 +341,8 @@ class Sharing:
     # Sync points
 
     def written(self, chunk: int) -> None:
-        """The script has written to this chunk's values. What it writes to another's is dropped here."""
-        if not self.is_mine(chunk):
+        """The script has written to this chunk's values. What it writes to others' parts is dropped here."""
+        if not self.holds_all(chunk):
             self._written.add(chunk)
 
     def check_written(self, chunks: Sequence[int]) -> None:
@@ -225,9 +350,10 @@ class Sharing:
         and the members have not met since: what it would use next may be what was there before."""
         for chunk in (*chunks, *self._written):
             raise UserError(
-                f"the script has written to {self.words(chunk)}, which member {self.owner(chunk)} owns, and "
-                "trains on before the members have met: after such writes call session.barrier(), or sync() "
-                "of what memory.fit gave, on all members"
+                f"the script has written to {self.words(chunk)}, of which {self.held_by_others(chunk)} "
+                f"hold{'s' * (len(self._others[chunk]) == 1)} a part, and trains on before the members have "
+                "met: after such writes call session.barrier(), or sync() of what memory.fit gave, on all "
+                "members"
             )
 
     def passed(self, changed: Sequence[int] = (), *, stepped: bool = False, published: bool = False) -> None:
@@ -261,7 +387,82 @@ class Sharing:
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
+        if self._fetching is not None:
+            self._fetching.shutdown(wait=False, cancel_futures=True)
         self.members.close()
+
+
+class OwnParts:
+    """The `Payloads` of what this member holds of each chunk: (end - begin,) for its part."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+
+    def add(self, key: Key, numel: int, dtype: torch.dtype) -> None:
+        """`numel` is the whole chunk's."""
+        sharing, (begin, end) = self._sharing, self._sharing.part(key[0])
+        sharing.store.add(key, numel if sharing.holds_all(key[0]) else end - begin, dtype)
+
+    def pin(
+        self, key: Key, *, writes: bool = False, overwrites: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        return self._sharing.store.pin(key, writes=writes, overwrites=overwrites)
+
+    def drop(self, key: Key) -> None:
+        self._sharing.store.drop(key)
+
+
+class _Over(Waitable):
+    """What has nothing to wait for."""
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
+class _Sum(Waitable):
+    """A sum under way: each member sends the holders their parts, and each adds up what came for its own, in
+    order of rank. What comes is as large as a stage; more comes in rounds."""
+
+    def __init__(self, sharing: Sharing, chunk: int, flat: Tensor, what: str) -> None:
+        self._sharing, self._flat, self._what = sharing, flat, what
+        self._parts = sharing.holding.parts[chunk]
+        self._stage = sharing._take_stage(chunk, None)
+        self._stage.holds = None
+        # Of one holder's chunk as much at once as it has room for from all members; of others all.
+        room = self._stage.block.memory.nbytes // flat.itemsize // sharing.members.count
+        step = room if len(self._parts) == 1 else flat.numel()
+        self._rounds = iter([(i, min(i + step, flat.numel())) for i in range(0, flat.numel(), step)])
+        self._begin(*next(self._rounds))
+
+    def _begin(self, begin: int, end: int) -> None:
+        members, splits = self._sharing.members, [0] * self._sharing.members.count
+        self._own = self._flat[:0]
+        for part in self._parts:
+            first, last = part.overlap(begin, end)
+            splits[part.member] = last - first
+            if part.member == members.rank:
+                self._own = self._flat[first:last]
+        self._into = self._stage.block.view(members.count * self._own.numel(), self._flat.dtype)
+        self._round = members.exchange(self._flat[begin:end], splits, self._into, self._what)
+
+    def wait(self) -> None:
+        while True:
+            self._round.wait()
+            self._add()
+            following = next(self._rounds, None)
+            if following is None:
+                break
+            self._begin(*following)
+        self._sharing._give_stage(self._stage)  # not where it failed: what comes late may come there
+
+    def _add(self) -> None:
+        numel = self._own.numel()
+        if not numel:
+            return
+        total, *others = torch.split(self._into, numel)
+        for each in others:
+            total.add_(each)
+        self._own.copy_(total)
 
 
 def _bytes(word: bytes) -> Tensor:

@@ -29,7 +29,8 @@ class ChunkStates:
     """A chunk that an optimizer trains with its param group `group`.
 
     `elementwise` is what `elementwise_keys` found, `device` and `dtype` where and what it is stepped
-    in: where that is not the values' own dtype, there is a master.
+    in: where that is not the values' own dtype, there is a master. With `part`, only elements `begin` to
+    `end` of the chunk are held here, and `payloads` are of those; gradients are of the whole chunk.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class ChunkStates:
         group: int,
         device: torch.device,
         dtype: torch.dtype,
+        part: tuple[int, int] | None = None,
     ) -> None:
+        self.begin, self.end = (0, trained.extent) if part is None else part
         self.trained, self.group, self._device = trained, group, device
         self._payloads, self._elementwise, self.dtype = payloads, elementwise, dtype
         self._master = dtype if dtype != trained.dtype else None
@@ -105,14 +108,21 @@ class ChunkStates:
             there["capturable"] = False
         return there
 
+    def has(self, slot: int) -> bool:
+        """Whether any of a slot is held here; of one without elements, its place."""
+        place = self.trained.chunk.slots[slot]
+        return place.offset < self.end and place.offset + max(place.numel, 1) > self.begin
+
     def _bounds(self, first: int, last: int) -> tuple[int, int]:
+        """Where these slots lie in the payloads that are here."""
         slots = self.trained.chunk.slots
-        return slots[first].offset, slots[last].offset + slots[last].numel
+        start, end = slots[first].offset, slots[last].offset + slots[last].numel
+        return max(start, self.begin) - self.begin, min(end, self.end) - self.begin
 
     def _segment(self, stepped: Tensor, gradients: Tensor, first: int, last: int) -> nn.Parameter:
         start, end = self._bounds(first, last)
         parameter = nn.Parameter(stepped[start:end])
-        parameter.grad = gradients[start:end].to(self.dtype)
+        parameter.grad = gradients[self.begin + start : self.begin + end].to(self.dtype)
         return parameter
 
     def _segment_states(
@@ -133,7 +143,7 @@ class ChunkStates:
         runs: list[list[int]] = []
         last: object = None
         for slot, here in enumerate(present):
-            if not here:
+            if not here or not self.has(slot):
                 last = None
                 continue
             signature = (
@@ -191,20 +201,28 @@ class ChunkStates:
         return kept
 
     def elements(self, slot: int, key: str) -> Tensor:
-        """A copy of what is kept under `key`, with the parameter's shape and strides."""
+        """A copy of what is kept under `key`, with the parameter's shape and strides; all of it is here."""
         with self._pin(MASTER if key == MASTER else state_kind(key)) as elements:
             return self.trained.part(elements, slot).clone()
+
+    def copy_held(self, slot: int, key: str, flat: Tensor) -> None:
+        """Copy what is held here of it to its place in `flat`, (extent,)."""
+        start, end = self._bounds(slot, slot)
+        with self._pin(MASTER if key == MASTER else state_kind(key)) as elements:
+            flat[self.begin + start : self.begin + end].copy_(elements[start:end])
 
     def load(self, slot: int, state: State, settings: Settings | None = None) -> None:
         """Take a parameter's state from plain torch's form; with {}, it has none.
 
         `settings`, its param group's, where dtypes and devices are to be as `load_state_dict` makes them.
         """
+        if not self.has(slot):
+            return
         numbers, kept = {}, set()
         for key, value in state.items():
             if key == MASTER and self._master is not None:
                 with self._pin(MASTER, writes=True) as precise:
-                    self.trained.part(precise, slot).copy_(value)
+                    self._take(value, slot, precise)
             elif self._is_elementwise(key, value, self.trained.chunk.slots[slot].numel):
                 kept.add(key)
                 self._load_elements(key, value, slot, settings is not None)
@@ -216,7 +234,19 @@ class ChunkStates:
     def _load_elements(self, key: str, value: Tensor, slot: int, cast: bool) -> None:
         exact = self._master is None and not cast
         with self._elements(key, value.dtype if exact else self.dtype) as elements:
+            self._take(value, slot, elements)
+
+    def _take(self, value: Tensor, slot: int, elements: Tensor) -> None:
+        """Copy what is held here of a parameter's `value`, which has its shape, into a payload."""
+        start, end = self._bounds(slot, slot)
+        if end - start == self.trained.chunk.slots[slot].numel and not self.begin:
             self.trained.part(elements, slot).copy_(value)
+            return
+        place, like = self.trained.chunk.slots[slot], self.trained.likes[slot]
+        run = torch.empty(place.numel, dtype=elements.dtype)  # in the order of memory
+        run.as_strided(like.shape, like.stride()).copy_(value)
+        first = self.begin + start - place.offset
+        elements[start:end].copy_(run[first : first + end - start])
 
     def _number(self, key: str, value: Any, settings: Settings | None) -> Any:
         if not isinstance(value, Tensor):

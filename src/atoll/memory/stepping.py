@@ -55,8 +55,8 @@ class StepCalls:
 
 
 class States(Protocol):
-    """The states of a chunk's parameters, as the script sees them: of `ChunkStates`, or of a chunk that
-    another member steps (memory/foreign.py)."""
+    """The states of a chunk's parameters, as the script sees them: of `ChunkStates`, or of a chunk of which
+    other members step a part (memory/foreign.py)."""
 
     trained: TrainedChunk
     group: int  # of the optimizer's
@@ -108,9 +108,10 @@ class Stepper:
     `payloads(chunk)` says where a chunk's values, gradient and state lie; "values" must be there. `at_once`
     are chunks that are stepped before `step` returns, by the thread that calls it: those on an accelerator.
     With `master`, chunks in half precision have a payload "master" in single precision, which is what is
-    stepped, and the values are rounded from it. `elsewhere(chunk, group)` are those that others step, of
-    `stepped_elsewhere`: the script's `step` leaves them out too. Raises PrepareError for an optimizer that is
-    not element-wise.
+    stepped, and the values are rounded from it. Where `parts(chunk)` are not None, of the chunks such a part
+    alone is here; `shared(chunk, group, own)` are then the states of those of `shared_chunks`, of which
+    others step some (`own`: what is stepped here) or all: the script's `step` leaves these out too. Raises
+    PrepareError for an optimizer that is not element-wise.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class Stepper:
         *,
         at_once: Collection[int] = (),
         master: bool = False,
-        stepped_elsewhere: Sequence[TrainedChunk] = (),
-        elsewhere: Callable[[TrainedChunk, int], States] | None = None,
+        parts: Callable[[int], tuple[int, int] | None] = lambda _: None,
+        shared_chunks: Sequence[TrainedChunk] = (),
+        shared: Callable[[TrainedChunk, int, ChunkStates | None], States] | None = None,
     ) -> None:
         elementwise = elementwise_keys(optimizer)
         self.optimizer, self._gradients, self._calls = optimizer, gradients, calls
@@ -139,20 +141,21 @@ class Stepper:
                 group_of[id(each.parameters[0])],
                 each.device if each.chunk.id in self._at_once else torch.device("cpu"),
                 stepped_dtype(each.dtype, master),
+                parts(each.chunk.id),
             )
             for each in chunks
             if id(each.parameters[0]) in group_of
         }
-        shown: list[States] = [*self._chunks.values()]
-        if elsewhere is not None:
-            shown += [
-                elsewhere(each, group_of[id(each.parameters[0])])
-                for each in stepped_elsewhere
+        shown: dict[int, States] = {**self._chunks}
+        if shared is not None:
+            shown |= {
+                each.chunk.id: shared(each, group_of[id(each.parameters[0])], self._chunks.get(each.chunk.id))
+                for each in shared_chunks
                 if id(each.parameters[0]) in group_of
-            ]
+            }
         self._slots = {
             id(parameter): (states, index)
-            for states in shown
+            for states in shown.values()
             for index, parameter in enumerate(states.trained.parameters)
         }
         self.figures = StepFigures()

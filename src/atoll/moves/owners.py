@@ -1,11 +1,14 @@
-"""Which member of a group owns which chunk, where each belongs to one member whole. Source: S2, part 4."""
+"""Which member of a group holds which part of each chunk. Source: S2, part 4."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import msgspec
+
+# Elements of which a part begins on a multiple. Vector kernels go by so many or fewer, so that each element
+# of a part is computed as it is within the whole chunk: by vectors, or by what finishes a loop.
+UNIT = 64
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -15,15 +18,84 @@ class Share(msgspec.Struct, frozen=True):
     count: int
 
 
-def owners_of(nbytes: Sequence[int], members: int) -> tuple[int, ...]:
-    """For each chunk the member that owns it: the largest first, each to who has least so far, by the bytes
-    that a chunk takes at home. The same sizes give the same owners everywhere.
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Elements `begin` to `end` of a chunk, which `member` holds."""
 
-    No member gets more than the mean and one chunk.
+    member: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+    def overlap(self, begin: int, end: int) -> tuple[int, int]:
+        """What of elements `begin` to `end` lies in it: nothing, where the first is not below the second."""
+        return max(self.begin, begin), min(self.end, end)
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """Who holds what of each chunk: its values, and what the optimizer keeps for them.
+
+    `groups[i]` are the members that share chunk i, ascending: its gradients are summed over them. `parts[i]`
+    tile its elements (`Chunk.extent`) in their order, and no part is empty; a member of the group may have
+    none. A member has at most one part of a chunk.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[Part, ...], ...]
+
+    def members_of(self, chunk: int) -> tuple[int, ...]:
+        """The members that share this chunk."""
+        return self.groups[chunk]
+
+    def part(self, chunk: int, member: int) -> tuple[int, int]:
+        """From where to where this member holds the chunk's elements; (0, 0): nothing of it."""
+        for part in self.parts[chunk]:
+            if part.member == member:
+                return part.begin, part.end
+        return 0, 0
+
+    def arriving(self, chunk: int) -> int:
+        """Elements of room that a member needs while the chunk comes to it or its gradients are summed: all
+        of it, or of each member's gradient the part that it holds."""
+        parts = self.parts[chunk]
+        extent = parts[-1].end
+        if len(parts) == 1:
+            return extent  # the gradients come in rounds
+        return max(extent, len(self.groups[chunk]) * max(part.numel for part in parts))
+
+
+def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
+    """Symmetric sharding: each chunk, of so many elements, is split over the members of its group, evenly but
+    for one `UNIT`."""
+    parts = []
+    for extent, group in zip(extents, groups, strict=True):
+        units, count = -(-extent // UNIT), len(group)
+        bounds = [min(units * i // count * UNIT, extent) for i in range(count + 1)]
+        of_members = zip(group, bounds, bounds[1:], strict=False)
+        parts.append(tuple(Part(member, begin, end) for member, begin, end in of_members if end > begin))
+    return Holding(tuple(map(tuple, groups)), tuple(parts))
+
+
+def deal_whole(extents: Sequence[int], nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:
+    """Asymmetric sharding: each chunk belongs to one member of its group. `nbytes` is what each takes at
+    home."""
+    owners = owners_of(nbytes, groups)
+    parts = tuple((Part(owner, 0, extent),) for owner, extent in zip(owners, extents, strict=True))
+    return Holding(tuple(map(tuple, groups)), parts)
+
+
+def owners_of(nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """For each chunk the member of its group that owns it: the largest first, each to who has least so far,
+    by the bytes that a chunk takes at home. The same sizes give the same owners everywhere.
+
+    Where all chunks are of one group, no member gets more than the mean and one chunk.
     """
     owners = [0] * len(nbytes)
-    loads = [(0, member) for member in range(members)]
+    loads: dict[int, int] = {member: 0 for group in groups for member in group}
     for chunk in sorted(range(len(nbytes)), key=lambda chunk: (-nbytes[chunk], chunk)):
-        load, owners[chunk] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + nbytes[chunk], owners[chunk]))
+        owner = min(groups[chunk], key=lambda member: (loads[member], member))
+        owners[chunk] = owner
+        loads[owner] += nbytes[chunk]
     return tuple(owners)

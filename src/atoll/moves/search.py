@@ -16,7 +16,7 @@ from atoll.chunks import Chunk, ChunkMap, ParameterSpec, itemsize, lay_out_memor
 from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
 from atoll.core.units import format_bytes, format_seconds
-from atoll.moves.owners import Share, owners_of
+from atoll.moves.owners import UNIT, Holding, Share, deal_whole, split_evenly
 from atoll.moves.timeline import DIRECTIONS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
 
 PAGE = 4096  # bytes: payloads in host memory begin on one
@@ -24,10 +24,11 @@ SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chu
 LARGEST = 2**30  # bytes of a chunk
 SIZES = 10  # chunk sizes that are tried, at most
 NEAR = 0.02  # steps that differ by less are about as short: bandwidths are not measured better
-STAGES = 2  # of the largest chunk's size: where what other members own arrives, read ahead and asked for
+STAGES = 2  # where what other members hold arrives, of the largest chunk: read ahead, and asked for
 AT_ONCE = (
     3  # payloads that the group has in use beside a step's: two gradients on their way, one that is read
 )
+_WIDEST = 8  # bytes of an element of any payload
 SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
 
 
@@ -84,7 +85,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     sharding: str  # "none" with one member
     predicted: Prediction
     reason: str
-    owners: tuple[int, ...] = ()  # the member that owns each chunk; empty with one member
+    host_block_bytes: int = 0  # of the host's arena and the disk's file, where there is a disk
+    holding: Holding | None = None  # who holds what of each chunk; None with one member
     staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
 
 
@@ -102,7 +104,7 @@ def search_plan(
     with other members, and this is one member's plan; what the network takes is not in it. Deterministic.
     Raises UserError that names the tier and the least budget that would do.
     """
-    shapes = [_Shape(profile, size, share) for size in _sizes(profile, budgets)]
+    shapes = [_Shape(profile, size, share, budgets.pins.sharding) for size in _sizes(profile, budgets)]
     plans: list[tuple[MemoryPlan, _Shape]] = []
     refused: list[_LeastError] = []
     for shape in shapes:
@@ -168,48 +170,68 @@ class _LeastError(Exception):
 class _Shape:
     """A profile in chunks of one size; with `share`, as one of several members holds them."""
 
-    def __init__(self, profile: Profile, chunk_bytes: int, share: Share | None = None) -> None:
+    def __init__(
+        self, profile: Profile, chunk_bytes: int, share: Share | None = None, sharding: str | None = None
+    ) -> None:
         self.profile, self.share = profile, share
         self.map: ChunkMap = lay_out_memory(profile.specs, chunk_bytes=chunk_bytes)
-        self.chunk_bytes = self.map.chunk_bytes
+        self.host_block = self.chunk_bytes = self.map.chunk_bytes
         self.costs = self.every = [self._costs(chunk) for chunk in self.map.chunks]
-        self.owners: tuple[int, ...] = ()
+        self.sharding = "none" if share is None else sharding or "symmetric"
+        self.holding: Holding | None = None
         self.staging_bytes = 0
         if share is not None:
-            self.owners = owners_of([sum(cost.payloads.values()) for cost in self.every], share.count)
-            self.costs = [
-                cost if owner == share.rank else self._elsewhere(cost)
-                for cost, owner in zip(self.every, self.owners, strict=True)
-            ]
+            holding = self.holding = self._held_by(share.count)
+            self.costs = [self._part(chunk, holding.part(chunk.id, share.rank)) for chunk in self.map.chunks]
             if share.count > 1:
-                self.staging_bytes = STAGES * max(_paged(chunk.nbytes) for chunk in self.map.chunks)
+                self.staging_bytes = STAGES * max(self._arriving(chunk, holding) for chunk in self.map.chunks)
+                if self.sharding == "symmetric":
+                    self.host_block = _paged(-(-self.chunk_bytes // share.count) + UNIT * _WIDEST)
         self.calls = _calls(profile, self.map)
 
-    def _costs(self, chunk: Chunk) -> ChunkCosts:
-        size, profile = itemsize(chunk.dtype), self.profile
-        payloads = {"values": _paged(chunk.nbytes)}
-        trained = self.map.groups[chunk.group].trainable
-        if trained:
-            payloads["gradient"] = payloads["values"]
-            if profile.master_bytes > size:
-                payloads["master"] = _paged(chunk.numel * profile.master_bytes)
-            for number, nbytes in enumerate(profile.state_bytes):
-                payloads[f"state {number}"] = _paged(chunk.numel * nbytes)
-        return ChunkCosts(
-            blocks=self.blocks_of(chunk.nbytes),
-            nbytes=chunk.extent * size,
-            elements=chunk.used if trained else 0,
-            payloads=payloads,
-        )
+    def _held_by(self, members: int) -> Holding:
+        groups = [range(members)] * len(self.map.chunks)
+        extents = [chunk.extent for chunk in self.map.chunks]
+        if self.sharding == "symmetric":
+            return split_evenly(extents, groups)
+        return deal_whole(extents, [sum(cost.payloads.values()) for cost in self.every], groups)
 
     @staticmethod
-    def _elsewhere(cost: ChunkCosts) -> ChunkCosts:
-        """Of a chunk that another member owns, its gradient lies here until it is summed."""
-        payloads = {"values": 0}
+    def _arriving(chunk: Chunk, holding: Holding) -> int:
+        return _paged(max(chunk.nbytes, holding.arriving(chunk.id) * itemsize(chunk.dtype)))
+
+    def _costs(self, chunk: Chunk) -> ChunkCosts:
+        trained = self.map.groups[chunk.group].trainable
+        sizes = {"values": itemsize(chunk.dtype)} | (self._trained_sizes(chunk) if trained else {})
+        return ChunkCosts(
+            blocks=self.blocks_of(chunk.nbytes),
+            nbytes=chunk.extent * sizes["values"],
+            elements=chunk.used if trained else 0,
+            payloads={kind: _paged(chunk.numel * size) for kind, size in sizes.items()},
+        )
+
+    def _trained_sizes(self, chunk: Chunk) -> dict[str, int]:
+        """Bytes for an element, by the kind of payload that a trained chunk has beside its values."""
+        size, profile = itemsize(chunk.dtype), self.profile
+        master = {"master": profile.master_bytes} if profile.master_bytes > size else {}
+        states = {f"state {number}": nbytes for number, nbytes in enumerate(profile.state_bytes)}
+        return {"gradient": size, **master, **states}
+
+    def _part(self, chunk: Chunk, bounds: tuple[int, int]) -> ChunkCosts:
+        """The costs of a chunk of which a member holds these elements: the gradients of all of it lie here
+        until they are summed."""
+        cost, (begin, end) = self.every[chunk.id], bounds
+        if end - begin == chunk.extent:
+            return cost
+        sizes = {"values": itemsize(chunk.dtype)} | (self._trained_sizes(chunk) if cost.elements else {})
+        payloads = {kind: _paged((end - begin) * size) for kind, size in sizes.items()}
+        payloads = {kind: nbytes for kind, nbytes in payloads.items() if nbytes or kind == "values"}
         if "gradient" in cost.payloads:
             payloads["gradient"] = cost.payloads["gradient"]
+        used = [min(slot.offset + slot.numel, end) - max(slot.offset, begin) for slot in chunk.slots]
+        elements = sum(max(count, 0) for count in used) if cost.elements else 0
         return msgspec.structs.replace(
-            cost, elements=0, payloads=payloads, stepped_elsewhere=bool(cost.elements)
+            cost, elements=elements, payloads=payloads, stepped_elsewhere=bool(cost.elements) and not elements
         )
 
     @property
@@ -229,10 +251,12 @@ class _Shape:
         return sum(self.blocks_of(nbytes) for nbytes in self.costs[chunk].payloads.values())
 
     def rounded(self) -> list[ChunkCosts]:
-        """Where the host is a cache over the disk, its arena has blocks of the chunks' size too."""
+        """Where the host is a cache over the disk, its arena has blocks too: of the chunks' size, or of a
+        member's part of it."""
+        size = self.host_block
         return [
             msgspec.structs.replace(
-                cost, payloads={k: self.blocks_of(v) * self.chunk_bytes for k, v in cost.payloads.items()}
+                cost, payloads={kind: -(-nbytes // size) * size for kind, nbytes in cost.payloads.items()}
             )
             for cost in self.costs
         ]
@@ -413,8 +437,9 @@ def _predict(
         fits=False,
         host_bytes=timeline.host_need if host is None else host,
         disk_bytes=disk,
-        sharding="none" if shape.share is None else "asymmetric",
-        owners=shape.owners,
+        sharding=shape.sharding,
+        host_block_bytes=shape.host_block,
+        holding=shape.holding,
         staging_bytes=shape.staging_bytes,
         predicted=_prediction(shape, outcome, timeline, there),
         reason="",
@@ -437,13 +462,15 @@ def _homes(
             sum(sum(cost.payloads.values()) for cost in shape.costs) + shape.staging_bytes,
             "parameters, gradients and optimizer state lie there, and there is no disk",
         )
-    beside = [] if shape.share is None else [max(cost.blocks for cost in costs)] * AT_ONCE
-    at_once = shape.chunk_bytes * max(
-        blocks_at_once([*(nbytes // shape.chunk_bytes for nbytes in cost.payloads.values()), *beside])
+    block = shape.host_block
+    largest = max(-(-chunk.nbytes // block) for chunk in shape.map.chunks)
+    beside = [] if shape.share is None else [largest] * AT_ONCE
+    at_once = block * max(
+        blocks_at_once([*(nbytes // block for nbytes in cost.payloads.values()), *beside])
         for c, cost in enumerate(costs)
         if c not in stepping
     )
-    host = (budgets.host - shape.staging_bytes) // shape.chunk_bytes * shape.chunk_bytes
+    host = (budgets.host - shape.staging_bytes) // block * block
     if host < at_once:
         raise _LeastError(
             "host",
@@ -513,7 +540,10 @@ def _reason(
         sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
     bound, seconds = _longest(plan, profile, rates)
     told = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
-    told += "; what comes from other members is not in it" if plan.owners else ""
+    if plan.holding is not None:
+        split = "chunks are split evenly over the members"
+        told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
+        told += "; what comes from other members is not in it"
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from atoll.memory.payloads import Key
 
 T = TypeVar("T")
 SECONDS = 60.0  # for everything that a member waits for
+_GONE = re.compile("has gone|was let go of")  # what others say to a member that failed
 _SERVING = 2  # threads that answer a member's others
 
 
@@ -60,20 +62,20 @@ class Member:
         self._read: Read | None = None
         self._serving = threading.Event()
         self._service = ThreadPoolExecutor(_SERVING, thread_name_prefix=f"serving-{rank}")
-        self.bytes_summed = 0
+        self.bytes_sent = 0
 
     def serve(self, read: Read) -> None:
         self._read = read
         self._serving.set()
 
-    def fetch(self, owner: int, key: Key, version: int, into: Tensor, what: str) -> None:
-        other = self._group.members[owner]
+    def fetch(self, holder: int, key: Key, version: int, into: Tensor, what: str) -> None:
+        other = self._group.members[holder]
         try:
             asked = other._service.submit(other.answer, key, version, into, what)
         except RuntimeError:
-            raise RunError(f"member {owner}'s {what}: a member has gone") from None
+            raise RunError(f"member {holder}'s {what}: a member has gone") from None
         if not wait([asked], timeout=self._group.seconds).done:
-            raise DeadlineError(f"waited {self._group.seconds:g} s for member {owner}'s {what}")
+            raise DeadlineError(f"waited {self._group.seconds:g} s for member {holder}'s {what}")
         asked.result(timeout=0)
 
     def answer(self, key: Key, version: int, into: Tensor, what: str) -> None:
@@ -93,11 +95,16 @@ class Member:
             total += part
         tensor.copy_(total)
 
-    def reduce(self, tensor: Tensor, owner: int, what: str) -> Waitable:
-        self.bytes_summed += tensor.nbytes
-        self.sum(tensor, f"{what} to member {owner}")
-        if self.rank != owner:
-            tensor.fill_(float("nan"))  # undefined
+    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+        assert tensor.is_contiguous()
+        assert tensor.numel() == sum(splits)
+        assert into.numel() == self.count * splits[self.rank]
+        self.bytes_sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
+        all_splits = self._group.meet(self.rank, list(splits), what)
+        assert all_splits == [all_splits[0]] * self.count
+        sent = self._group.meet(self.rank, tensor.clone(), what)
+        into.copy_(torch.cat([torch.split(each, list(splits))[self.rank] for each in sent]))
+        tensor.fill_(float("nan"))  # whose parts nobody is to read as they were
         return _Done()
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
@@ -135,7 +142,7 @@ def together(count: int, body: Callable[[Member], T], seconds: float = 4 * SECON
         group.end()
         raise DeadlineError(f"{count} members have not come to an end in {seconds:g} s")
     errors = [error for future in found if (error := future.exception(timeout=0)) is not None]
-    own = [error for error in errors if not isinstance(error, RunError) or "has gone" not in str(error)]
+    own = [error for error in errors if not isinstance(error, RunError) or not _GONE.search(str(error))]
     for error in own or errors:
         raise error
     return [future.result(timeout=0) for future in found]

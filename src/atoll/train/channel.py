@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -171,12 +172,11 @@ class Channel:
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
 
-    def sum_to(self, tensor: Tensor, root: int) -> Work:
-        """Begin to replace `tensor`, on the worker of rank `root`, by the sum over workers; on the others it
-        is undefined afterwards."""
-        options = dist.ReduceOptions()
-        options.rootRank = root
-        return self._begin("reduce", [tensor], options)
+    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor) -> Work:
+        """Begin to send `tensor` in pieces of `splits` elements, the r-th to the worker of rank r; `into`
+        takes the pieces for this one, by rank. All give the same splits."""
+        own = [splits[self.place.rank]] * self.place.world
+        return self._begin("alltoall_base", into, tensor, own, list(splits), dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Begin to replace `tensor` by that of the worker of rank `root`."""

@@ -7,7 +7,7 @@ import ipaddress
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -100,21 +100,21 @@ class WorkerMembers:
 
         self._service.serve(read_bytes)
 
-    def fetch(self, owner: int, key: Key, version: int, into: Tensor, what: str) -> None:
+    def fetch(self, holder: int, key: Key, version: int, into: Tensor, what: str) -> None:
         began = time.monotonic()
-        until, of = began + self._timeout, f"worker {self._place.name_of(owner)}'s {what}"
+        until, of = began + self._timeout, f"worker {self._place.name_of(holder)}'s {what}"
         memory = _bytes_of(into)
         try:
-            link = self._take(owner, until)
+            link = self._take(holder, until)
             try:
                 link.fetch(Fetch(*key, version, len(memory)), memory, until, self._look)
             except RefusedError as error:
-                self._give_back(owner, link)
+                self._give_back(holder, link)
                 raise RefusedError(f"worker {self._place.name} cannot have {of}: {error}") from None
             except BaseException:
                 link.close()  # what comes yet is nobody's
                 raise
-            self._give_back(owner, link)
+            self._give_back(holder, link)
         except DeadlineError:
             raise DeadlineError(
                 f"worker {self._place.name} waited {time.monotonic() - began:.1f} s for {of} "
@@ -132,10 +132,9 @@ class WorkerMembers:
         self.sent += self._channel.sends(tensor.nbytes)
         self._channel.wait(self._channel.sum(tensor), what)
 
-    def reduce(self, tensor: Tensor, owner: int, what: str) -> Waitable:
-        # Around a ring all but one part of a member's own; then each sends the owner the part that it summed.
-        self.sent += tensor.nbytes * (self.count - (owner == self.rank)) // self.count
-        return _Collective(self._channel, self._channel.sum_to(tensor, owner), what)
+    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+        self.sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
+        return _Collective(self._channel, self._channel.exchange(tensor, splits, into), what)
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         return self._channel.gather(word, what)
