@@ -63,6 +63,7 @@ class Schedule:
     slow: float = 1.0
     hub: bool = False  # it lives, and is a witness
     iterations: int = 8  # at least, before the first fault is over
+    applying: float = 0.01  # seconds, of one Apply: the mean
 
 
 class WrongError(AssertionError):
@@ -119,6 +120,7 @@ class World:
         self.witness = Witness()
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.reasons: list[str] = []  # why nodes were suspected
+        self.suspected: list[tuple[int, str]] = []  # who suspected whom
         self.steps = 0
         self.most_held = 0.0  # of each contributor
         self._tokens = 0
@@ -247,7 +249,7 @@ class World:
                 self._check_apply(process, output)
                 process.applying.append(output)
                 if len(process.applying) == 1:
-                    self._later(self.rng.expovariate(100.0), process, "applied", output)
+                    self._later(self._applying(), process, "applied", output)
             elif isinstance(output, outputs.Meet):
                 self._check_meeting(process, output)
             elif isinstance(output, outputs.Drop):
@@ -267,6 +269,7 @@ class World:
                 self.counts[output.what] += 1
                 if output.what == "suspected":
                     self.reasons.append(output.reason)
+                    self.suspected.append((process.name, output.about))
 
     def _return_at(self, when: float, process: Process, known: View | None = None) -> None:
         """A node comes back, where it has not done so in the meantime."""
@@ -411,10 +414,13 @@ class World:
         self.held[process.node.life].add(key)
         return process.node.handle_contributed(self.now, k)
 
+    def _applying(self) -> float:
+        return self.rng.expovariate(1 / self.schedule.applying)
+
     def _applied(self, process: Process, output: outputs.Apply) -> list[outputs.Output]:
         process.applying.pop(0)
         if process.applying:
-            self._later(self.rng.expovariate(100.0), process, "applied", process.applying[0])
+            self._later(self._applying(), process, "applied", process.applying[0])
         chain = hash((process.chain, output.iteration, output.keys))
         process.chain = chain
         w = output.iteration + 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers_world import Fault, Schedule, World, run, settings_for
+from peers_world import Fault, Kind, Schedule, World, run, settings_for
 
 from atoll.peers.node import Node
 from atoll.peers.outputs import Send
@@ -76,6 +76,7 @@ def test_what_must_always_hold_over_many_small_schedules(start: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("start", range(2000, 12000, 1000))
 def test_what_must_always_hold_over_ten_thousand_schedules(start: int) -> None:
     for seed in range(start, start + 1000):
@@ -83,6 +84,7 @@ def test_what_must_always_hold_over_ten_thousand_schedules(start: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("start", range(8))
 def test_a_million_steps(start: int) -> None:
     """Steps of all eight together: each is one call of a node."""
@@ -151,6 +153,38 @@ FAILED = {
 @pytest.mark.parametrize("schedule", FAILED.values(), ids=FAILED.keys())
 def test_a_schedule_that_failed_once(schedule: Schedule) -> None:
     run(schedule)
+
+
+def with_one_that_hangs(seed: int) -> Schedule:
+    """One makes no iteration, or is silent, until long after the others have removed it; optimizers take up
+    to as long as devices. No word is lost: three in a row would be a silence here."""
+    rng = random.Random(seed)
+    nodes = rng.choice([3, 4, 5])
+    kind: Kind = "stops" if seed % 4 == 3 else "device hangs"
+    return Schedule(
+        seed,
+        nodes,
+        stale_max=rng.choice([0, 1, 2, 4]),
+        faults=(Fault(kind, rng.uniform(0.3, 6.0), rng.randrange(nodes), rng.choice([6.0, 10.0, 20.0])),),
+        repeats=rng.choice([0.0, 0.2]),
+        slow=rng.choice([1.0, 1.0, 4.0]),
+        hub=rng.random() < 0.5,
+        iterations=25,
+        applying=rng.choice([0.01, 0.15]),
+    )
+
+
+@pytest.mark.parametrize(
+    "start", [0, 20, pytest.param(40, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_nobody_is_suspected_but_the_one_that_hangs(start: int) -> None:
+    """Whoever waited for it has made no iteration either; when it is gone many are applied, one by one."""
+    for seed in range(start, start + (20 if start < 40 else 1000)):
+        schedule = with_one_that_hangs(seed)
+        hangs = schedule.faults[0].who
+        world = run(schedule)
+        found = {(by, whom) for by, whom in world.suspected if by != hangs}
+        assert {whom for _, whom in found} <= {f"node {hangs}"}, (schedule, found)
 
 
 def test_what_the_properties_are_about_does_happen() -> None:

@@ -113,6 +113,7 @@ class Node:
         self._wanted: tuple[int, int] | None = None  # an iteration, and the least W for it
         self._wanted_since = math.inf
         self._risen = now  # when W last rose
+        self._ordered_at = now  # when the one before the next to be applied was handed out
         self._own_meeting: tuple[int, int] | None = None  # number, at
         self._met_since = math.inf  # when it came to that
         self._has_met = False  # it has been in a meeting of its own
@@ -470,7 +471,7 @@ class Node:
         if self.is_member:
             self._wish_for(now)
         if self.is_member:
-            self._apply()
+            self._apply(now)
             self._meet()
             self._release()
             self._drop()
@@ -481,7 +482,7 @@ class Node:
             self._end(now)
         return self._flush()
 
-    def _apply(self) -> None:
+    def _apply(self, now: float) -> None:
         """Iterations of which a majority is known to hold every contribution, and this node all of them."""
         ledger = self._iterations
         while self.is_whole:
@@ -492,7 +493,7 @@ class Node:
             keys = tuple(Key("iterations", number, life) for life in lives)
             if not all(ledger.has(key) and self._shared(ledger, key.life) > number for key in keys):
                 return
-            ledger.ordered += 1
+            ledger.ordered, self._ordered_at = ledger.ordered + 1, now
             majority = len(ledger.members) // 2 + 1
             members = f"{len(ledger.members)} members of view {self.view.number}"
             reason = f"at least {majority} of the {members} hold each of {len(keys)}"
@@ -616,7 +617,7 @@ class Node:
                 self._pass_meetings(held.meetings)
         for ledger, done in ((self._iterations, report.applied), (self._meetings, report.met)):
             ledger.floors[life] = max(ledger.floors[life], done)
-        self._watch.handle_iteration(now, life, report.iteration)
+        self._watch.handle_iteration(now, life, report.iteration, report.applied)
 
     def _fetch(self, now: float) -> None:
         """Ask for what others hold and this node lacks."""
@@ -870,7 +871,8 @@ class Node:
         """Whose next iteration this node's devices or its script wait for, and since when."""
         awaited: dict[Life, float] = {}
         if self._wanted is not None:
-            number, since = self._iterations.ordered, max(self._wanted_since, self._risen)
+            # Not since W rose: behind one that was left out many are handed out at once, and applied later.
+            number, since = self._iterations.ordered, max(self._wanted_since, self._ordered_at, self._risen)
             for life in self._others():  # who has made it is not awaited: it is on its way, or fetched
                 has_made = self._watch.iteration(life) > number or not self._lacks(life, number)
                 if self._iterations.firsts[life] <= number and not has_made:

@@ -21,6 +21,8 @@ class _Seen:
     progress: Limit
     iteration: int = 0  # its k, as it last said
     advanced: float = 0.0  # when that rose
+    applied: int = 0  # its W, as it last said
+    moved: float = 0.0  # when k or W rose
     finished: bool = False
     whole: bool = False  # it has a state, as far as is known
 
@@ -38,7 +40,7 @@ class Watch:
         """These are the others now; one that is new has all the time that is allowed."""
         silence, progress = self._settings.silence, self._settings.progress
         new = {
-            life: _Seen(now, Limit("silence", *silence), Limit("progress", *progress), advanced=now)
+            life: _Seen(now, Limit("silence", *silence), Limit("progress", *progress), 0, now, 0, now)
             for life in others
         }
         self._seen = {life: self._seen.get(life, each) for life, each in new.items()}
@@ -50,12 +52,14 @@ class Watch:
                 seen.silence.note(now - seen.heard, node)
                 seen.heard = now
 
-    def handle_iteration(self, now: float, life: Life, iteration: int) -> None:
-        """Its k, as itself or others have it."""
+    def handle_iteration(self, now: float, life: Life, iteration: int, applied: int = 0) -> None:
+        """Its k, as itself or others have it, and its W, where that is known."""
         seen = self._seen.get(life)
         if seen is not None and iteration > seen.iteration:
             seen.progress.note((now - seen.advanced) / (iteration - seen.iteration), life.node)
-            seen.iteration, seen.advanced = iteration, now
+            seen.iteration, seen.advanced, seen.moved = iteration, now, now
+        if seen is not None and applied > seen.applied:
+            seen.applied, seen.moved = applied, now
 
     def handle_finished(self, life: Life) -> None:
         if life in self._seen:
@@ -90,24 +94,34 @@ class Watch:
                 found[life.node] = f"silent for {format_seconds(now - seen.heard)}; {seen.silence.reason()}"
         for life, since in awaited.items():
             seen = self._seen[life]
-            idle = now - max(seen.advanced, since)
+            idle = now - max(seen.moved, since)
             if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif idle >= seen.progress.seconds:
+            elif idle >= self._allowed(seen):
                 why = f"no iteration for {format_seconds(idle)}; {seen.progress.reason()}"
                 found.setdefault(life.node, why)
         for life, since in absent.items():
-            if self._seen[life].finished:
+            seen = self._seen[life]
+            idle = now - max(seen.moved, since)
+            if seen.finished:
                 found.setdefault(life.node, "its script has ended")
-            elif now >= since + self._settings.progress[1]:
-                found.setdefault(life.node, f"for {format_seconds(now - since)} it has come to no meeting")
+            elif idle >= self._allowed(seen, self._settings.progress[1]):
+                found.setdefault(life.node, f"for {format_seconds(idle)} it has come to no meeting")
         return found
+
+    def _allowed(self, seen: _Seen, usual: float = 0.0) -> float:
+        """How long a member may stand still that others wait for: its own limit, or `usual`. One that waits
+        itself has longer than any limit, for those whom it waits for are to go first."""
+        waits = seen.iteration - seen.applied > self._settings.stale_max
+        return sum(self._settings.progress) if waits else usual or seen.progress.seconds
 
     def deadline(self, awaited: Mapping[Life, float], absent: Mapping[Life, float]) -> float:
         """When the next of them would be suspected, who is not yet."""
         due = [seen.heard + seen.silence.seconds for seen in self._seen.values()]
         for life, since in awaited.items():
             seen = self._seen[life]
-            due.append(max(seen.advanced, since) + seen.progress.seconds)
-        due += [since + self._settings.progress[1] for since in absent.values()]
+            due.append(max(seen.moved, since) + self._allowed(seen))
+        for life, since in absent.items():
+            seen = self._seen[life]
+            due.append(max(seen.moved, since) + self._allowed(seen, self._settings.progress[1]))
         return min((when for when in due if when > self._checked), default=math.inf)
