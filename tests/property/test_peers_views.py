@@ -71,6 +71,7 @@ def test_one_view_of_each_number_one_content_of_each_iteration_and_it_goes_on(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @settings(max_examples=3000)
 @given(st.integers(1, 7), FAULTS, st.sampled_from((0.0, 0.05, 0.3)), st.integers(0, 2**32 - 1))
 def test_many_more_schedules(nodes: int, faults: list[Fault], loss: float, seed: int) -> None:
