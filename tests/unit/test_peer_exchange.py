@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -14,6 +14,9 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import DeadlineError, GivenUpError, NonFiniteGradientError, PrepareError, UserError
+from atoll.core.memory import Memory
+from atoll.memory import planning
+from atoll.memory.bandwidth import measure
 from atoll.train.node import exchange, meetings
 from atoll.train.node.exchange import said_in
 from atoll.wire.device import (
@@ -42,6 +45,9 @@ def config(stale_max: int = 1, timeout: str = "200ms", nonfinite: str = "stop") 
 class Node:
     """A session with one small model."""
 
+    memory: Memory | None = None  # each test runs without budgets and with them
+    made: ClassVar[list[Node]] = []
+
     def __init__(
         self,
         settings: Config,
@@ -51,12 +57,13 @@ class Node:
         incarnation: int = 1,
     ) -> None:
         self.session, self.side = fake_session(settings, late)
+        Node.made.append(self)
         self.side.first, self.side.script, self.side.incarnation = first, script, incarnation
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         self.before = [p.detach().clone() for p in self.model.parameters()]
-        self.session.prepare(self.model, self.optimizer)
+        self.session.prepare(self.model, self.optimizer, memory=Node.memory)
 
     def backward(self, samples: int = 4, scale: float = 1.0) -> None:
         self.model(scale * torch.ones(samples, 2)).mean().backward()
@@ -70,6 +77,21 @@ class Node:
     def last(self) -> Contribute:
         contribution: Contribute = self.side.of(Contribute)[-1]
         return contribution
+
+
+RATES = measure(torch.device("cpu"), None, "")
+
+
+@pytest.fixture(params=[None, "4KiB"], autouse=True, ids=["whole", "lent"])
+def _budgets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ATOLL_POISON", "1")
+    monkeypatch.setattr(planning, "measure", lambda *_: RATES)
+    device = request.param
+    memory = None if device is None else Memory(device=device, chunk=device, step="host")
+    monkeypatch.setattr(Node, "memory", memory)
+    yield
+    while Node.made:
+        Node.made.pop().session._leave()
 
 
 @pytest.fixture
@@ -208,12 +230,18 @@ def test_without_staleness_each_step_waits_for_its_own_iteration() -> None:
 
 def test_a_slot_is_written_again_when_it_is_free() -> None:
     node = Node(config(stale_max=1))
-    for iteration in range(3):  # three slots
+    for iteration in range(2):  # of three slots
         node.side.publish(iteration + 1, iteration + 1)
+        node.step()
+    node.side.publish(3, 3)
+    if Node.memory is None:
         node.step()
     node.backward()
     with pytest.raises(DeadlineError, match="room for iteration 3, in the slot of iteration 0"):
-        node.optimizer.step()
+        node.optimizer.step()  # gradients in chunks lie in their slot from the backward on
+    if Node.memory is not None:
+        assert node.last().iteration == 2
+        return
     node.side.say(Freed(before=1))
     node.side.publish(4, 4)
     node.optimizer.step()

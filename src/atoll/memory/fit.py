@@ -7,14 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from atoll.chunks import lay_out_memory
+from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.errors import PrepareError
 from atoll.core.memory import Memory
 from atoll.memory import observing, planning
 from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
+from atoll.memory.lent import Flats, LentModel
 from atoll.memory.members import Members
 from atoll.memory.parameters import ChunkParameter
+from atoll.memory.payloads import Payloads
 from atoll.memory.sharded import Sharded
 from atoll.memory.sharedplan import agree
 from atoll.memory.stepping import has_stepper
@@ -25,14 +27,20 @@ __all__ = ["Fitted", "fit", "plan"]
 
 
 def plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: Memory, members: Members | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: Memory,
+    members: Members | None = None,
+    *,
+    lent: int = 0,
 ) -> MemoryPlan:
     """How `fit` would hold the model. With `members` all of them call it; each gets its own plan, with chunks
-    of worker 0's size. Raises as `fit` does, on all members alike."""
+    of worker 0's size. Raises as `fit` does, on all members alike. With `lent`, how `borrow` would, on one of
+    so many devices."""
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
     if members is None:
-        return planning.choose(model, optimizer, budgets)
+        return planning.choose(model, optimizer, budgets, lent=lent)
     return agree(model, optimizer, budgets, members)
 
 
@@ -75,6 +83,23 @@ def fit(
             fitted = Sharded(model, optimizer, budgets, plan, chunk_map, members)
     observing.tell_fitted(fitted, optimizer)
     return fitted
+
+
+def borrow(
+    model: nn.Module,
+    *,
+    memory: Memory,
+    plan: MemoryPlan,
+    chunk_map: ChunkMap,
+    values: Flats,
+    gradients: Payloads,
+    peak: int,
+) -> LentModel:
+    """Let `model` train within the device's budget on values that are lent; who lends them makes its steps.
+    See `LentModel` for the arguments. `plan` is what the function `plan` has given, with `lent`; not one by
+    which everything fits. Raises PrepareError as `fit` does."""
+    _check(model, dict(model.named_parameters()))
+    return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak)
 
 
 _plan = plan  # `fit` has an argument of this name

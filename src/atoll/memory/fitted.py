@@ -147,8 +147,7 @@ class Moving(Fitted):
         self._arena = _device_arena(plan.blocks, plan, parameters)
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
         self._trained = trained
-        payloads = self._payloads(chunks)
-        self.engine = Engine(chunks, self._arena, Cache(plan.blocks, self._sizes), payloads)
+        self.engine = self._engine_of(chunks, Cache(plan.blocks, self._sizes))
         self.gradients = self._gradients_of(trained)
         self.engine.gradients = self.gradients
         self._handles = watch_modules(model.modules())
@@ -180,7 +179,11 @@ class Moving(Fitted):
             self.abandon()
             raise
 
-    # What a group of members has in another way (memory/sharded.py).
+    # What a group of members (memory/sharded.py) has in another way, or a model that is stepped elsewhere
+    # (memory/lent.py).
+
+    def _engine_of(self, chunks: Sequence[TrainedChunk], cache: Cache[int]) -> Engine:
+        return Engine(chunks, self._arena, cache, self._payloads(chunks))
 
     def _payloads(self, _chunks: Sequence[TrainedChunk]) -> Payloads:
         return self._store
@@ -255,6 +258,10 @@ class Moving(Fitted):
 
     def _after_step(self) -> None:
         self.engine.refresh(self._stepped)
+        self._step_ended()
+
+    def _step_ended(self) -> None:
+        """Let the cache know, and count what the step came to."""
         ended = self.engine.handle_step_ended()
         self._statistics.add(ended)
         self._step_blocks = ended.blocks_in
@@ -321,7 +328,7 @@ class Moving(Fitted):
             return
         if self._stepper is not None:
             self._stepper.wait_over()  # the first step makes the state
-        whole, room = self._store.nbytes_without(GRADIENT), self._room_for_plain()
+        whole, room = self._plain_bytes(), self._room_for_plain()
         if whole <= room:
             self.close()
             return
@@ -330,6 +337,9 @@ class Moving(Fitted):
             f"optimizer's state, it takes {format_bytes(whole)} where the budgets hold {format_bytes(room)}; "
             "read or save its values before that, inside the block of `with`"
         )
+
+    def _plain_bytes(self) -> int:
+        return self._store.nbytes_without(GRADIENT)
 
     def _room_for_plain(self) -> int:
         """Bytes that the budgets give a plain model, which lies on the device: where that is a CPU, the

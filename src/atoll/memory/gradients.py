@@ -435,6 +435,27 @@ class Gradients:
         """Which slots of a chunk have a gradient."""
         return tuple(self._chunks[chunk].present)
 
+    @contextmanager
+    def whole(self, chunk: int) -> Iterator[Tensor]:
+        """The chunk's gradients where they lie, (extent,), zeros where there are none: to be read, or, after
+        `come_as`, changed."""
+        each = self._chunks[chunk]
+        with each.settled(writes=True) as flat:
+            for slot, here in enumerate(each.present):
+                if not here:
+                    each.trained.run(flat, slot).zero_()
+            yield flat
+        each.release()
+
+    def come_as(self, chunk: int, present: Sequence[bool]) -> None:
+        """Within `whole`: what is written there are the gradients of these slots. Whoever has a view of one
+        that was there has it for himself."""
+        each = self._chunks[chunk]
+        for index in list(each.kept):
+            each.slots[index].leave()
+        each.norms.clear()
+        each.present = list(present)
+
     def begin_step(self, chunk: int) -> tuple[bool, ...]:
         """The chunk's gradients as they are now are to be stepped with; which slots have one."""
         each = self._chunks[chunk]

@@ -363,6 +363,14 @@ def take(parameter: nn.Parameter, into: Tensor) -> None:
         parameter.data = _stand_in(tuple(parameter.shape), parameter.dtype, parameter.device)
 
 
+def let_go(parameter: nn.Parameter) -> None:
+    """Let go of a parameter's value, which somebody else has: as `take` leaves it."""
+    if isinstance(parameter, InitialisedParameter):
+        parameter._atoll_place.room.release(parameter)
+        return
+    parameter.data = _stand_in(tuple(parameter.shape), parameter.dtype, parameter.device)
+
+
 def resident_bytes(parameters: Sequence[nn.Parameter]) -> int:
     """How many bytes of these lie in memory now.
 

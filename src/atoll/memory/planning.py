@@ -28,9 +28,11 @@ def choose(
     profile: Profile | None = None,
     bandwidths: Bandwidths | None = None,
     share: Share | None = None,
+    lent: int = 0,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
-    second); with `share`, for one of several members.
+    second); with `share`, for one of several members; with `lent`, for one of so many devices to which
+    others lend it, who step it.
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -38,13 +40,15 @@ def choose(
     an optimizer that is not element-wise.
     """
     check_folder(budgets)
+    if lent:
+        optimizer = None
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
-    return search_plan(profile, bandwidths, budgets, share=share)
+    return search_plan(profile, bandwidths, budgets, share=share, lent=lent)
 
 
 def measurable(budgets: Budgets) -> int:

@@ -97,14 +97,17 @@ def search_plan(
     *,
     split: bool = False,
     share: Share | None = None,
+    lent: int = 0,
 ) -> MemoryPlan:
     """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
 
     `split`: some chunks may step on the device while others step on the host. `share`: the model is shared
-    with other members, and this is one member's plan; what the network takes is not in it. Deterministic.
+    with other members, and this is one member's plan; what the network takes is not in it. `lent`: the model
+    is stepped elsewhere, in host memory that is not this worker's, which lends its values to so many
+    devices; the host's budget is not looked at. Deterministic.
     Raises UserError that names the tier and the least budget that would do.
     """
-    shapes = [_Shape(profile, size, share, budgets.pins.sharding) for size in _sizes(profile, budgets)]
+    shapes = [_Shape(profile, size, share, budgets.pins.sharding, lent) for size in _sizes(profile, budgets)]
     plans: list[tuple[MemoryPlan, _Shape]] = []
     refused: list[_LeastError] = []
     for shape in shapes:
@@ -121,7 +124,7 @@ def search_plan(
         for _, shape in plans[:SPLIT]:
             found += _splits(shape, bandwidths, budgets)
     best = _best(found)
-    reason = _reason(best, by_size, profile, bandwidths, budgets.pins)
+    reason = _reason(best, by_size, profile, bandwidths, budgets.pins, elsewhere=lent > 0)
     return msgspec.structs.replace(best, reason=reason)
 
 
@@ -168,12 +171,18 @@ class _LeastError(Exception):
 
 
 class _Shape:
-    """A profile in chunks of one size; with `share`, as one of several members holds them."""
+    """A profile in chunks of one size; with `share`, as one of several members holds them, and with `lent`,
+    as a device to which they are lent."""
 
     def __init__(
-        self, profile: Profile, chunk_bytes: int, share: Share | None = None, sharding: str | None = None
+        self,
+        profile: Profile,
+        chunk_bytes: int,
+        share: Share | None = None,
+        sharding: str | None = None,
+        lent: int = 0,
     ) -> None:
-        self.profile, self.share = profile, share
+        self.profile, self.share, self.lent = profile, share, lent
         self.map: ChunkMap = lay_out_memory(profile.specs, chunk_bytes=chunk_bytes)
         self.host_block = self.chunk_bytes = self.map.chunk_bytes
         self.costs = self.every = [self._costs(chunk) for chunk in self.map.chunks]
@@ -187,6 +196,16 @@ class _Shape:
                 self.staging_bytes = STAGES * max(self._arriving(chunk, holding) for chunk in self.map.chunks)
                 if self.sharding == "symmetric":
                     self.host_block = _paged(-(-self.chunk_bytes // share.count) + UNIT * _WIDEST)
+        elif lent:
+            self.costs = [
+                msgspec.structs.replace(
+                    cost,
+                    elements=0,
+                    payloads=dict.fromkeys(cost.payloads, 0),
+                    stepped_elsewhere=bool(cost.elements),
+                )
+                for cost in self.every
+            ]
         self.calls = _calls(profile, self.map)
 
     def _held_by(self, members: int) -> Holding:
@@ -239,7 +258,7 @@ class _Shape:
         """Blocks of all payloads, where everything stays on the device: several members then hold whole
         copies each, and a ring has gradients once more, in its messages."""
         kinds = [nbytes for cost in self.every for nbytes in cost.payloads.values()]
-        if self.share is not None:
+        if self.share is not None or self.lent > 1:
             kinds += [cost.payloads["gradient"] for cost in self.every if "gradient" in cost.payloads]
         return sum(map(self.blocks_of, kinds))
 
@@ -452,7 +471,7 @@ def _homes(
     """The chunks' costs as they lie in host memory, the bytes of its arena where it is a cache over the disk
     (None: it holds all), and those of the disk's file."""
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(shape.costs) if c not in stepping)
-    if budgets.host is None or need + shape.staging_bytes <= budgets.host:
+    if shape.lent or budgets.host is None or need + shape.staging_bytes <= budgets.host:
         return shape.costs, None, 0
     costs = shape.rounded()
     need = sum(sum(cost.payloads.values()) for c, cost in enumerate(costs) if c not in stepping)
@@ -525,9 +544,17 @@ def _least_of(refused: Sequence[_LeastError]) -> str:
 
 
 def _reason(
-    plan: MemoryPlan, by_size: Mapping[int, float], profile: Profile, rates: Bandwidths, pins: Pins
+    plan: MemoryPlan,
+    by_size: Mapping[int, float],
+    profile: Profile,
+    rates: Bandwidths,
+    pins: Pins,
+    *,
+    elsewhere: bool,
 ) -> str:
-    """Why this one, in a line."""
+    """Why this one, in a line; `elsewhere`: others make the optimizer's steps."""
+    if plan.fits and elsewhere:
+        return "parameters and gradients fit on the device: nothing moves"
     if plan.fits and plan.sharding == "whole":
         return "all fits on each member's device: each holds the whole model, and they train as a ring"
     if plan.fits:
@@ -538,7 +565,7 @@ def _reason(
     elif len(by_size) > 1:
         worst = max(by_size, key=lambda size: by_size[size])
         sizes += f" ({format_bytes(worst)} would take {format_seconds(by_size[worst])})"
-    bound, seconds = _longest(plan, profile, rates)
+    bound, seconds = _longest(plan, profile, rates, elsewhere=elsewhere)
     told = "" if profile.measured else "; compute is not measured yet, and taken to be as long as copies"
     if plan.holding is not None:
         split = "chunks are split evenly over the members"
@@ -547,10 +574,10 @@ def _reason(
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 
-def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths) -> tuple[str, float]:
+def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere: bool) -> tuple[str, float]:
     """What would take longest of a step if nothing else did."""
     predicted = plan.predicted
-    stepped = sum(spec.numel for spec in profile.specs if spec.trainable)
+    stepped = 0 if elsewhere else sum(spec.numel for spec in profile.specs if spec.trainable)
     parts = {
         "compute": predicted.computing,
         "the optimizer's steps": stepped / rates.host_steps,

@@ -4,6 +4,7 @@ sharded over the members of a ring."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,14 @@ from atoll.train.rounds import Ring
 from atoll.train.strategies import Alone, OverRing, Stepper, Strategy, Training
 
 
+@runtime_checkable
+class HoldsTiers(Protocol):
+    """A strategy that trains a model under budgets in a way of its own."""
+
+    def tiers(self, memory: Memory, config: Config, number: int) -> Tiers:
+        """The budgets of the session's model `number`. Raises UserError for what it cannot keep to."""
+
+
 def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memory | None:
     """What a model may take: as `given`, else as `[memory]` says; None: there are no budgets.
 
@@ -34,11 +43,11 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memo
     if given is None and not config.memory.is_given:
         return None
     ring = isinstance(strategy, OverRing) and config.run.strategy == "ring"
-    if not ring and not isinstance(strategy, Alone):
+    if not ring and not isinstance(strategy, (Alone, HoldsTiers)):
         what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
         raise UserError(
-            f"{what} is for strategy 'ring', or a worker that is alone, and this run's is "
-            f"{config.run.strategy!r}; choose 'ring', or leave the budgets out"
+            f"{what} is for strategies 'ring' and 'peers', or a worker that is alone, and this run's is "
+            f"{config.run.strategy!r}; choose one of them, or leave the budgets out"
         )
     if ring and config.run.elastic:
         raise UserError(
@@ -60,6 +69,8 @@ def tiers_for(
     Raises UserError as `memory_for`, and on a worker that comes `late`: it has no part in the model.
     """
     memory = memory_for(config, given, strategy)
+    if memory is not None and isinstance(strategy, HoldsTiers):
+        return strategy.tiers(memory, config, number)
     if memory is None or ring is None:
         return None if memory is None else Tiers(memory, None)
     if late:
@@ -221,10 +232,10 @@ class _TieredOptimizer(ParameterOptimizer):
 
 
 def held_chunks(
-    specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter]
+    specs: Sequence[ParameterSpec], parameters: Mapping[str, nn.Parameter], chunk_bytes: int | None = None
 ) -> tuple[ChunkMap, list[BoundChunk]]:
     """The parameters in chunks as anywhere else, for whoever goes through them; their memory is as it was."""
-    chunk_map, names = lay_out(specs), list(parameters)
+    chunk_map, names = lay_out(specs, chunk_bytes=chunk_bytes), list(parameters)
     chunks: list[BoundChunk] = []
     for chunk in chunk_map.chunks:
         members = [names[slot.parameter] for slot in chunk.slots]

@@ -79,7 +79,7 @@ class Prepared:
             self.chunk_map = lay_out(specs, chunk_bytes=config.chunk_bytes)
             self.chunks = bind_model(self.chunk_map, self.parameters)
         else:
-            self.chunk_map, self.chunks = held_chunks(specs, self.parameters)
+            self.chunk_map, self.chunks = held_chunks(specs, self.parameters, config.chunk_bytes)
         self._homes = list(_homes(self.module, self.parameters))
         self._frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         trained = [chunk for chunk in self.chunks if chunk.parameters[0].requires_grad]
@@ -164,7 +164,7 @@ class Prepared:
         self.reducer.before_step()
         if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
             self.reducer.clip(max_norm, norm_type)
-            return self.norm.measure(norm_type, error_if_nonfinite)
+            return self._tell_norm(self.norm.measure(norm_type, error_if_nonfinite))
         if self._shared is not None:  # each member measures what it owns
             return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         norms: list[Tensor] = []
@@ -177,9 +177,12 @@ class Prepared:
             self.reducer.clip(clip)
         else:
             clip()
+        return self._tell_norm(norms[0])
+
+    def _tell_norm(self, norm: Tensor) -> Tensor:
         if self.tiers is not None and self.tiers.fitted is not None:
-            self.tiers.fitted.gradient_norm = norms[0]
-        return norms[0]
+            self.tiers.fitted.gradient_norm = norm
+        return norm
 
     def _before_forward(self) -> None:
         self.stepper.restore()

@@ -52,7 +52,7 @@ from atoll.train.lossy import LossyPushes
 from atoll.train.memory import tiers_for
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
-from atoll.train.node.strategy import Peers
+from atoll.train.node.tiers import PeersInTiers
 from atoll.train.node.worker import NodeWorker
 from atoll.train.pace import Pace
 from atoll.train.place import Place
@@ -123,7 +123,7 @@ class Session:
         if self._ring is not None:
             self._ring.state, self._ring.told = self._state, self._regrouped
         self._entrance: Entrance | None = self._ring  # where workers may come late
-        self._peers: Peers | None = None  # strategy peers
+        self._peers: PeersInTiers | None = None  # strategy peers
         self._strategy = self._make_strategy()
         self._links = self._make_link_report()
         self._stretch = self._make_stretch()
@@ -233,8 +233,8 @@ class Session:
         another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
 
         With `memory`, or `[memory]` in the configuration, they train within budgets, as by
-        `atoll.memory.fit`: alone, or under strategy `ring` sharded over the workers. The budgets may differ
-        between workers.
+        `atoll.memory.fit`: alone, sharded over the workers under strategy `ring`, or lent by each node's CPU
+        side under `peers`. The budgets may differ between workers.
         """
         self._workers.check_open()
         self._check_new(model)
@@ -606,7 +606,7 @@ class Session:
         if isinstance(self._workers, NodeWorkers):
             assert self._node is not None
             stale_max = self.config.sync.stale_max
-            peers = Peers(self._node, self._workers, self._state, lambda: self._pace.latest, stale_max)
+            peers = PeersInTiers(self._node, self._workers, self._state, lambda: self._pace.latest, stale_max)
             self._entrance = self._peers = peers
             return peers
         return Alone() if self._ring is None else OverRing(self._ring)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from atoll.core.errors import UserError
 from atoll.tensors.binding import BoundChunk, Buffer
@@ -261,13 +262,12 @@ class PeerExchange(Reducer):
 
         What was changed and changed back (to evaluate with an average of the weights, say) is unchanged.
         """
-        for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
-            if version != now and self._differs(name):
-                raise UserError(
-                    f"parameter {name!r} was changed by the script after session.prepare; under strategy "
-                    "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
-                    "save and session.load it"
-                )
+        for name in self._changed():
+            raise UserError(
+                f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+                "'peers' the node's CPU side makes the parameters: change it before session.prepare, or "
+                "save and session.load it"
+            )
 
     # Inside
 
@@ -275,16 +275,10 @@ class PeerExchange(Reducer):
         """Write the gradients into their slot, and say so."""
         own, memory = self._weighed, self._memory
         assert memory is not None
-        slots = memory.plan.slots
-        if self._freed <= self.steps - slots:
-            self._worker.wait(
-                lambda: self._freed > self.steps - slots or self._worker.returned is not None,
-                f"room for iteration {self.steps}, in the slot of iteration {self.steps - slots}, which "
-                "others have yet to get",
-            )
+        self._await_slot(self.steps, memory.plan.slots)
         if self._worker.returned is not None or not self._worker.leads:
             return
-        buffers = self._slots[self.steps % slots]
+        buffers = self._slots[self.steps % memory.plan.slots]
         present = [self._write(bound, buffers[bound.chunk.id]) for bound in self._chunks]
         self._worker.send(
             Contribute(
@@ -300,6 +294,15 @@ class PeerExchange(Reducer):
         )
         sent_to = max(0, len(self._worker.members) - 1)
         self.bytes_sent += sent_to * sum(run.nbytes for run in memory.plan.trained)
+
+    def _await_slot(self, iteration: int, slots: int) -> None:
+        """Wait until the iteration's slot may be written."""
+        if self._freed <= iteration - slots:
+            self._worker.wait(
+                lambda: self._freed > iteration - slots or self._worker.returned is not None,
+                f"room for iteration {iteration}, in the slot of iteration {iteration - slots}, which "
+                "others have yet to get",
+            )
 
     def _say(self) -> bytes:
         """What the leader is to hear of this device before the node contributes."""
@@ -325,15 +328,23 @@ class PeerExchange(Reducer):
         if newest is None:
             return
         assert self._memory is not None
-        values = self._memory.buffer(newest.buffer)
-        for bound in self._chunks:
-            bound.flat[: bound.chunk.extent].copy_(values[bound.chunk.id])
-            torch.autograd.graph.increment_version(bound.parameters)
+        self._adopt(self._memory.buffer(newest.buffer))
         # The one that was copied last is kept: `check_unchanged` compares with it.
         if self._held is not None and self._held != newest.buffer:
             self._worker.release(self._held)
         self._held, self.taken = newest.buffer, newest.taken
         self._versions = self._seen()
+
+    def _adopt(self, values: Mapping[int, Tensor]) -> None:
+        """Let the parameters have these values, by chunk; nobody reads those taken before when it returns."""
+        for bound in self._chunks:
+            bound.flat[: bound.chunk.extent].copy_(values[bound.chunk.id])
+            torch.autograd.graph.increment_version(bound.parameters)
+
+    def _changed(self) -> list[str]:
+        """The parameters whose values are not those that were taken."""
+        seen = zip(self._versions, self._seen(), strict=True)
+        return [name for (name, before), (_, now) in seen if before != now and self._differs(name)]
 
     def _seen(self) -> list[tuple[str, int]]:
         return [

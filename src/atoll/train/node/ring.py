@@ -22,7 +22,31 @@ from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 
 
-class NodeReducer(RingReducer, PeerExchange):
+class OfDevices(PeerExchange):
+    """What a node's devices do together, whatever way their gradients go."""
+
+    _seconds = 0.0  # that this device has computed for the iteration
+
+    def before_use(self, *arguments: object) -> None:
+        """A forward that trains is one that all devices make; any other may be this device's alone."""
+        if torch.is_grad_enabled():
+            super().before_use(*arguments)
+
+    def _come(self) -> None:
+        PeerExchange.before_use(self)  # a device without data makes no forward
+        super()._come()
+
+    def _say(self) -> bytes:
+        return msgspec.msgpack.encode(self._seconds)
+
+    def _node_pace(self) -> float:
+        """The slowest device's, for all that the node has; 0 where none is known yet. A device without
+        samples of its own says nothing."""
+        seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
+        return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
+
+
+class NodeReducer(RingReducer, OfDevices):
     """`p.grad` shows the node's mean after backward, and edits act on the node's contribution; all devices
     make the same ones."""
 
@@ -33,15 +57,8 @@ class NodeReducer(RingReducer, PeerExchange):
     ) -> None:
         super().__init__(chunks, ring, message_bytes=message_bytes, calls=calls)
         self.use(parts)
-        self._seconds = 0.0  # that this device has computed for the iteration
-
-    def before_use(self, *arguments: object) -> None:
-        """A forward that trains is one that all devices make; any other may be this device's alone."""
-        if torch.is_grad_enabled():
-            super().before_use(*arguments)
 
     def reduce(self) -> None:
-        PeerExchange.before_use(self)  # a device without data makes no forward
         self._come()
         super().reduce()
 
@@ -49,15 +66,6 @@ class NodeReducer(RingReducer, PeerExchange):
         self._weighed = Contribution(agreed.weight, agreed.samples)
         self._seconds = self.pace() * own.samples
         super()._ring_is_whole(own, agreed)
-
-    def _say(self) -> bytes:
-        return msgspec.msgpack.encode(self._seconds)
-
-    def _node_pace(self) -> float:
-        """The slowest device's, for all that the node has; 0 where none is known yet. A device without
-        samples of its own says nothing."""
-        seconds = [msgspec.msgpack.decode(said, type=float) for said in self._worker.devices.said]
-        return max(seconds) / self._weighed.samples if self._weighed.samples > 0 else 0.0
 
     def blamed(self, rank: int, culprit: str) -> list[str]:  # noqa: ARG002  # what all have, once summed
         """The devices say whose gradients were not finite before they were summed."""

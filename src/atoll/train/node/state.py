@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
+from atoll.tensors.lazy import LazyTensor
 from atoll.train.node.globals import GlobalParameters, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
@@ -254,20 +256,31 @@ def pack_optimizer(
 
 
 def unpack_optimizer(
-    raw: memoryview, optimizer: torch.optim.Optimizer, chunks: Sequence[BoundChunk]
+    raw: memoryview,
+    optimizer: torch.optim.Optimizer,
+    chunks: Sequence[BoundChunk],
+    *,
+    lazily: bool = False,
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """At a worker: copies of each parameter's state in plain torch's form, on the parameter's device, in the
-    order in which `optimizer` has them, of what `pack_globals_into` gave. Raises UserError as `unpack`."""
+    order in which `optimizer` has them, of what `pack_globals_into` gave. `lazily`: what is kept for each
+    element stays in `raw`, and is copied when it is read. Raises UserError as `unpack`."""
     bound_as = {bound.chunk.id: bound for bound in chunks}
     packed = unpack(raw, {bound.chunk.id: bound.chunk for bound in chunks})
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for part, (_, states) in zip(packed.head.parts, packed.payloads, strict=True):
         bound = bound_as[part.chunk]
         for slot, parameter, numbers in zip(bound.chunk.slots, bound.parameters, part.slots, strict=True):
-            state = {
-                key: carve(flat, slot.offset, parameter).to(parameter.device, copy=True)
+            kept = {
+                key: partial(_copy_of, carve(flat, slot.offset, parameter), parameter.device)
                 for key, flat in states.items()
                 if numbers.get(key, 0) is not None
+            }
+            state: dict[str, Any] = {
+                key: LazyTensor(read, parameter.shape, states[key].dtype, parameter.device)
+                if lazily
+                else read()
+                for key, read in kept.items()
             }
             for key, value in numbers.items():
                 if value is not None:
@@ -277,6 +290,10 @@ def unpack_optimizer(
                 found[parameter] = state
     known = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {parameter: found[parameter] for parameter in known if parameter in found}
+
+
+def _copy_of(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device, copy=True)
 
 
 def _pack(head: Head, payloads: Sequence[Tensor], fd: int) -> memoryview:

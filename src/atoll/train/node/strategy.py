@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError, GivenUpError, PrepareError, UserError
+from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.tensors.shardoptimizer import full_name, own_path
 from atoll.train.node.cpu import fingerprint
@@ -67,7 +68,7 @@ class Peers:
                 "strategy 'peers' trains one model in a session; put both into one nn.ModuleList and prepare "
                 "that, with one optimizer"
             )
-        model = PeerModel(training, self._worker, self._workers, self._capture, self._returned)
+        model = self._model_of(training)
         model.exchange.pace = self._pace
         self._model = model
         model.begin()
@@ -78,6 +79,9 @@ class Peers:
             fetch=model.fetch_state,
             loaded=lambda: None,
         )
+
+    def _model_of(self, training: Training) -> PeerModel:
+        return PeerModel(training, self._worker, self._workers, self._capture, self._returned)
 
     def batches(self, dataset: Sized, **options: Any) -> PeerBatches:
         """This node's part of batches that all nodes share; `options` as in PeerBatches."""
@@ -163,6 +167,8 @@ class Peers:
 class PeerModel:
     """One model at the node's CPU side."""
 
+    reads_lazily = False  # the optimizer's state, which may be more than the device holds
+
     def __init__(
         self,
         training: Training,
@@ -198,9 +204,12 @@ class PeerModel:
     def begin(self) -> None:
         """All nodes begin with the first one's values; a node that comes late gets its own from a member."""
         self._check_alike()
+        self._take_from_first()
+        self.set_up()
+
+    def _take_from_first(self) -> None:
         flats = [bound.flat[: bound.chunk.extent] for bound in self._training.chunks]
         self._workers.take_from_first(flats, "node 0's parameters")
-        self.set_up()
 
     def _check_alike(self) -> None:
         """Raise PrepareError unless all nodes compute the same bits, as far as that can be told."""
@@ -234,8 +243,7 @@ class PeerModel:
         worker.late = came_in and (worker.late or self._number == 1)
         worker.entered(self._ready)
         if came_in:
-            for bound in training.frozen:
-                bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
+            self._take_frozen(memory)
         self.exchange.begin_at(self._ready.iteration)
         if came_in and not worker.late:
             self._returned(self._ready.script)
@@ -249,15 +257,23 @@ class PeerModel:
             memory = HostMemory.create(self._plan)
             made.append(memory)
             for bound in training.chunks:
-                memory.buffer(0)[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+                self._copy_values(bound, memory.buffer(0)[bound.chunk.id])
             for bound in training.frozen:
-                memory.frozen[bound.chunk.id].copy_(bound.flat[: bound.chunk.extent].detach())
+                self._copy_values(bound, memory.frozen[bound.chunk.id])
             return memory.path.encode()
 
         path = self._worker.devices.led(make, "the node's shared memory").decode()
         memory = made[0] if made else HostMemory.opened(self._plan, path)
         self._worker.devices.gather(b"", "the look into the node's shared memory")
         return memory
+
+    def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:
+        """A chunk's values, (extent,)."""
+        into.copy_(bound.flat[: bound.chunk.extent].detach())
+
+    def _take_frozen(self, memory: HostMemory) -> None:
+        for bound in self._training.frozen:
+            bound.flat[: bound.chunk.extent].copy_(memory.frozen[bound.chunk.id])
 
     def _bring(self, memory: HostMemory) -> None:
         training = self._training
@@ -299,7 +315,9 @@ class PeerModel:
         finally:
             os.close(file)
         training = self._training
-        return unpack_optimizer(raw.numpy().data, training.optimizer, training.chunks)
+        return unpack_optimizer(
+            raw.numpy().data, training.optimizer, training.chunks, lazily=self.reads_lazily
+        )
 
     def _ask_for_state(self, question: WantState, file: int) -> State:
         worker, what = self._worker, f"the optimizer's state after {question.least} iterations"

@@ -1,0 +1,397 @@
+"""Strategy `peers` under budgets of memory: a node's devices train on values that its CPU side lends them.
+
+The CPU side holds values and optimizer state in host memory and makes the steps; what it publishes is what a
+device reads its chunks from, and a device's gradients go straight into the iteration's slot. So a device
+under a budget has an arena of its own and nothing else: no tier of host memory, no second copy.
+Source: S0, "A node's iteration"; S2, part 5; design.md, "between groups every strategy works on the shards".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.chunks import ChunkMap, lay_out
+from atoll.core.config import Config
+from atoll.core.errors import AtollError, ConfigError, RunError, UserError
+from atoll.core.memory import Memory
+from atoll.core.units import format_bytes
+from atoll.memory.fit import borrow, plan
+from atoll.memory.lent import LentModel, Turns
+from atoll.memory.payloads import Payloads, TensorPayloads
+from atoll.memory.planning import settings_of
+from atoll.memory.stepping import state_dtypes
+from atoll.peers.settings import Settings
+from atoll.tensors.binding import BoundChunk, carve, specs_of
+from atoll.train.memory import Tiers
+from atoll.train.node.exchange import NodeParts, PeerExchange
+from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
+from atoll.train.node.ring import OfDevices
+from atoll.train.node.strategy import PeerModel, Peers
+from atoll.train.reducer import Calls
+from atoll.train.ring import Agreement
+from atoll.train.rounds import Ring
+from atoll.train.samples import Contribution
+from atoll.train.strategies import Strategy, Training
+from atoll.wire.messages import Hyperparameters
+
+_STEPS = 4096  # steps are compared by their remainder
+
+
+class PeersInTiers(Peers):
+    """Strategy `peers`, whose model may be prepared under budgets."""
+
+    _tiers: LentTiers | None = None
+
+    def tiers(self, memory: Memory, config: Config, number: int) -> LentTiers:
+        """The budgets of the model that is prepared next. Raises ConfigError for what makes no sense here."""
+        del number  # there is one model
+        _check(memory)
+        return LentTiers(memory, config, self)
+
+    def in_tiers(self, tiers: LentTiers) -> Strategy:
+        """The strategy for a model that is trained in `tiers`."""
+        self._tiers = tiers
+        return self
+
+    def _model_of(self, training: Training) -> PeerModel:
+        if self._tiers is None:
+            return super()._model_of(training)
+        model = LentPeerModel(training, self._worker, self._workers, self._capture, self._returned)
+        self._tiers.model = model
+        return model
+
+    def told(self, word: bytes, what: str) -> list[bytes]:
+        """What each worker says as the model is prepared; where this node comes late, each of its devices."""
+        if self.late:
+            return self._worker.devices.gather(word, what)
+        return self._workers.gather_bytes(word, what)
+
+    @property
+    def devices(self) -> int:
+        """Of this node."""
+        return self._worker.devices.count
+
+    @property
+    def nodes(self) -> int:
+        """How many the run has."""
+        return self._worker.world
+
+
+class LentTiers(Tiers):
+    """The budgets of the one model of strategy `peers`."""
+
+    def __init__(self, memory: Memory, config: Config, peers: PeersInTiers) -> None:
+        super().__init__(memory, None)
+        self._config, self._peers = config, peers
+        self.model: LentPeerModel  # set where the strategy has made it
+
+    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+        """None where parameters and gradients fit on each worker's device."""
+        word, found = _Word(), None
+        try:
+            self._check_host(model, optimizer)
+            found = plan(model, optimizer, self._memory, lent=self._peers.devices)
+            word.fits = found.fits
+        except AtollError as error:
+            word.error = str(error)
+        what = "what fits on the workers' devices"
+        told = [
+            msgspec.msgpack.decode(each, type=_Word)
+            for each in self._peers.told(msgspec.msgpack.encode(word), what)
+        ]
+        for worker, each in enumerate(told):
+            if each.error:
+                raise UserError(f"worker {worker}: {each.error}" if len(told) > 1 else each.error)
+        assert found is not None
+        self._plan = found
+        if all(each.fits for each in told):
+            return None
+        if found.fits:  # and on another's it does not: all go one way
+            held = msgspec.structs.replace(self._memory, step="host")
+            self._plan = plan(model, optimizer, held, lent=self._peers.devices)
+        return self._peers.in_tiers(self)
+
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        del optimizer  # whose steps are the CPU side's
+        exchange = self.model.lent
+        assert self._plan is not None
+        fitted = borrow(
+            model,
+            memory=self._memory,
+            plan=self._plan,
+            chunk_map=self.model.chunk_map,
+            values=exchange.lent(),
+            gradients=exchange.payloads,
+            peak=exchange.host_bytes,
+        )
+        exchange.fitted = self.fitted = fitted
+
+    def _check_host(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UserError where a node takes more of host memory than its budget."""
+        budget = self._memory.budgets().host
+        if budget is None:
+            return
+        layout = lay_out(
+            specs_of(dict(model.named_parameters()), settings_of(optimizer)),
+            chunk_bytes=self._config.chunk_bytes,
+        )
+        stale_max, devices = self._config.sync.stale_max, self._peers.devices
+        least = least_host_bytes(layout, optimizer, stale_max, self._peers.nodes, devices)
+        if least > budget:
+            raise UserError(
+                f"the budget of the host is too small: a node of strategy 'peers' keeps up to {least} bytes "
+                f"({format_bytes(least)}) there, with contributions that others may still lack, for "
+                f"sync.stale_max = {stale_max} and {self._peers.nodes} nodes; give that, a smaller "
+                "sync.stale_max, or no budget of the host"
+            )
+
+
+class _Word(msgspec.Struct):
+    """What a worker says before its model is prepared: whether it fits on its device, or what is wrong."""
+
+    fits: bool = False
+    error: str = ""
+
+
+def _check(memory: Memory) -> None:
+    budgets = memory.budgets()
+    for key, given, why in (
+        ("disk", budgets.disk, "the CPU side keeps all in host memory, and has no disk below it"),
+        ("master", budgets.master, "the CPU side steps parameters in their own precision"),
+        ("step", budgets.pins.steps_on == "device", "the CPU side makes the optimizer's steps"),
+        ("sharding", budgets.pins.sharding, "a node's devices read whole chunks from its CPU side"),
+    ):
+        if given:
+            raise ConfigError(f"memory.{key}: strategy 'peers' has none: {why}; leave it out")
+
+
+def least_host_bytes(
+    layout: ChunkMap, optimizer: torch.optim.Optimizer, stale_max: int, nodes: int, devices: int
+) -> int:
+    """What a node takes of host memory at most, of a model in this layout: the formula of docs/peers.md, and
+    for each device but the leader the gradients that it has at its node's ring."""
+    memory = plan_memory(layout, slots_for(stale_max), BUFFERS)
+    trained = {chunk.id for chunk in layout.trainable}
+    kept: dict[str, int] = {}  # by dtype: bytes of state for each element
+    state, largest = 0, {"values": 0}
+    for chunk in layout.chunks:
+        values = chunk.nbytes
+        largest["values"] = max(largest["values"], 2 * values)
+        if chunk.id not in trained:
+            continue
+        if chunk.dtype not in kept:
+            dtypes = state_dtypes(optimizer, getattr(torch, chunk.dtype))
+            kept[chunk.dtype] = sum(each.itemsize for each in dtypes.values())
+        state += chunk.extent * kept[chunk.dtype]
+        largest["state"] = max(largest.get("state", 0), chunk.extent * kept[chunk.dtype])
+    each = sum(run.nbytes for run in memory.trained)
+    threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")))
+    parts = {
+        "parameters": sum(chunk.nbytes for chunk in layout.chunks),
+        "optimizer": state,
+        "twin": each + state,
+        "scratch": sum(largest.values()) * threads,
+    }
+    held = Settings(stale_max=stale_max).most_held(nodes)
+    return host_bytes(memory, parts, held).total + (devices - 1) * each
+
+
+class LentPeerModel(PeerModel):
+    """One model at the node's CPU side, whose parameters lie wherever its devices have them."""
+
+    reads_lazily = True
+    lent: LentExchange
+
+    def _make_exchange(self, parts: NodeParts) -> PeerExchange:
+        training, ring = self._training, self._worker.devices.ring
+        if ring is None:
+            self.lent = LentExchange(training.chunks, training.calls)
+        else:
+            self.lent = LentNodeExchange(training.chunks, training.calls, ring)
+        self.lent.use(parts)
+        return self.lent
+
+    @property
+    def chunk_map(self) -> ChunkMap:
+        """The layout that the CPU side has."""
+        return self._training.chunk_map
+
+    def _take_from_first(self) -> None:
+        """They are the first node's: parameter by parameter, as the model was prepared."""
+
+    def _copy_values(self, bound: BoundChunk, into: Tensor) -> None:
+        with torch.no_grad():
+            for slot, parameter in zip(bound.chunk.slots, bound.parameters, strict=True):
+                stored = getattr(parameter, "stored_value", parameter.detach)()
+                carve(into, slot.offset, parameter).copy_(stored)
+
+    def _take_frozen(self, memory: HostMemory) -> None:
+        """They are read from that memory."""
+
+
+class LentExchange(PeerExchange):
+    """Parameters are lent by the CPU side until the next are taken, and gradients lie in their slot from the
+    beginning."""
+
+    fitted: LentModel | None = None  # until the model is fitted, nothing is taken from here
+    payloads: Payloads
+    _first: Mapping[int, Tensor]
+
+    def attach(self, memory: HostMemory, iteration: int) -> None:
+        super().attach(memory, iteration)
+        self._is_new = True
+        if self._worker.leads:
+            self.host_bytes = memory.plan.nbytes
+            self._turn(iteration)
+        elif self.fitted is None:
+            self.payloads = TensorPayloads()
+            self.host_bytes = sum(run.nbytes for run in memory.plan.trained)
+
+    def _turn(self, iteration: int) -> None:
+        """Gradients go into the slot of `iteration` from now on."""
+        assert self._memory is not None
+        slot = self._memory.gradients(iteration)
+        if self.fitted is None:
+            self.payloads = Turns(slot)
+        elif isinstance(self.payloads, Turns):
+            self.payloads.turn(slot)
+
+    def begin_at(self, iteration: int) -> None:
+        super().begin_at(iteration)
+        self._turn_if_leading(iteration)
+
+    def _turn_if_leading(self, iteration: int) -> None:
+        if self._worker.leads:
+            self._turn(iteration)
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        super().step(accepted, hyperparameters)
+        assert self._memory is not None
+        assert self.fitted is not None
+        # Gradients of the next iteration come on a thread that cannot wait for the CPU side.
+        if self._worker.returned is None:
+            self._await_slot(self.steps + 1, self._memory.plan.slots)
+        self.fitted.step_ended()
+
+    def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: object) -> None:
+        if self._weighed.weight <= 0:  # what counts nowhere is let go of
+            for bound in self._chunks:
+                for parameter in bound.parameters:
+                    parameter.grad = None
+        super()._hand_over(accepted, hyperparameters, note)  # type: ignore[arg-type]
+        self._turn_if_leading(self.steps + 1)
+
+    def _write(self, bound: BoundChunk, _into: object) -> bytes:
+        """They are there: but for those of an earlier iteration, which the script has kept."""
+        assert self.fitted is not None
+        gradients = self.fitted.gradients
+        present = bytes(gradients.present(bound.chunk.id))
+        with gradients.whole(bound.chunk.id):
+            return present
+
+    def _adopt(self, values: Mapping[int, Tensor]) -> None:
+        assert self._memory is not None
+        if self._is_new:  # the memory: frozen chunks lie there too
+            values = {**values, **self._memory.frozen}
+            self._is_new = False
+        if self.fitted is None:
+            self._first = values
+        else:
+            self.fitted.take(values)
+
+    def lent(self) -> Mapping[int, Tensor]:
+        """The values that the model begins with; to be called once."""
+        values, self._first = self._first, {}
+        return values
+
+    def _changed(self) -> list[str]:
+        return [] if self.fitted is None else self.fitted.changed()
+
+
+class LentNodeExchange(OfDevices, LentExchange):
+    """Of a node of several devices: each has gradients of its own in host memory, and when a backward has
+    ended they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
+
+    def __init__(self, chunks: list[BoundChunk], calls: Calls, ring: Ring) -> None:
+        super().__init__(chunks, calls)
+        self._ring = ring
+        self._reference = 1.0  # the last iteration's sum of weights
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+            for bound in chunks
+            for parameter in bound.parameters
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().close()
+
+    def _came(self, _parameter: Tensor) -> None:
+        self._calls.arm()
+        self.unsent = True
+
+    def reduce(self) -> None:
+        self._come()
+        own = self._contribute()
+        agreed = self._agree(own)
+        with torch.no_grad():
+            for bound, present in zip(self._chunks, agreed.present, strict=True):
+                self._sum(bound, present, own, agreed)
+        if agreed.weight > 0:
+            self._reference = agreed.weight
+        self._weighed = Contribution(agreed.weight, agreed.samples)
+        self._seconds = self.pace() * own.samples
+        self._done(own, agreed.samples)
+
+    def _agree(self, own: Contribution) -> Agreement:
+        """What all devices say of the iteration, as on a ring (train/ring.py)."""
+        rows = [[p.grad is not None for p in bound.parameters] for bound in self._chunks]
+        here = [float(each and own.weight > 0) for row in rows for each in row]
+        has_gradient = float(any(any(row) for row in rows))
+        head = [own.weight, own.samples, float(self.steps % _STEPS), has_gradient, 0.0]
+        vector = torch.tensor([*head, *here], dtype=torch.float64)
+        self._over_ring(vector, f"the agreement on iteration {self.steps}")
+        agreed = Agreement(vector.tolist(), 0, [len(row) for row in rows])
+        off = agreed.steps / self._ring.world - self.steps % _STEPS
+        if off:
+            raise RunError(
+                f"the node's devices are at different iterations (this one at {self.steps}, on average "
+                f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
+            )
+        return agreed
+
+    def _sum(self, bound: BoundChunk, present: list[bool], own: Contribution, agreed: Agreement) -> None:
+        """Let a chunk's gradients become the mean over the devices, scaled as on a ring, to the bit."""
+        assert self.fitted is not None
+        gradients = self.fitted.gradients
+        if not any(present):
+            for parameter in bound.parameters:
+                parameter.grad = None
+            return
+        with gradients.whole(bound.chunk.id) as flat:
+            if own.weight <= 0:
+                flat.zero_()
+            elif (scale := own.weight / self._reference) != 1.0:
+                flat.mul_(scale)
+            self._over_ring(flat, f"chunk {bound.chunk.id} in iteration {self.steps}")
+            if self._reference != agreed.weight:
+                flat.mul_(self._reference / agreed.weight)
+            gradients.come_as(bound.chunk.id, present)
+
+    def _over_ring(self, tensor: Tensor, what: str) -> None:
+        channel = self._ring.agreement
+        channel.wait(channel.sum(tensor), what)
+        self.bytes_sent += channel.sends(tensor.nbytes)
+
+    def blamed(self, rank: int, culprit: str) -> list[str]:
+        """What a device had before the sum is no more."""
+        del rank
+        names = [culprit] if culprit else self.own_nonfinite()
+        return [f"{name!r}, summed over the node's devices," for name in names[:1]]
