@@ -4,11 +4,12 @@
 
 Two workers on loopback, one thread each, train a GPT of 19 million parameters with AdamW: the same model,
 batches and seeds for all (benchmarks/memory_rivals_worker.py). Atoll runs by `atoll run`, with the strategy
-`ring` and a table [memory] whose budget for the device is a half, then a quarter, of the parameters. The
-rivals are FSDP2 (`fully_shard` for each block, and the same with `CPUOffloadPolicy`) and DeepSpeed's ZeRO-3
-with parameters and optimizer offloaded. For scale: DistributedDataParallel, which holds all on each worker,
-and one worker alone, in plain PyTorch and under Atoll's budgets. There is no accelerator here, so a "device"
-is an arena of the CPU's memory, for the rivals plain memory.
+`ring` and a table [memory] whose budget for the device is a half, then a quarter, of the parameters; chunks
+are split evenly over the workers, and once more belong to one worker each ("asymmetric"). The rivals are
+FSDP2 (`fully_shard` for each block, and the same with `CPUOffloadPolicy`) and DeepSpeed's ZeRO-3 with
+parameters and optimizer offloaded. For scale: DistributedDataParallel, which holds all on each worker, and
+one worker alone, in plain PyTorch and under Atoll's budgets. There is no accelerator here, so a "device" is
+an arena of the CPU's memory, for the rivals plain memory.
 
 A step's time is its slowest worker's; a run's, the median of its steps after the first. CPU time, over both
 workers and all their threads, is told beside it: what else the machine does moves it less. The runs take
@@ -51,12 +52,13 @@ TARGET = 1.0  # of the time of each kind of FSDP2
 @dataclass(frozen=True)
 class System:
     """One contestant: the worker's word for it, how many workers, and for Atoll's the device's budget as a
-    part of the parameters' bytes."""
+    part of the parameters' bytes, and how chunks are shared."""
 
     name: str
     system: str
     workers: int = 2
     budget: float = 0.0
+    sharding: str = "auto"
 
 
 PLAIN = System("plain PyTorch, one worker", "plain", 1)
@@ -67,7 +69,8 @@ DEEPSPEED = System("DeepSpeed, ZeRO-3 offload", "deepspeed")
 ALONE = System("Atoll, one worker, 50 %", "atoll", 1, 0.5)
 HALF = System("Atoll, 50 %", "atoll", 2, 0.5)
 QUARTER = System("Atoll, 25 %", "atoll", 2, 0.25)
-SYSTEMS = (HALF, QUARTER, FSDP, OFFLOADED, DEEPSPEED, DDP, ALONE, PLAIN)
+ASYMMETRIC = System("Atoll, 50 %, asymmetric", "atoll", 2, 0.5, "asymmetric")
+SYSTEMS = (HALF, QUARTER, ASYMMETRIC, FSDP, OFFLOADED, DEEPSPEED, DDP, ALONE, PLAIN)
 REFERENCES = {1: PLAIN, 2: DDP}  # by workers, of the losses
 
 
@@ -93,7 +96,7 @@ def command_of(system: System, folder: Path, plan: Plan, python: str) -> list[st
         nbytes = sum(parameter.nbytes for parameter in plan.model().parameters())
         settings = {"run.directory": folder / "run", "memory.device": int(system.budget * nbytes)}
         if system.workers > 1:
-            settings["run.strategy"] = "ring"
+            settings |= {"run.strategy": "ring", "memory.sharding": system.sharding}
         given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
         return [python, "-m", "atoll.cli.app", "run", "--workers", str(system.workers), *given, *script]
     if system.workers == 1:
