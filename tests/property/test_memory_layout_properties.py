@@ -38,10 +38,7 @@ def models(draw: st.DrawFn) -> list[ParameterSpec]:
 
 @st.composite
 def bounds(draw: st.DrawFn) -> dict[str, int]:
-    given = {
-        "members": draw(st.integers(1, 5)),
-        "alignment": draw(st.sampled_from([16, 64, 512, 4096])),
-    }
+    given = {"alignment": draw(st.sampled_from([16, 64, 512, 4096]))}
     if draw(st.booleans()):
         return {**given, "chunk_bytes": draw(st.integers(1, 2**17))}
     smallest = draw(st.integers(1, 2**16))
@@ -86,14 +83,13 @@ def test_a_chunk_lies_in_one_block_or_holds_one_oversize_parameter(
     specs: list[ParameterSpec], given: dict[str, int]
 ) -> None:
     layout = lay_out_memory(specs, **given)
-    unit = PAGE * given["members"]
-    assert layout.chunk_bytes % unit == 0
+    assert layout.chunk_bytes % PAGE == 0
     for chunk in layout.chunks:
         assert chunk.nbytes > 0
-        assert chunk.nbytes % unit == 0
+        assert chunk.nbytes % PAGE == 0
         # No more is stored than alignment and whole pages ask for.
         own = sum(specs[slot.parameter].nbytes + given["alignment"] for slot in chunk.slots)
-        assert chunk.nbytes < own + unit
+        assert chunk.nbytes < own + PAGE
         assert layout.blocks_of(chunk) == -(-chunk.nbytes // layout.chunk_bytes)
         if chunk.oversize:
             assert len(chunk.slots) == 1
@@ -170,7 +166,7 @@ def test_every_size_is_tried_where_there_are_few() -> None:
     """Up to 64 pages; the test above lives by it. Beyond, there are fractions, runs and a grid."""
     group = {ChunkGroup("uint8", "", True, ""): [0]}
     specs = [ParameterSpec("p", (64 * PAGE,), "uint8")]
-    found = memory_layout._search(specs, group, PAGE, 64 * PAGE, PAGE, 512)
+    found = memory_layout._search(specs, group, PAGE, 64 * PAGE, 512)
     assert found.sizes.tolist() == [pages * PAGE for pages in range(1, 65)]
 
 

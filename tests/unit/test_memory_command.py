@@ -91,6 +91,23 @@ def test_as_json_it_gives_what_the_layout_gives(
         (group.dtype, group.trainable, group.feature) for group in layout.groups
     ]
     assert printed["longest_run"] == max(map(layout.blocks_of, layout.chunks))
+    assert printed["member_bytes"] == layout.nbytes  # of one member
+
+
+@pytest.mark.parametrize("members", [2, 3, 64])
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_members_store_even_parts(
+    model: str,
+    members: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = str(write(tmp_path, PUBLISHED[model]()))
+    _, out, _ = run(monkeypatch, capsys, "layout", file, "--json", "--members", str(members))
+    printed = json.loads(out)
+    even = printed["stored_bytes"] / members
+    assert even <= printed["member_bytes"] <= even + printed["chunks"] * 4096 < 1.03 * even
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -163,7 +180,7 @@ def test_a_wrong_file_is_one_line(
         (["--members", "-2"], "--members -2: a whole number, 1 or more"),
         (["--members", "1.5"], "--members 1.5: a whole number, 1 or more"),
         (["--members", "9" * 5000], "--members 9999"),
-        (["--members", "5000"], "5000 members: from 1 to 4096 share a chunk"),
+        (["--members", "5000"], "--members 5000: from 1 to 4096 share a chunk"),
         (["--smallest", "0"], "--smallest 0: at least 1 byte; 4MiB is usual"),
         (["--smallest", "4 MoB"], "--smallest: '4 MoB' is not a size"),
         (["--smallest", "2TiB"], "chunk sizes from 2199023255552 to"),

@@ -26,7 +26,6 @@ ALIGNMENT = 512  # bytes: what PyTorch's allocators give, so that a kernel takes
 PAGE = 4096  # bytes: direct reads and writes of a disk take whole ones
 SMALLEST = 2**22  # bytes; who has measured the links gives the size that fills them
 LARGEST = 2**30  # bytes, unless the caller says otherwise
-MOST_MEMBERS = 2**12  # of a group that shares chunks
 _MOST_CHUNK = 2**40  # bytes; with this and the next, no sum of the search leaves 64 bits
 _MOST_BYTES = 2**56  # of a model
 _OPEN = 4  # chunks of a group that may be open at once
@@ -42,14 +41,13 @@ def lay_out_memory(
     chunk_bytes: int | None = None,
     smallest: int = SMALLEST,
     largest: int | None = None,
-    members: int = 1,
     alignment: int = ALIGNMENT,
 ) -> ChunkMap:
     """The layout of the parameters `specs`, given in the order of registration, in blocks of one size.
 
-    `chunk.nbytes` is what a chunk stores: what it uses, rounded up to `members` times 4096 bytes, so that
-    each of `members` shards is even and whole pages. `map.blocks_of(chunk)` blocks of `map.chunk_bytes` are
-    what it takes in the arena: one, or more for an oversize chunk, which holds one parameter.
+    `chunk.nbytes` is what a chunk stores: what it uses, rounded up to 4096 bytes. `map.blocks_of(chunk)`
+    blocks of `map.chunk_bytes` are what it takes in the arena: one, or more for an oversize chunk, which
+    holds one parameter.
 
     `chunk_bytes` names the size of blocks (rounded up to that multiple); None searches from `smallest`, the
     bytes from which on a move fills its link, to `largest` (None: a sixteenth of the model, at least twice
@@ -57,21 +55,20 @@ def lay_out_memory(
     The same specs give the same map everywhere. Raises PrepareError for a spec that cannot be laid out,
     ConfigError for sizes that make no sense.
     """
-    check_specs(specs)
-    unit = _unit(specs, members, alignment)
+    _check(specs, alignment)
     groups = grouped(specs)
     if chunk_bytes is None:
-        found = _search(specs, groups, smallest, largest, unit, alignment)
+        found = _search(specs, groups, smallest, largest, alignment)
         chunk_bytes = int(found.sizes[_best(found)])
     elif not 1 <= chunk_bytes <= _MOST_CHUNK:
         raise ConfigError(
             f"chunk size of {chunk_bytes} bytes: from 1 byte to 1 TiB; megabytes are usual, such as 4MiB"
         )
-    chunk_bytes = round_up(chunk_bytes, unit)
+    chunk_bytes = round_up(chunk_bytes, PAGE)
     chunks = [
         chunk
         for number, (key, indices) in enumerate(groups.items())
-        for chunk in _fill(specs, indices, number, key, chunk_bytes, unit, alignment)
+        for chunk in _fill(specs, indices, number, key, chunk_bytes, alignment)
     ]
     return numbered(specs, list(groups), chunks, chunk_bytes, alignment)
 
@@ -81,16 +78,14 @@ def sizes_worth_trying(
     *,
     smallest: int = SMALLEST,
     largest: int | None = None,
-    members: int = 1,
     alignment: int = ALIGNMENT,
 ) -> tuple[int, ...]:
     """Ascending chunk sizes in bytes, for a plan that weighs waste against the memory and the time that it
     predicts: of each half octave the one that wastes the fewest blocks, and the smallest in which most bytes
     lie alike (`_alike`). Bounds and errors as in `lay_out_memory`, whose own choice is among them.
     """
-    check_specs(specs)
-    unit = _unit(specs, members, alignment)
-    found = _search(specs, grouped(specs), smallest, largest, unit, alignment)
+    _check(specs, alignment)
+    found = _search(specs, grouped(specs), smallest, largest, alignment)
     octaves = np.floor(2 * np.log2(found.sizes / found.sizes[0]))
     chosen = {int(found.sizes[_alike(found)])}
     for octave in np.unique(octaves):
@@ -99,18 +94,16 @@ def sizes_worth_trying(
     return tuple(sorted(chosen))
 
 
-def _unit(specs: Sequence[ParameterSpec], members: int, alignment: int) -> int:
-    """Bytes of which every chunk's storage is a multiple; raises for what makes no sense."""
+def _check(specs: Sequence[ParameterSpec], alignment: int) -> None:
+    """Raise for what makes no sense."""
+    check_specs(specs)
     if not 16 <= alignment <= PAGE or alignment & (alignment - 1):
         raise ConfigError(f"alignment of {alignment} bytes: must be a power of two from 16 to {PAGE}")
-    if not 1 <= members <= MOST_MEMBERS:
-        raise ConfigError(f"{members} members: from 1 to {MOST_MEMBERS} share a chunk")
     total = 0
     for spec in specs:
         total += spec.nbytes
         if total > _MOST_BYTES:
             raise PrepareError(f"parameter {spec.name!r}: with it the model exceeds {_MOST_BYTES} bytes")
-    return PAGE * members
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,6 @@ def _search(
     groups: dict[ChunkGroup, list[int]],
     smallest: int,
     largest: int | None,
-    unit: int,
     alignment: int,
 ) -> _Found:
     total = sum(spec.nbytes for spec in specs)
@@ -154,14 +146,14 @@ def _search(
             f"chunk sizes from {smallest} to {largest} bytes: the smallest must be at least 1 byte and at "
             "most the largest, and that at most 1 TiB"
         )
-    low = round_up(smallest, unit)
-    high = max(low, round_up(min(largest, max(total, smallest)), unit))
+    low = round_up(smallest, PAGE)
+    high = max(low, round_up(min(largest, max(total, smallest)), PAGE))
     padded = [
         np.array([round_up(specs[index].nbytes, alignment) for index in reversed(indices)], dtype=np.int64)
         for indices in groups.values()
     ]
     suggested = [candidate_sizes(padded, low, high, alignment), *_fractions(padded, low, high)]
-    sizes: Int64s = np.unique(np.clip(-(-np.concatenate(suggested) // unit) * unit, low, high))
+    sizes: Int64s = np.unique(np.clip(-(-np.concatenate(suggested) // PAGE) * PAGE, low, high))
     taken = np.zeros_like(sizes)
     for group in padded:
         taken += _blocks(group, sizes)
@@ -217,7 +209,6 @@ def _fill(
     number: int,
     key: ChunkGroup,
     chunk_bytes: int,
-    unit: int,
     alignment: int,
 ) -> list[Chunk]:
     """The chunks of one group, not yet numbered; `indices` are in the order of registration.
@@ -231,7 +222,7 @@ def _fill(
     open_: list[_Open | None] = [None] * _OPEN
 
     def close(chunk: _Open, *, oversize: bool = False) -> None:
-        nbytes = round_up(max(chunk.position, 1), unit)  # nobody can reduce or move a chunk of no bytes
+        nbytes = round_up(max(chunk.position, 1), PAGE)  # nobody can reduce or move a chunk of no bytes
         chunks.append(Chunk(-1, number, key.dtype, nbytes // size, tuple(chunk.slots), oversize))
 
     for index in reversed(indices):

@@ -8,12 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.chunks import ChunkMap, lay_out_memory, parse_shapes
+from atoll.chunks import ChunkMap, itemsize, lay_out_memory, parse_shapes
+from atoll.chunks.layout import round_up
 from atoll.cli import memory_plan
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.units import format_bytes, parse_bytes
+from atoll.moves.owners import split_evenly
+from atoll.moves.search import PAGE
 
 _SMALLEST = "4MiB"
+MOST_MEMBERS = 2**12  # more, and a chunk's parts are less than a page
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +49,8 @@ def show_layout(
 ) -> None:
     """Print the chunk size, the chunks by group and the waste, for the parameters in SHAPES.json."""
     count = _whole("--members", members)
+    if count > MOST_MEMBERS:
+        raise ConfigError(f"--members {members}: from 1 to {MOST_MEMBERS} share a chunk")
     least = _size("--smallest", smallest)
     size = None if chunk == "auto" else _size("--chunk", chunk)
     if size is not None and smallest != _SMALLEST:
@@ -55,7 +61,7 @@ def show_layout(
         raise UserError(f"{shapes}: cannot be read: {error.strerror or error}") from None
     try:
         specs = parse_shapes(data, str(shapes))
-        chunk_map = lay_out_memory(specs, chunk_bytes=size, smallest=least, members=count)
+        chunk_map = lay_out_memory(specs, chunk_bytes=size, smallest=least)
     except PrepareError as error:
         raise UserError(f"{shapes}: {error}") from None
     figures = _figures(chunk_map, count)
@@ -86,6 +92,7 @@ def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
         "parameters": len(chunk_map.specs),
         "used_bytes": chunk_map.used_bytes,
         "stored_bytes": chunk_map.nbytes,
+        "member_bytes": _stored_by_each(chunk_map, members),
         "waste": chunk_map.waste,
         "chunks": len(chunk_map.chunks),
         "blocks": chunk_map.blocks,
@@ -93,6 +100,18 @@ def _figures(chunk_map: ChunkMap, members: int) -> dict[str, Any]:
         "longest_run": max(map(chunk_map.blocks_of, chunk_map.chunks)),
         "groups": [_group(chunk_map, index) for index in range(len(chunk_map.groups))],
     }
+
+
+def _stored_by_each(chunk_map: ChunkMap, members: int) -> int:
+    """Bytes of whole pages that the member with most stores of values."""
+    held = split_evenly(
+        [chunk.extent for chunk in chunk_map.chunks], [range(members)] * len(chunk_map.chunks)
+    )
+    stored = [0] * members
+    for chunk, parts in zip(chunk_map.chunks, held.parts, strict=True):
+        for part in parts:
+            stored[part.member] += round_up(part.numel * itemsize(chunk.dtype), PAGE)
+    return max(stored)
 
 
 def _group(chunk_map: ChunkMap, index: int) -> dict[str, Any]:
@@ -126,8 +145,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
             f"the largest parameter takes {run} blocks in a row, {format_bytes(run * size)} of the device"
         )
     if figures["members"] > 1:
-        each = figures["stored_bytes"] // figures["members"]
-        lines.append(f"each of {figures['members']} members stores {format_bytes(each)} of it")
+        each = format_bytes(figures["member_bytes"])
+        lines.append(f"each of {figures['members']} members stores {each} of it")
     return lines
 
 
