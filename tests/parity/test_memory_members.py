@@ -405,6 +405,24 @@ def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
         assert same(values, values_of(model))
 
 
+class Centred(Script):
+    """Changes each gradient by what all of it comes to, more than once before the members meet, and by a
+    view too."""
+
+    def clip(self, model: Any, fitted: Sharded | None) -> Any:
+        for parameter in model.parameters():
+            parameter.grad -= parameter.grad.mean()
+            flat = parameter.grad.view(-1)
+            flat.mul_(2.0)
+            del flat
+            parameter.grad /= parameter.grad.norm() + 1e-6
+
+
+@pytest.mark.parametrize("sharding", ["symmetric", pytest.param("asymmetric", marks=pytest.mark.soak)])
+def test_gradients_that_a_script_changes_more_than_once(sharding: str) -> None:
+    compare(Centred("gpt", (1.0, 1.0), sgd), 0.5, steps=2, sharding=sharding)
+
+
 class Slow(torch.optim.SGD):
     """Whose chunks are stepped long after `step()` has returned."""
 

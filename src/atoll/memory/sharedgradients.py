@@ -42,13 +42,13 @@ class _SharedSlot(Slot):
             with super().lend(overwrites=overwrites) as gradient:
                 yield gradient
             return
-        lent = chunk.edits.get(index)
-        if lent is None:
-            like, device = chunk.trained.likes[index], chunk.trained.device
-            with torch.inference_mode(False), torch.no_grad():
-                lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-                if not overwrites:
-                    chunk.copy_mean(index, lent)
+        like, device = chunk.trained.likes[index], chunk.trained.device
+        with torch.inference_mode(False), torch.no_grad():
+            lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+            if index in chunk.edits:
+                lent.copy_(chunk.edits[index])
+            elif not overwrites:
+                chunk.copy_mean(index, lent)
         before = lent._version
         yield lent
         if lent._version != before:
@@ -196,7 +196,7 @@ class _SharedChunk(ChunkGradients):
                         whole = self.trained.part(flat, slot)
                         self.norms[slot] = torch.linalg.vector_norm(whole, norm_type)
                     else:
-                        self.norms[slot] = _partial(self.own(flat, slot), norm_type)
+                        self.norms[slot] = partial_norm(self.own(flat, slot), norm_type)
         return {slot: self.norms[slot] for slot in here}
 
     def own_numel(self, slot: int) -> int:
@@ -303,18 +303,22 @@ class _SharedChunk(ChunkGradients):
             self._keep_original(flat, index)
             self.trained.part(flat, index).copy_(values)  # beyond this member's part, nobody reads it
             self.norms.pop(index, None)
-        if self.is_whole(index) or self.edits.get(index) is values:
+        self._keep_edit(index, values)
+
+    def _keep_edit(self, index: int, values: Tensor) -> None:
+        """Keep what the script has made of a gradient, in host memory, where it cannot be had otherwise."""
+        if self.is_whole(index):
             return
         like = self.trained.likes[index]
         with torch.inference_mode(False), torch.no_grad():
-            edit = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
-            self.edits[index] = edit.copy_(values)
+            if index not in self.edits:
+                self.edits[index] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            self.edits[index].copy_(values)
 
     def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
         if self.is_mean and self.own_numel(index):
             self._keep_original(flat, index)
-            if not self.is_whole(index):
-                self.edits[index] = kept
+            self._keep_edit(index, kept)
         super().take_in(flat, index, kept)
 
     def _keep_original(self, flat: Tensor, index: int) -> None:
@@ -530,7 +534,7 @@ class SharedGradients(Gradients):
         return ""
 
 
-def _partial(part: Tensor, norm_type: float) -> Tensor:
+def partial_norm(part: Tensor, norm_type: float) -> Tensor:
     """Of a part of a gradient, what `combined` makes a norm of: a sum of powers, in double precision; or the
     greatest, the smallest or the number of elements."""
     if norm_type == 0 or math.isinf(norm_type):
@@ -543,7 +547,7 @@ def _partial(part: Tensor, norm_type: float) -> Tensor:
 
 
 def combined(parts: Sequence[float], norm_type: float) -> float:
-    """A gradient's norm: what the one that holds all of it says, or of what `_partial` gives of its parts."""
+    """A gradient's norm: what the one says that holds all of it, or by what `partial_norm` gives of parts."""
     if len(parts) < 2:
         return parts[0] if parts else 0.0
     if norm_type == math.inf:
