@@ -24,7 +24,8 @@ from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import Chunks, Config, Run, Sync
+from atoll.core.config import Chunks, Config, Link, Run, Sync
+from atoll.core.memory import Memory
 from atoll.hub import main as hub
 from atoll.testing.pool import FORKSERVER, WorkerPool
 from atoll.testing.served import RUN, served_worker
@@ -202,9 +203,11 @@ def counted(folder: Path) -> dict[str, int]:
 # -- what workers do meanwhile -----------------------------------------------------------------------------
 
 
-def config(consistency: Any, lazy: bool = False) -> Config:
+def config(consistency: Any, lazy: bool = False, tiers: bool = False) -> Config:
     sync = Sync(timeout="40s", consistency=consistency, slack=1, lazy=lazy)
-    return Config(run=Run(strategy="server"), chunks=Chunks(size="4KiB"), sync=sync, link=LINK)
+    run, link = Run(strategy="server"), Link() if tiers else LINK
+    memory = Memory(device="24KiB", chunk="4KiB", step="host") if tiers else Memory()
+    return Config(run=run, chunks=Chunks(size="4KiB"), sync=sync, link=link, memory=memory)
 
 
 def site_of(rank: int, sites: int) -> str:
@@ -221,10 +224,12 @@ def train(
     lazy: bool = False,
     edits: bool = False,
     sites: int = 0,
+    tiers: bool = False,
 ) -> dict[str, Any]:
     """What a worker ends with: parameters, the optimizer's state, each chunk's version at its shard.
 
     Its last iterations are made when all of `kills` have been. `edits`: gradients of the mean are changed.
+    `tiers`: under budgets of memory, of half of the parameters.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60), nn.Linear(60, 30))
@@ -233,7 +238,7 @@ def train(
     versions: dict[int, int] = {}
     with (
         served_worker(address, place.rank, site=site_of(place.rank, sites)),
-        atoll.join(config(consistency, lazy)) as session,
+        atoll.join(config(consistency, lazy, tiers)) as session,
     ):
         session.prepare(model, optimizer)
         shards = session._service.shards  # type: ignore[union-attr]
@@ -261,7 +266,10 @@ def train(
         state = optimizer.state_dict()["state"]
         return {
             "parameters": [parameter.detach().clone() for parameter in model.parameters()],
-            "state": [state[index] for index in sorted(state)],
+            "state": [
+                {key: torch.as_tensor(value).clone() for key, value in state[index].items()}
+                for index in sorted(state)
+            ],
             "versions": versions,
             "came_back": shards.come_back,
         }
@@ -275,10 +283,20 @@ def train_in(
     lazy: bool = False,
     edits: bool = False,
     sites: int = 0,
+    tiers: bool = False,
 ) -> list[dict[str, Any]]:
     """What each worker ends with, when all kills of this run have been."""
     with run:
-        arguments = (run.address, consistency, run.folder / "fired", len(run.kills), lazy, edits, sites)
+        arguments = (
+            run.address,
+            consistency,
+            run.folder / "fired",
+            len(run.kills),
+            lazy,
+            edits,
+            sites,
+            tiers,
+        )
         results = pool.run(train, *arguments, world=workers)
         assert not run.failures
         assert run.fired == run.kills

@@ -141,9 +141,11 @@ def run_with(
     consistency: str = "bsp",
     shards: int = 2,
     lazy: bool = False,
+    tiers: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    return train_in(MortalRun(folder, 2, shards, kills, **options), pool, 2, consistency, lazy)
+    run = MortalRun(folder, 2, shards, kills, **options)
+    return train_in(run, pool, 2, consistency, lazy, tiers=tiers)
 
 
 def kills_at(point: str) -> list[Kill]:

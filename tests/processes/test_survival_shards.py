@@ -34,6 +34,21 @@ def test_bsp_is_bit_equal_whatever_point_a_shard_is_killed_at(
         assert_equal(result, unharmed)
 
 
+@pytest.mark.parametrize(
+    "points",
+    [("shard.staged", "shard.answered")]
+    + [pytest.param(each, marks=pytest.mark.soak) for each in (("shard.combined", "shard.logged"),)],
+)
+def test_workers_under_budgets_read_their_gradients_once_more(
+    pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path, points: tuple[str, str]
+) -> None:
+    """And end, to the bit, as without budgets."""
+    kills = [Kill(0, points[0], 2), Kill(1, points[1], 4, nth=2)]
+    for result in run_with(pool, tmp_path, kills, tiers=True, snapshot_seconds=0.1):
+        assert_equal(result, unharmed)
+        assert result["came_back"] == 2
+
+
 @pytest.mark.soak
 def test_one_shard_that_is_killed_again_and_again_under_lazy_parameters(
     pool: WorkerPool, unharmed: dict[str, Any], tmp_path: Path

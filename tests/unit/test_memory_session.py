@@ -7,17 +7,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import atoll
-from atoll.core.config import Config, Run, Sync
+from atoll.core.config import Config, Link, Run, Sync
 from atoll.core.errors import ConfigError, NonFiniteGradientError, UserError
 from atoll.core.memory import Memory
 from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
-from atoll.train.memory import memory_for
+from atoll.train.memory import memory_for, tiers_for
 from atoll.train.place import Place
 from atoll.train.strategies import OverRing, Served, Strategy
 
@@ -135,8 +136,8 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
         assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["hierarchical", "server", "ps-hra"])
-def test_another_strategy_than_ring_is_refused_in_one_line(kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["hierarchical", "ps-hra"])
+def test_another_strategy_than_those_is_refused_in_one_line(kind: Any) -> None:
     class Other(OverRing if kind == "hierarchical" else Served):  # type: ignore[misc]
         def __init__(self) -> None:
             pass
@@ -145,8 +146,10 @@ def test_another_strategy_than_ring_is_refused_in_one_line(kind: Any) -> None:
     run = Run(strategy=kind)
     budgets = Memory(device="1GiB")
     for given, config in ((budgets, Config(run=run)), (None, Config(run=run, memory=budgets))):
-        said = f"is for strategies 'ring' and 'peers', or a worker that is alone, and this run's is '{kind}'"
-        with pytest.raises(UserError, match=said):
+        what = (
+            f"strategies 'ring', 'server' and 'peers', or a worker that is alone, and this run's is '{kind}'"
+        )
+        with pytest.raises(UserError, match=what):
             memory_for(config, given, strategy)
     assert memory_for(Config(run=run), None, strategy) is None
 
@@ -212,6 +215,34 @@ def test_clipping_that_is_given_parameters_says_how_it_is_called(memory: Memory 
             with pytest.raises(UserError, match=r"so call it as clip_grad_norm_\(0\.5\)$"):
                 session.clip_grad_norm_(given, 0.5)  # type: ignore[arg-type]
         session.clip_grad_norm_(torch.tensor(0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("memory", "config", "site", "said"),
+    [
+        ({}, Config(sync=Sync(lazy=True)), "", "sync.lazy stages a second copy"),
+        ({}, Config(sync=Sync(consistency="asp", pipeline=1)), "", "sync.pipeline keeps a second copy"),
+        ({}, Config(link=Link(transport="ltp")), "", "link.transport 'ltp' holds back"),
+        ({}, Config(), "paris", r"sites with shards of their own \(run.sites\)"),
+        ({"master": True}, Config(), "", "memory.master: .* leave memory.master out"),
+        ({"step": "device"}, Config(), "", "memory.step: .* leave memory.step out"),
+    ],
+)
+def test_what_cannot_be_under_server_is_refused_in_one_line(
+    memory: Any, config: Config, site: str, said: str
+) -> None:
+    class Other(Served):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def site(self) -> str:
+            return site
+
+    config = msgspec.structs.replace(config, run=Run(strategy="server"))
+    with pytest.raises(UserError, match=said) as refused:
+        tiers_for(config, Memory(device="1GiB", **memory), Other(), None, 0, late=False)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

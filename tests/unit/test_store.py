@@ -893,3 +893,15 @@ def test_shards_are_known_by_index() -> None:
     assert members.handle_shard_goodbye(one.incarnation) is None
     assert members.handle_shard_goodbye(zero.incarnation) == 0
     assert members.live_shards() == []
+
+
+def test_questions_for_some_chunks_are_joined_until_they_are_answered() -> None:
+    state = ShardState([0, 1, 2], "bsp", 0)
+    state.handle_entry(Joined(worker=0, incarnation=1, clock=0))
+    for chunks in ([0], [2], [2]):
+        assert not state.handle_pull(0, Pull(incarnation=1, clock=1, chunks=chunks))
+        assert not state.handle_pull_mean(0, PullMean(incarnation=1, iteration=0, chunks=chunks))
+    assert [asked.pull.chunks for asked in state.waiting_pulls()] == [[0, 2], [0, 2]]
+    for chunks in ([], [1]):  # all, and so that one too
+        assert not state.handle_pull(0, Pull(incarnation=1, clock=1, chunks=chunks))
+        assert [asked.pull.chunks for asked in state.waiting_pulls()] == [[0, 2], []]

@@ -11,6 +11,7 @@ from atoll.chunks import ChunkMap, lay_out_memory
 from atoll.core.errors import PrepareError
 from atoll.core.memory import Memory
 from atoll.memory import observing, planning
+from atoll.memory.exchanged import Exchanged
 from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
 from atoll.memory.lent import Flats, LentModel
@@ -100,6 +101,21 @@ def borrow(
     which everything fits. Raises PrepareError as `fit` does."""
     _check(model, dict(model.named_parameters()))
     return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak)
+
+
+def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int) -> MemoryPlan:
+    """How `fit_exchanged` would hold the model, where gradients on their way out and values on their way in
+    take `staging_bytes` of host memory. Raises as `fit` does."""
+    budgets = memory.budgets()
+    _check(model, dict(model.named_parameters()))
+    return planning.choose(model, None, budgets, elsewhere=staging_bytes)
+
+
+def fit_exchanged(model: nn.Module, memory: Memory, plan: MemoryPlan) -> Exchanged:
+    """Hold `model` within the budgets of `memory`, by what `plan_exchanged` gave, while steps are made
+    elsewhere. Raises as `fit` does."""
+    chunk_map = lay_out_memory(planning.specs_for(model, None), chunk_bytes=plan.chunk_bytes)
+    return Exchanged(model, memory.budgets(), plan, chunk_map)
 
 
 _plan = plan  # `fit` has an argument of this name

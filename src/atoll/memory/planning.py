@@ -29,10 +29,12 @@ def choose(
     bandwidths: Bandwidths | None = None,
     share: Share | None = None,
     lent: int = 0,
+    elsewhere: int | None = None,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
     second); with `share`, for one of several members; with `lent`, for one of so many devices to which
-    others lend it, who step it.
+    others lend it, who step it; with `elsewhere`, where shards step it, and that many bytes
+    of host memory are staging.
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -48,6 +50,8 @@ def choose(
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
+    if elsewhere is not None:
+        profile = msgspec.structs.replace(profile, elsewhere=True, staging_bytes=elsewhere)
     return search_plan(profile, bandwidths, budgets, share=share, lent=lent)
 
 

@@ -46,7 +46,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
     `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
-    seconds are assumed.
+    seconds are assumed. `elsewhere`: steps are made elsewhere, at the shards of a parameter server, and
+    what goes there and comes from there takes `staging_bytes` of host memory beside its arena.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -54,6 +55,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: tuple[int, ...] = ()
     master_bytes: int = 0
     measured: bool = True
+    elsewhere: bool = False
+    staging_bytes: int = 0
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +127,9 @@ def search_plan(
         for _, shape in plans[:SPLIT]:
             found += _splits(shape, bandwidths, budgets)
     best = _best(found)
-    reason = _reason(best, by_size, profile, bandwidths, budgets.pins, elsewhere=lent > 0)
+    reason = _reason(
+        best, by_size, profile, bandwidths, budgets.pins, elsewhere=lent > 0 or profile.elsewhere
+    )
     return msgspec.structs.replace(best, reason=reason)
 
 
@@ -188,7 +193,7 @@ class _Shape:
         self.costs = self.every = [self._costs(chunk) for chunk in self.map.chunks]
         self.sharding = "none" if share is None else sharding or "symmetric"
         self.holding: Holding | None = None
-        self.staging_bytes = 0
+        self.staging_bytes = profile.staging_bytes
         if share is not None:
             holding = self.holding = self._held_by(share.count)
             self.costs = [self._part(chunk, holding.part(chunk.id, share.rank)) for chunk in self.map.chunks]
@@ -225,7 +230,8 @@ class _Shape:
         return ChunkCosts(
             blocks=self.blocks_of(chunk.nbytes),
             nbytes=chunk.extent * sizes["values"],
-            elements=chunk.used if trained else 0,
+            elements=chunk.used if trained and not self.profile.elsewhere else 0,
+            stepped_elsewhere=trained and self.profile.elsewhere,
             payloads={kind: _paged(chunk.numel * size) for kind, size in sizes.items()},
         )
 
@@ -256,9 +262,9 @@ class _Shape:
     @property
     def whole_blocks(self) -> int:
         """Blocks of all payloads, where everything stays on the device: several members then hold whole
-        copies each, and a ring has gradients once more, in its messages."""
+        copies each, and a ring has gradients once more, in its messages, as has who sends them to shards."""
         kinds = [nbytes for cost in self.every for nbytes in cost.payloads.values()]
-        if self.share is not None or self.lent > 1:
+        if self.share is not None or self.lent > 1 or self.profile.elsewhere:
             kinds += [cost.payloads["gradient"] for cost in self.every if "gradient" in cost.payloads]
         return sum(map(self.blocks_of, kinds))
 
@@ -571,6 +577,7 @@ def _reason(
         split = "chunks are split evenly over the members"
         told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
         told += "; what comes from other members is not in it"
+    told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 

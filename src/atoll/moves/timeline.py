@@ -21,7 +21,7 @@ DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
 class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk: how many blocks of the device's arena it takes, the bytes of a move, the elements that are
     stepped here (0: none), and the bytes of the payloads that the host keeps of it, by kind.
-    `stepped_elsewhere`: another member steps it."""
+    `stepped_elsewhere`: another member steps it, or a shard."""
 
     blocks: int
     nbytes: int

@@ -7,8 +7,13 @@ there. Workers hold such connections to their shards, and a site's shard to the 
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import PeerLostError
@@ -25,10 +30,25 @@ _ASK_ANYWAY = 2.0  # the same, while all are silent: one may have been given up,
 _GREET_AGAIN = 1.0  # seconds between Hellos to one that has not answered: it may have been a standby
 
 
+MOST_UNDER_WAY = 2  # payloads that were made and are not the system's yet, over all connections
+
+
+@dataclass(frozen=True)
+class Made:
+    """A payload that is made when it leaves, and once more where it was lost: so what was sent and has no
+    answer needs no memory. `make()` gives a tensor's memory that nobody else writes to; what it is made of
+    must stay as it is until the answer."""
+
+    make: Callable[[], memoryview]
+
+
+Payload: TypeAlias = "memoryview | Made | None"
+
+
 @dataclass(frozen=True)
 class _Sent:
     message: AnyMessage
-    payload: memoryview | None
+    payload: Payload
     until: Hashable
     lossy: Lossy | None = None
 
@@ -40,6 +60,7 @@ class _Link:
     client: Client
     address: str
     sent: list[_Sent] = field(default_factory=list)
+    queue: deque[_Sent] = field(default_factory=deque)  # what has yet to leave, behind a payload to be made
     welcomed: bool = False  # on this connection
     comes_back: bool = True  # it keeps a journal, as far as is known: its welcome says so
     lost_at: float | None = None  # monotonic
@@ -78,6 +99,8 @@ class ReturningLinks:
         self._wish = _wish_of(link, hello) if link is not None and link.transport == "ltp" else None
         self._asked_where = 0.0
         self._links: list[_Link] = []
+        self._turn = 0  # whose queue was looked at last
+        self._under_way: list[weakref.ref[numpy.ndarray[Any, Any]]] = []  # payloads that were made
         try:
             for index, address in enumerate(addresses):
                 self._links.append(_Link(self._connect(index, address), address))
@@ -136,7 +159,7 @@ class ReturningLinks:
         self,
         index: int,
         message: AnyMessage,
-        payload: memoryview | None = None,
+        payload: Payload = None,
         until: Hashable = None,
         lossy: Lossy | None = None,
     ) -> None:
@@ -146,10 +169,45 @@ class ReturningLinks:
         With `until`, it is sent again to a server that was lost, as long as `answered(until)` is not called.
         """
         link = self._links[index]
+        sent = _Sent(message, payload, until, lossy)
         if until is not None:
-            link.sent.append(_Sent(message, payload, until, lossy))
-        if link.lost_at is None or until is None:
+            link.sent.append(sent)
+        if link.lost_at is not None and until is not None:
+            return
+        if link.queue or isinstance(payload, Made):
+            link.queue.append(sent)
+            self.pump()
+        else:
             _transmit(link.client, message, payload, lossy)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something has yet to leave: `pump` is to be called soon."""
+        return any(link.queue for link in self._links)
+
+    def pump(self) -> None:
+        """Let leave what may: payloads are made as those before them have become the system's."""
+        while any(link.queue for link in self._links):
+            self._turn = (self._turn + 1) % len(self._links)  # all links are to be used
+            queue = self._links[self._turn].queue
+            if queue and not self._leave(self._links[self._turn], queue[0]):
+                self._turn -= 1
+                return
+
+    def _leave(self, link: _Link, sent: _Sent) -> bool:
+        """Let the first of its queue leave; whether it may."""
+        payload = sent.payload
+        if isinstance(payload, Made):
+            self._under_way = [held for held in self._under_way if held() is not None]
+            if len(self._under_way) >= MOST_UNDER_WAY:
+                return False
+            # ZeroMQ holds the array until all of it is the system's.
+            array = numpy.frombuffer(payload.make(), dtype=numpy.uint8)
+            self._under_way.append(weakref.ref(array))
+            payload = array.data
+        link.queue.popleft()
+        _transmit(link.client, sent.message, payload, sent.lossy)
+        return True
 
     def answered(self, until: Hashable, index: int | None = None, instead: AnyMessage | None = None) -> None:
         """What was sent `until` this, to server `index` or to all, needs not be sent again; but `instead`, if
@@ -157,6 +215,7 @@ class ReturningLinks:
         for each, link in enumerate(self._links):
             if index is None or each == index:
                 link.sent = [sent for sent in link.sent if sent.until != until]
+                link.queue = deque(sent for sent in link.queue if sent.until != until)
                 if instead is not None:
                     link.sent.append(_Sent(instead, None, until))
 
@@ -212,6 +271,7 @@ class ReturningLinks:
                 raise PeerLostError(self._ends(index))
             return
         link.client.abandon()
+        link.queue.clear()  # what has no answer is sent again by `handle_welcome`
         if link.lost_at is None:
             link.lost_at = time.monotonic()
             self._lost(index)
@@ -229,8 +289,8 @@ class ReturningLinks:
             away, link.lost_at = time.monotonic() - link.lost_at, None
             self.come_back += 1
             self._back(index, away)
-            for sent in link.sent:
-                _transmit(link.client, sent.message, sent.payload, sent.lossy)
+            link.queue.extend(link.sent)
+            self.pump()
 
     def gone(self, index: int) -> str:
         """In words, for how long a server has been lost; empty where it is there."""

@@ -459,11 +459,11 @@ class Shard:
         )
 
     def _handle_pull_state(
-        self, peer: bytes, hello: Hello, _message: messages.PullState, _: memoryview | None
+        self, peer: bytes, hello: Hello, message: messages.PullState, _: memoryview | None
     ) -> str:
         if self._model is None or hello.role != "worker":
             return "this shard is not set up yet"
-        self._stepper.send_state(peer)
+        self._stepper.send_state(peer, message)
         return ""
 
     # -- the log's lines ----------------------------------------------------------------------------------

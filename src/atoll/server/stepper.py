@@ -85,6 +85,8 @@ class Stepper:
     def _answer(self, asked: Asked, chunk: int) -> None:
         """Send one chunk, or the share of it that is asked for, to one who waits for it."""
         model, pull, worker = self._model, asked.pull, asked.worker
+        if pull.chunks and chunk not in pull.chunks:
+            return
         peer = self._peers.member(worker, pull.incarnation, asked.member)
         if peer is None:
             return
@@ -129,12 +131,15 @@ class Stepper:
             payload_of(values)[run],
         )
 
-    def send_state(self, peer: bytes) -> None:
-        """Send the optimizer's state of all chunks, for a checkpoint."""
+    def send_state(self, peer: bytes, asked: messages.PullState) -> None:
+        """Send the optimizer's state, of all chunks or of one, for a checkpoint."""
         model = self._model
         for chunk in model.chunks:
+            if asked.chunk not in (-1, chunk):
+                continue
             elements, slots = model.own.state(chunk)
-            self._peers.send(peer, messages.State(chunk=chunk, key="", values=slots))
-            for key, flat in elements.items():
+            kept = {key: str(flat.dtype).removeprefix("torch.") for key, flat in elements.items()}
+            self._peers.send(peer, messages.State(chunk=chunk, key="", values=slots, kept=kept))
+            for key, flat in elements.items() if not asked.words else ():
                 self._peers.send(peer, messages.State(chunk=chunk, key=key), payload_of(flat))
         self._peers.send(peer, messages.StateEnd(steps=model.iterations))

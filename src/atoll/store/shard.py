@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias, TypeVar, Union
 
 import msgspec
 
@@ -234,7 +234,9 @@ class ShardState:
             return True
         is_due = pull.iteration >= self.steps and pull.iteration > self._combined
         if is_due and not self.refusal(worker, pull.incarnation):
-            self._mean_pulls[key] = pull
+            waiting = self._mean_pulls.get(key)
+            same = waiting is not None and waiting.iteration == pull.iteration
+            self._mean_pulls[key] = _both(waiting, pull) if waiting is not None and same else pull
         return False
 
     def _has_mean(self, worker: int, pull: messages.PullMean) -> bool:
@@ -262,7 +264,8 @@ class ShardState:
                 self._pulls.pop(key, None)
             return True
         if newest and not self.refusal(worker, pull.incarnation):
-            self._pulls[key] = pull
+            same = waiting is not None and waiting.clock == pull.clock
+            self._pulls[key] = _both(waiting, pull) if waiting is not None and same else pull
         return False
 
     def _may_begin(self, worker: int, pull: messages.Pull) -> bool:
@@ -444,6 +447,17 @@ class ShardState:
         """The pulls that are not answered yet."""
         means = [Asked(worker, pull, member) for (worker, _, member), pull in self._mean_pulls.items()]
         return means + [Asked(worker, pull, member) for (worker, _, member), pull in self._pulls.items()]
+
+
+_Pull = TypeVar("_Pull", messages.Pull, messages.PullMean)
+
+
+def _both(waiting: _Pull, pull: _Pull) -> _Pull:
+    """What is asked for by a pull of the same as one that waits: the chunks of either."""
+    if (waiting.share, waiting.shares) != (pull.share, pull.shares):
+        return pull
+    named = [*dict.fromkeys([*waiting.chunks, *pull.chunks])]
+    return msgspec.structs.replace(pull, chunks=named if waiting.chunks and pull.chunks else [])
 
 
 def _add(contribution: Contribution, worker: int, push: messages.Push, handle: int) -> PushOutcome:

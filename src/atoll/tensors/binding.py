@@ -59,6 +59,11 @@ class BoundChunk:
         self._addresses: list[int] = []
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the chunk's values, wherever they lie."""
+        return self.parameters[0].dtype
+
+    @property
     def flat(self) -> Tensor:
         """The chunk's memory, 1-D; raises BindingError before the first `bind`."""
         if self.data is None:

@@ -324,6 +324,12 @@ class RemoteOptimizer(ParameterOptimizer):
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
 
+    def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let `take` have the states of a state_dict that is loaded; it gives what the optimizer loads."""
+        self._handles.append(
+            self.optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: take(state_dict))
+        )
+
     def _show(self) -> None:
         self.restore()
         self.optimizer.state.clear()

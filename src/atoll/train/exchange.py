@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
+from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
 from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
@@ -144,14 +145,22 @@ class NewParameters:
             return
         self.check_unchanged()
         self._publishing = True
-        for chunk_id, values in self._staged.items():
-            self._put(self._chunks[chunk_id], values)
-        self._staged = dict.fromkeys(self._staged)
         try:
+            self._begin()
+            for chunk_id, values in self._staged.items():
+                self._put(self._chunks[chunk_id], values)
+            self._staged = dict.fromkeys(self._staged)
             self._wait(self._what)
         finally:
             self._publishing = False
         self._done()
+        self._end()
+
+    def _begin(self) -> None:
+        """The parameters are about to change."""
+
+    def _end(self) -> None:
+        """All of them are there."""
         self._versions = self._seen()
 
     def collect(self) -> dict[int, Tensor]:
@@ -196,12 +205,15 @@ class NewParameters:
         """
         for (name, version), (_, now) in zip(self._versions, self._seen(), strict=True):
             if version != now and self._differs(name):
-                self._asked = None  # nothing is written over it
-                raise UserError(
-                    f"parameter {name!r} was changed by the script after session.prepare; under strategy "
-                    "'server' parameters live at the shards: change it before session.prepare, or save and "
-                    "session.load it"
-                )
+                self._refuse_change(name)
+
+    def _refuse_change(self, name: str) -> None:
+        self._asked = None  # nothing is written over it
+        raise UserError(
+            f"parameter {name!r} was changed by the script after session.prepare; under strategy "
+            "'server' parameters live at the shards: change it before session.prepare, or save and "
+            "session.load it"
+        )
 
     def forget_changes(self) -> None:
         """What was written so far is known to the shards too."""
@@ -258,7 +270,7 @@ class Exchange(Reducer):
 
     def _connect(self, connection: Connection, lazy: bool) -> None:
         self.connection, self._lazy = connection, lazy
-        self.parameters = NewParameters(self._chunks, connection)
+        self.parameters = self._new_parameters(connection)
         self.lossy = LossyPushes(
             self._chunks, connection.shard_of, connection.link, connection.shards.block_elements
         )
@@ -266,6 +278,9 @@ class Exchange(Reducer):
         self._pushed: Counter[int] = Counter()  # of them, in this iteration
         self._counted: Committed | None = None  # of the latest iteration that does
         connection.shards.on(Committed, self._handle_committed)
+
+    def _new_parameters(self, connection: Connection) -> NewParameters:
+        return NewParameters(self._chunks, connection)
 
     def before_use(self, *_: object) -> None:
         """With `sync.lazy`: what the last step asked for must be there now."""
@@ -337,9 +352,16 @@ class Exchange(Reducer):
         chunk_id, shards = bound.chunk.id, self.connection.shards
         shard = self.connection.shard_of[chunk_id]
         sent, lossy = self.lossy.outgoing(self.steps, bound, flat, present, weight)
+        message = self._push_of(chunk_id, present, pull)
+        shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
+        self.bytes_sent += flat.numel() * flat.element_size()
+
+    def _push_of(self, chunk_id: int, present: Sequence[bool], pull: bool) -> Push:
+        """The message with which a chunk of this iteration's contribution goes."""
+        shard = self.connection.shard_of[chunk_id]
         self._pushed[shard] += 1
-        message = Push(
-            incarnation=shards.incarnation,
+        return Push(
+            incarnation=self.connection.shards.incarnation,
             iteration=self.steps,
             chunk=chunk_id,
             chunks_in_all=self._held_by[shard],
@@ -347,8 +369,6 @@ class Exchange(Reducer):
             pull=pull and self._pushed[shard] == self._held_by[shard],
             late=self.lossy.holds_back,
         )
-        shards.send(shard, message, bytes_of(sent), until=self._contribution, lossy=lossy)
-        self.bytes_sent += flat.numel() * flat.element_size()
 
     def _commit(self, own: Contribution, hyperparameters: Hyperparameters, behind: int = 0) -> None:
         self.connection.shards.send(
@@ -386,8 +406,7 @@ class MeanSteps(Exchange):
     def _leave_out(self) -> None:
         """A backward begins, and no step was made with the mean before: the script has skipped it, as a
         GradScaler does. Raises UserError where gradients of it are left, to be added to."""
-        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
-        if any(parameter.grad is view and bool(view.any()) for parameter, view in views):
+        if self._has_mean():
             raise UserError(
                 f"iteration {self.steps}: a second backward before optimizer.step(); under strategy "
                 "'server' with bsp, wrap all but the last in session.no_sync(), or add the losses up; to "
@@ -396,6 +415,11 @@ class MeanSteps(Exchange):
         self._reduced = False
         self._step_left_out()
         self.steps += 1
+
+    def _has_mean(self) -> bool:
+        """Whether the latest mean is still there, and not all zeros."""
+        views = [(p, view) for c in self._gradients.values() for p, view in c.slots()]
+        return any(parameter.grad is view and bool(view.any()) for parameter, view in views)
 
     @abstractmethod
     def _step_left_out(self) -> None:
@@ -413,9 +437,8 @@ class MeanSteps(Exchange):
         """Send what the script made of these chunks' mean; its digest, which is the same on all workers."""
         shards, edits = self.connection.shards, hashlib.blake2b(digest_size=16)
         for chunk_id in edited:
-            chunk = self._gradients[chunk_id]
-            present = chunk.collect()
-            edits.update(bytes(present) + bytes_of(chunk.published.flat))
+            present, flat = self._made_of_mean(chunk_id)
+            edits.update(bytes(present) + bytes_of(flat))
             if send:
                 replace = Replace(
                     incarnation=shards.incarnation,
@@ -423,9 +446,18 @@ class MeanSteps(Exchange):
                     chunk=chunk_id,
                     present=bytes(present),
                 )
-                flat = bytes_of(chunk.published.flat)
-                shards.send(self.connection.shard_of[chunk_id], replace, flat, until=STEP)
+                payload = self._edit_of(chunk_id, flat)
+                shards.send(self.connection.shard_of[chunk_id], replace, payload, until=STEP)
         return edits.hexdigest() if edited else ""
+
+    def _made_of_mean(self, chunk_id: int) -> tuple[Sequence[bool], Tensor]:
+        """What the script has made of a chunk's mean: which slots have a gradient, and these, flat."""
+        chunk = self._gradients[chunk_id]
+        return chunk.collect(), chunk.published.flat
+
+    def _edit_of(self, _chunk_id: int, flat: Tensor) -> Payload:
+        """The same, on its way."""
+        return bytes_of(flat)
 
     def _say_step(
         self, accepted: bool, hyperparameters: Hyperparameters, edited: list[int], edits: str
@@ -463,7 +495,64 @@ class MeanSteps(Exchange):
         ]
 
 
-class MeanExchange(SendingReducer, MeanSteps):
+class WorkerMean(MeanSteps):
+    """bsp: how a worker that speaks for itself waits for the mean, and steps."""
+
+    def _connect(self, connection: Connection, lazy: bool) -> None:
+        super()._connect(connection, lazy)
+        self._means: dict[int, Mean] = {}
+        connection.shards.on(Mean, self._handle_mean)
+
+    @abstractmethod
+    def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        """A chunk's mean has come."""
+
+    def _await_mean(self) -> None:
+        """Return when all of it is here, and the iteration counts."""
+        chunks, shard_of = {bound.chunk.id for bound in self._chunks}, self.connection.shard_of
+        self.connection.shards.wait(
+            lambda: len(self._means) == len(chunks) and self._is_counted(),
+            lambda: sorted({shard_of[chunk] for chunk in chunks if chunk not in self._means}),
+            self._what,
+        )
+        self.connection.shards.answered(CONTRIBUTION)
+        self.connection.members.over()
+
+    def _is_counted(self) -> bool:
+        return self._counted is not None and self._counted.iteration == self.steps
+
+    def _what(self) -> str:
+        """What is waited for, in words."""
+        chunks = chunks_named(b.chunk.id for b in self._chunks if b.chunk.id not in self._means)
+        return f"the mean of {chunks} in iteration {self.steps}"
+
+    def _mean_is_there(self, own: Contribution) -> None:
+        """The iteration is whole."""
+        samples = next(iter(self._means.values())).samples if self._means else own.samples
+        self._done(own, samples)
+        assert self._counted is not None
+        self.connection.members.told(self._counted)
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        edited = self._edited() if accepted else []  # what is left out needs no gradients
+        self.lossy.made(self.steps, accepted)
+        edits = self._send_edited(edited)
+        self._say_step(accepted, hyperparameters, edited, edits)
+        self._scale_at_step = 1.0
+        self.parameters.pull(self.steps + 1)
+        if not self._lazy or edited:
+            self.parameters.publish()
+
+    def _step_left_out(self) -> None:
+        self.lossy.made(self.steps, accepted=False)
+        self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
+        self._scale_at_step = 1.0
+        self.parameters.pull(self.steps + 1)
+        self.parameters.discard()
+
+
+class MeanExchange(SendingReducer, WorkerMean):
     """bsp: after backward `p.grad` is the mean over workers, as the shards made it."""
 
     def __init__(
@@ -472,8 +561,6 @@ class MeanExchange(SendingReducer, MeanSteps):
         super().__init__(chunks, calls, message_bytes=0)
         self._connect(connection, lazy)
         self._first = True  # nothing leaves early: some parameters may get their gradients more than once
-        self._means: dict[int, Mean] = {}
-        connection.shards.on(Mean, self._handle_mean)
 
     def _scale(self) -> float:
         self._contribute()
@@ -504,53 +591,18 @@ class MeanExchange(SendingReducer, MeanSteps):
         for message in self._order[self._next :]:
             self._leave(message)
         self._commit(own, [])
-        self.connection.shards.wait(
-            lambda: len(self._means) == len(self._gradients) and self._is_counted(),
-            lambda: sorted({self.connection.shard_of[c] for c in self._gradients if c not in self._means}),
-            self._what,
-        )
-        self.connection.shards.answered(CONTRIBUTION)
-        self.connection.members.over()
+        self._await_mean()
         for chunk_id, mean in self._means.items():
             self._gradients[chunk_id].publish([bool(byte) for byte in mean.present])
         self._published = self._gradients_seen()
         self.sends_early, self._first = self.sends_early or self._first, False
-        samples = next(iter(self._means.values())).samples if self._means else own.samples
-        self._done(own, samples)
-        assert self._counted is not None
-        self.connection.members.told(self._counted)
-
-    def _is_counted(self) -> bool:
-        return self._counted is not None and self._counted.iteration == self.steps
+        self._mean_is_there(own)
 
     def begin(self) -> None:
         super().begin()
         self._pushed.clear()
         if self._first:
             self.sends_early = False
-
-    @torch.no_grad()
-    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        edited = self._edited() if accepted else []  # what is left out needs no gradients
-        self.lossy.made(self.steps, accepted)
-        edits = self._send_edited(edited)
-        self._say_step(accepted, hyperparameters, edited, edits)
-        self._scale_at_step = 1.0
-        self.parameters.pull(self.steps + 1)
-        if not self._lazy or edited:
-            self.parameters.publish()
-
-    def _step_left_out(self) -> None:
-        self.lossy.made(self.steps, accepted=False)
-        self._say_step(accepted=False, hyperparameters=[], edited=[], edits="")
-        self._scale_at_step = 1.0
-        self.parameters.pull(self.steps + 1)
-        self.parameters.discard()
-
-    def _what(self) -> str:
-        """What is waited for, in words."""
-        chunks = chunks_named(chunk for chunk in self._gradients if chunk not in self._means)
-        return f"the mean of {chunks} in iteration {self.steps}"
 
     def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
         assert isinstance(message, Mean)
@@ -728,10 +780,10 @@ def values_of(
     """The values of a chunk, or of a share of it, in `payload`, in place; raises RunError where their number
     is wrong."""
     start, stop = run_of(bound.chunk.extent, *share)
-    expected = (stop - start) * bound.flat.element_size()
+    expected = (stop - start) * bound.dtype.itemsize
     got = 0 if payload is None else len(payload)
     if got != expected:
         raise RunError(f"shard {shard} sent {got} bytes for chunk {bound.chunk.id}, which has {expected}")
     if payload is None or not got:  # the last shares of a chunk that has fewer elements
-        return torch.empty(0, dtype=bound.flat.dtype)
-    return torch.frombuffer(payload, dtype=bound.flat.dtype)
+        return torch.empty(0, dtype=bound.dtype)
+    return torch.frombuffer(payload, dtype=bound.dtype)

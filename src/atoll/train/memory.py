@@ -14,8 +14,10 @@ from atoll.core.config import Config
 from atoll.core.errors import RunError, UserError
 from atoll.core.memory import Memory
 from atoll.core.units import format_bytes
-from atoll.memory.fit import Fitted, fit, plan
+from atoll.memory.exchanged import Exchanged
+from atoll.memory.fit import Fitted, fit, fit_exchanged, plan, plan_exchanged
 from atoll.memory.fitted import Moving
+from atoll.memory.planning import specs_for
 from atoll.memory.sharded import Sharded
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
@@ -23,7 +25,8 @@ from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer
 from atoll.train.rounds import Ring
-from atoll.train.strategies import Alone, OverRing, Stepper, Strategy, Training
+from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
+from atoll.train.strategies import Alone, OverRing, Served, Stepper, Strategy, Training
 
 
 @runtime_checkable
@@ -43,11 +46,12 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memo
     if given is None and not config.memory.is_given:
         return None
     ring = isinstance(strategy, OverRing) and config.run.strategy == "ring"
-    if not ring and not isinstance(strategy, (Alone, HoldsTiers)):
+    served = isinstance(strategy, Served) and config.run.strategy == "server"
+    if not ring and not served and not isinstance(strategy, (Alone, HoldsTiers)):
         what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
         raise UserError(
-            f"{what} is for strategies 'ring' and 'peers', or a worker that is alone, and this run's is "
-            f"{config.run.strategy!r}; choose one of them, or leave the budgets out"
+            f"{what} is for strategies 'ring', 'server' and 'peers', or a worker that is alone, and "
+            f"this run's is {config.run.strategy!r}; choose one of them, or leave the budgets out"
         )
     if ring and config.run.elastic:
         raise UserError(
@@ -71,6 +75,8 @@ def tiers_for(
     memory = memory_for(config, given, strategy)
     if memory is not None and isinstance(strategy, HoldsTiers):
         return strategy.tiers(memory, config, number)
+    if memory is not None and isinstance(strategy, Served):
+        return ServedTiers(memory, strategy, config)
     if memory is None or ring is None:
         return None if memory is None else Tiers(memory, None)
     if late:
@@ -157,6 +163,40 @@ class Tiers:
         choice = f"{self._memory.budgets().describe()}: {blocks}, {how}"
         beside = [] if self.fitted is None else self.fitted.choices
         return [("memory", choice, chosen.reason), *beside]
+
+
+class ServedTiers(Tiers):
+    """The budgets of a worker whose model is stepped at the shards of a parameter server."""
+
+    def __init__(self, memory: Memory, served: Served, config: Config) -> None:
+        super().__init__(memory, None)
+        self._served, self._chunk_bytes = served, config.chunk_bytes
+        check_served(config, served.site)
+        budgets = memory.budgets()
+        for key, given in (("master", budgets.master), ("step", budgets.pins.steps_on == "device")):
+            if given:
+                raise UserError(
+                    f"memory.{key}: under strategy 'server' the shards make the steps; leave memory.{key} out"
+                )
+
+    def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
+        self._model = model
+        layout = lay_out(specs_for(model, optimizer), chunk_bytes=self._chunk_bytes)
+        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable])
+        self._plan = plan_exchanged(model, self._memory, staging)
+        return None if self._plan.fits else ServedInTiers(self._served, self)
+
+    def fit_now(self) -> None:
+        """Let the model lie in tiers, before its values are brought to the shards."""
+        assert self._plan is not None
+        self.fitted = fit_exchanged(self._model, self._memory, self._plan)
+
+    def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """It lies there since its strategy was built, which has brought its values to the shards."""
+
+    def held(self) -> Exchanged:
+        assert isinstance(self.fitted, Exchanged)
+        return self.fitted
 
 
 class AloneInTiers(Alone):

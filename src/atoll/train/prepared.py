@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
+from atoll.memory.exchanged import Exchanged
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
@@ -88,7 +89,8 @@ class Prepared:
             others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
             workers.take_from_first(others, "worker 0's parameters")
         else:
-            for parameter in self.parameters.values():  # one by one: all may not be in memory at once
+            beside = [p for c in self.chunks if c.chunk.id not in brought for p in c.parameters]
+            for parameter in beside:  # one by one: all may not be in memory at once
                 with torch.no_grad():
                     workers.take_from_first([parameter], "worker 0's parameters")
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
@@ -169,7 +171,13 @@ class Prepared:
             return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         norms: list[Tensor] = []
 
+        fitted = None if self.tiers is None else self.tiers.fitted
+
         def clip() -> float:
+            if isinstance(fitted, Exchanged):
+                norm, coefficient = fitted.clip(max_norm, norm_type, error_if_nonfinite)
+                norms.append(norm)
+                return coefficient
             norms.append(self.norm.clip(max_norm, norm_type, error_if_nonfinite))
             return float(self.norm.coefficient)
 
@@ -224,6 +232,8 @@ class Prepared:
             return True
         if self._shared is not None:
             finite = self._shared.all_finite()
+        elif self.tiers is not None and isinstance(self.tiers.fitted, Exchanged):
+            finite = self.tiers.fitted.are_finite() or _all_finite(gradients)
         else:
             finite = self.norm.says_finite() or _all_finite(gradients)
         if finite:

@@ -18,7 +18,7 @@ from atoll.core.events import LinkFigures
 from atoll.net.endpoint import poll
 from atoll.net.keys import Keys
 from atoll.net.requests import RefusedError
-from atoll.net.returning import ReturningLinks
+from atoll.net.returning import Payload, ReturningLinks
 from atoll.net.tunnel import Lossy
 from atoll.wire.messages import (
     VERSION,
@@ -36,6 +36,7 @@ Handler: TypeAlias = Callable[[int, AnyMessage, memoryview | None], None]  # (sh
 
 LOG = 0  # the shard that keeps the log
 _EXPLAIN_SECONDS = 2.0  # for the log to say who is waited for
+_BEHIND_SECONDS = 0.001  # the same, while payloads wait for room to be made
 _POLL_SECONDS = 0.1  # between looks at connections that may have failed
 _ASK_AFTER = 2.0  # seconds that a shard is waited for, and says nothing, until it is asked for a sign of life
 _SILENCE = 3.0  # seconds without an answer to that, after which people are told
@@ -175,11 +176,12 @@ class Shards:
         self,
         shard: int,
         message: AnyMessage,
-        payload: memoryview | None = None,
+        payload: Payload = None,
         until: Hashable = None,
         lossy: Lossy | None = None,
     ) -> None:
-        """Send without waiting; `payload` must not change before the shard has answered.
+        """Send without waiting; `payload` must not change before the shard has answered. One that is made
+        leaves while this side waits: see `net/returning.py`.
 
         With `until`, it is sent again to a shard that was lost, as long as `answered(until)` is not called.
         With `lossy`, parts of the payload may be lost, and the shard's answer tells which.
@@ -235,6 +237,9 @@ class Shards:
 
     def _take(self, timeout: float) -> None:
         """Hand out what is there, or comes within `timeout` seconds."""
+        self._links.pump()
+        if self._links.is_behind:
+            timeout = min(timeout, _BEHIND_SECONDS)
         ready = poll(self._links.clients, timeout)
         if not ready:
             self._links.check()

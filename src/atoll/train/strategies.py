@@ -6,8 +6,9 @@ A strategy is chosen once, by the session; `Prepared` asks it to build both for 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from atoll.chunks import ChunkMap
 from atoll.core.config import Config
 from atoll.core.errors import PrepareError
+from atoll.net.returning import Payload
 from atoll.store.balance import balance
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.optimizer import ChunkOptimizer, ParameterOptimizer, RemoteOptimizer, StepHooks
@@ -154,13 +156,27 @@ class Served:
         self.collective = config.sync.consistency == "bsp"
         self._models: list[ServedModel] = []
 
+    @property
+    def site(self) -> str:
+        """Where the run's sites have shards of their own: this worker's."""
+        return self._service.site
+
     def build(self, training: Training) -> tuple[Reducer, Stepper]:
+        return self.build_model(training, self._make_exchange, ServedModel)
+
+    def build_model(
+        self,
+        training: Training,
+        make_exchange: Callable[[Training, Connection], Exchange],
+        kind: Callable[..., ServedModel],
+    ) -> tuple[Reducer, Stepper]:
+        """As `build`, with another exchange and another `kind` of ServedModel."""
         if self._models:
             raise PrepareError(
                 "strategy 'server' trains one model in a session; put both into one nn.ModuleList and "
                 "prepare that, with one optimizer"
             )
-        model = ServedModel(training, self._service, self._workers, self._members, self._make_exchange)
+        model = kind(training, self._service, self._workers, self._members, make_exchange)
         self._models.append(model)
         model.set_up()
         stepper = RemoteOptimizer(
@@ -361,24 +377,31 @@ class ServedModel:
     def _bring(self, bound: BoundChunk) -> None:
         """Send a chunk's values and its optimizer's state, if it has any."""
         shards, shard = self._service.shards, self._shard_of[bound.chunk.id]
-        state = self._training.optimizer.state
-        held = [state.get(parameter, {}) for parameter in bound.parameters]
+        held = [self._state_held(parameter) for parameter in bound.parameters]
         elementwise = sorted({key for slot in held for key in slot} & self._training.elementwise)
         scalars = [
             {key: _number(value) for key, value in slot.items() if key not in elementwise}
             | {key: None for key in elementwise if key not in slot}  # zeros there are none of its own
             for slot in held
         ]
-        values = bound.flat[: bound.chunk.extent].detach().cpu().clone()
         message = SetChunk(chunk=bound.chunk.id, values=scalars, number=self._number)
-        shards.send(shard, message, bytes_of(values), until=SET_UP)
+        shards.send(shard, message, self._sent(partial(self._values_of, bound)), until=SET_UP)
         for key in elementwise:
-            flat = torch.zeros(bound.chunk.extent, dtype=bound.flat.dtype)
-            for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
-                if key in own:
-                    carve(flat, slot.offset, parameter).copy_(own[key])
             message = SetChunk(chunk=bound.chunk.id, key=key, number=self._number)
-            shards.send(shard, message, bytes_of(flat), until=SET_UP)
+            shards.send(shard, message, self._sent(partial(_joined, bound, held, key)), until=SET_UP)
+
+    def _state_held(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """What this worker has of a parameter's state: it is to go to the shards."""
+        held: Mapping[str, Any] = self._training.optimizer.state.get(parameter, {})
+        return held
+
+    def _values_of(self, bound: BoundChunk) -> Tensor:
+        """A copy of a chunk's values, (extent,)."""
+        return bound.flat[: bound.chunk.extent].detach().cpu().clone()
+
+    def _sent(self, make: Callable[[], Tensor]) -> Payload:
+        """What `make` gives, on its way."""
+        return bytes_of(make())
 
     # Stepping
 
@@ -389,23 +412,32 @@ class ServedModel:
 
     def fetch_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Each parameter's state, as plain torch would have it."""
-        shards = self._service.shards
         self.exchange.before_state()
         self._fetched, self._scalars = {}, {}
-        self._ended.clear()
-        shards.send_all(PullState(incarnation=shards.incarnation), until=STATE)
-        shards.wait(
-            lambda: len(self._ended) == len(shards),
-            lambda: [shard for shard in range(len(shards)) if shard not in self._ended],
-            "the optimizer's state",
-        )
-        shards.answered(STATE)
+        self._ask_for_state(PullState(incarnation=self._service.shards.incarnation))
         states = {
             parameter: self._state_of(bound, index)
             for bound in self._training.chunks
             for index, parameter in enumerate(bound.parameters)
         }
-        # In torch's order: that in which the optimizer would have stepped them.
+        return self._in_order(states)
+
+    def _ask_for_state(self, asked: PullState, of: Sequence[int] | None = None) -> None:
+        """Return when it has come of all shards, or of those in `of`."""
+        shards = self._service.shards
+        those = range(len(shards)) if of is None else of
+        self._ended.clear()
+        for shard in those:
+            shards.send(shard, asked, until=STATE)
+        shards.wait(
+            lambda: all(shard in self._ended for shard in those),
+            lambda: [shard for shard in those if shard not in self._ended],
+            "the optimizer's state",
+        )
+        shards.answered(STATE)
+
+    def _in_order(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """In torch's order: that in which the optimizer would have stepped them."""
         known = (
             parameter for group in self._training.optimizer.param_groups for parameter in group["params"]
         )
@@ -415,11 +447,7 @@ class ServedModel:
         """One parameter's state; a shard says None for an element-wise value that it lacks."""
         slot, parameter = bound.chunk.slots[index], bound.parameters[index]
         scalars = self._scalars[bound.chunk.id][index]
-        state = {
-            key: torch.tensor(value, dtype=_scalar_dtype()) if key in _ZERO_DIMENSIONAL else value
-            for key, value in scalars.items()
-            if value is not None
-        }
+        state = numbers_of(scalars)
         for key, flat in self._fetched.get(bound.chunk.id, {}).items():
             if scalars.get(key, 0) is not None:
                 state[key] = carve(flat, slot.offset, parameter).to(parameter.device, copy=True)
@@ -434,6 +462,24 @@ class ServedModel:
             ).clone()
         else:
             self._scalars[message.chunk] = message.values
+
+
+def _joined(bound: BoundChunk, held: Sequence[Mapping[str, Any]], key: str) -> Tensor:
+    """One element-wise state of a chunk's parameters, (extent,); zeros where there is none."""
+    flat = torch.zeros(bound.chunk.extent, dtype=bound.dtype)
+    for slot, own, parameter in zip(bound.chunk.slots, held, bound.parameters, strict=True):
+        if key in own:
+            carve(flat, slot.offset, parameter).copy_(own[key])
+    return flat
+
+
+def numbers_of(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """What a shard keeps of a parameter as a whole, as torch has it."""
+    return {
+        key: torch.tensor(value, dtype=_scalar_dtype()) if key in _ZERO_DIMENSIONAL else value
+        for key, value in scalars.items()
+        if value is not None
+    }
 
 
 def _scalar_dtype() -> torch.dtype:

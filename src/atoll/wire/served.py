@@ -135,12 +135,13 @@ class Replace(Message, frozen=True):
 
 class PullMean(Message, frozen=True):
     """BSP: answered by a Mean for each of the shard's chunks, once `iteration` is combined. `share` as
-    Push's: of that run alone."""
+    Push's: of that run alone. `chunks`: for these alone; empty: for all."""
 
     incarnation: Count
     iteration: Count
     share: Count = 0
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    chunks: list[Count] = []
 
 
 class Mean(Message, frozen=True):
@@ -160,13 +161,15 @@ class Mean(Message, frozen=True):
 class Pull(Message, frozen=True):
     """Answered by Parameters for each of the shard's chunks, once a worker that has committed `clock`
     iterations may begin the next by the rules of the run's consistency. `newest`: at a site, those that the
-    global shards have after the latest meeting. `share` as Push's: of that run alone."""
+    global shards have after the latest meeting. `share` as Push's: of that run alone. `chunks`: for these
+    alone; empty: for all."""
 
     incarnation: Count
     clock: Count
     newest: bool = False
     share: Count = 0
     shares: Annotated[int, Meta(ge=1, le=4096)] = 1
+    chunks: list[Count] = []
 
 
 class Parameters(Message, frozen=True):
@@ -188,17 +191,22 @@ class Parameters(Message, frozen=True):
 
 
 class PullState(Message, frozen=True):
-    """For a checkpoint: answered by State for each chunk and key, then StateEnd."""
+    """For a checkpoint: answered by State for each chunk and key, then StateEnd. With `words` only by what
+    has no payload; with `chunk`, of that chunk alone."""
 
     incarnation: Count
+    words: bool = False
+    chunk: Annotated[int, Meta(ge=-1, lt=2**53)] = -1
 
 
 class State(Message, frozen=True):
-    """Payload: one element-wise state of a chunk's optimizer. With key "": no payload, only `values`."""
+    """Payload: one element-wise state of a chunk's optimizer. With key "": no payload, only `values`, and
+    the dtypes of what there is for each element, by key."""
 
     chunk: Count
     key: Name
     values: list[dict[str, Any]] = []
+    kept: dict[Name, Name] = {}
 
 
 class StateEnd(Message, frozen=True):
