@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_peers_parity import same_bits
 from torch import nn
@@ -107,32 +108,97 @@ MISTAKES = {  # what worker 3 gives, and what is said
 }
 
 
-def deals_unlike(place: Place) -> list[str]:
-    """What is said of each mistake, and at last of two nodes that make different calls."""
-    found = []
+WEIGHTS = [  # of the workers, by iteration: a device, a node, all but one device, and all weigh nothing
+    [2.0, 1.0, 3.0, 1.0],
+    [2.0, 0.0, 3.0, 1.0],
+    [0.0, 0.0, 3.0, 1.0],
+    [4.0, 1.0, 0.0, 0.0],
+    [0.0, 0.0, 0.0, 0.5],
+    [0.0, 0.0, 0.0, 0.0],
+    [2.0, 1.0, 3.0, 1.0],
+]
+
+
+def weighted_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """What weighs nothing is not even a number."""
+    torch.manual_seed(100 * step + rank)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    return model(x).square().mean() * (1.0 if WEIGHTS[step][rank] else float("nan"))  # type: ignore[no-any-return]
+
+
+def model_to_weigh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def weighs_and_deals_unlike(place: Place, nodes: int) -> dict[str, Any]:
+    """What each iteration of `WEIGHTS` makes of the parameters; what is said of each of `MISTAKES`; and at
+    last of two nodes that make different calls."""
+    found: dict[str, Any] = {"weighed": [], "said": []}
     config = Config(
-        run=Run(strategy="peers"), sync=Sync(timeout="60s", global_batch=12), groups=Groups(count=NODES)
+        run=Run(strategy="peers"),
+        sync=Sync(timeout="60s", stale_max=0, global_batch=12),
+        groups=Groups(count=nodes),
     )
     try:
         with atoll.join(config, place=place) as session:
+            model, optimizer = session.prepare(*model_to_weigh())
+            for step, weights in enumerate(WEIGHTS):
+                session.weight(weights[place.rank])
+                weighted_loss(model, place.rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                found["weighed"].append(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
             for name, (arguments, _) in MISTAKES.items():
                 odd = place.rank == 3
                 data = range(80 if odd and name == "data" else 90)
                 call: Any = session.sampler if name == "shuffle" else session.batches
                 try:
                     call(data, **{"seed": 3, **(arguments if odd else {})})
-                    found.append("no error")
+                    found["said"].append("no error")
                 except UserError as error:
-                    found.append(str(error))
+                    found["said"].append(str(error))
             (session.sampler if place.rank < 2 else session.batches)(range(90))
     except RunError as error:
-        found.append(str(error))
+        found["said"].append(str(error))
     return found
 
 
-def test_workers_that_ask_for_other_data_are_told_of_what(pool: WorkerPool) -> None:
-    for lines in pool.run(deals_unlike, world=WORKERS):
-        *mistakes, last = lines
+@pytest.fixture(scope="module")
+def unlike(pool: WorkerPool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pool.run(weighs_and_deals_unlike, NODES, world=WORKERS)
+    return found
+
+
+def check_weighed(workers: list[dict[str, Any]]) -> None:
+    """Against plain PyTorch; where all weigh nothing, no step is made."""
+    model, optimizer = model_to_weigh()
+    parameters = list(model.parameters())
+    for step, weights in enumerate(WEIGHTS):
+        if total := sum(weights):
+            heavy = [rank for rank, weight in enumerate(weights) if weight]
+            loss = sum(weighted_loss(model, rank, step) * (weights[rank] / total) for rank in heavy)
+            loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = torch.cat([p.detach().flatten() for p in parameters]).numpy()
+        for worker in workers:
+            assert abs(worker["weighed"][step] - expected).max() <= 1e-12, step
+
+
+def test_what_weighs_nothing_changes_nothing(unlike: list[dict[str, Any]]) -> None:
+    check_weighed(unlike)
+
+
+@pytest.mark.soak
+def test_what_weighs_nothing_changes_nothing_on_nodes_of_one_device(pool: WorkerPool) -> None:
+    check_weighed(pool.run(weighs_and_deals_unlike, 0, world=WORKERS))
+
+
+def test_workers_that_ask_for_other_data_are_told_of_what(unlike: list[dict[str, Any]]) -> None:
+    for worker in unlike:
+        *mistakes, last = worker["said"]
         for line, (_, said) in zip(mistakes, MISTAKES.values(), strict=True):
             assert line.startswith(said)
         assert "node 0 meets on session.sampler, and node 1 on session.batches" in last
@@ -169,3 +235,76 @@ def test_a_session_on_devices(pool: WorkerPool, tmp_path: Path) -> None:
         assert each["state"] == first["state"]
         assert each.get("alone", first["state"]) == first["state"]
         assert each["kept"]
+
+
+STEPS = 5  # of each part of a run that goes on elsewhere
+
+Kept = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+def model_to_keep() -> Kept:
+    model, optimizer = model_to_weigh()
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def train_on(kept: Kept, x: torch.Tensor) -> None:
+    model, optimizer, scheduler = kept
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """Eight samples, which are dealt to workers evenly."""
+    return torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def numbers_of(kept: Kept) -> torch.Tensor:
+    """Parameters and the optimizer's state, one after the other, and the learning rate."""
+    model, optimizer, scheduler = kept
+    state = optimizer.state_dict()["state"]
+    held = [
+        values.double().flatten() for _, each in sorted(state.items()) for _, values in sorted(each.items())
+    ]
+    rate = torch.tensor(scheduler.get_last_lr(), dtype=torch.float64)
+    return torch.cat([*(p.detach().flatten() for p in model.parameters()), *held, rate])
+
+
+def part_of_run(place: Place, nodes: int, begin: str, end: str) -> torch.Tensor:
+    """`STEPS` iterations from one checkpoint to the next."""
+    config = Config(
+        run=Run(strategy="peers"), sync=Sync(timeout="60s", stale_max=0), groups=Groups(count=nodes)
+    )
+    with atoll.join(config, place=place) as session:
+        kept = model_to_keep()
+        session.prepare(*kept[:2])
+        if begin:
+            session.load(begin)
+        for step in range(session.iteration, session.iteration + STEPS):
+            train_on(kept, batch_of(step)[place.rank :: place.world])
+        session.save(end)
+        return numbers_of(kept)
+
+
+@pytest.mark.soak
+def test_a_checkpoint_goes_on_at_other_nodes_and_devices_and_in_plain_pytorch(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """On 2 nodes of 2 devices, 4 of 1, 1 of 2 and plain PyTorch: as one process that is never stopped."""
+    folders = ["", *(str(tmp_path / name) for name in ("first", "second", "third"))]
+    plain, iteration = model_to_keep(), 0
+    for index, (nodes, world) in enumerate([(2, 4), (4, 4), (1, 2)]):
+        workers = pool.run(part_of_run, nodes, *folders[index : index + 2], world=world)
+        for iteration in range(index * STEPS, (index + 1) * STEPS):
+            train_on(plain, batch_of(iteration))
+        for worker in workers:
+            assert abs(worker - numbers_of(plain)).max() <= 1e-14, (nodes, world)
+    kept = model_to_keep()
+    with atoll.join(Config(), place=Place()) as session:
+        session.prepare(*kept[:2])
+        session.load(folders[-1])
+    for step in range(iteration + 1, iteration + 1 + STEPS):  # the session is over
+        train_on(kept, batch_of(step))
+        train_on(plain, batch_of(step))
+    assert abs(numbers_of(kept) - numbers_of(plain)).max() <= 1e-14

@@ -163,6 +163,10 @@ class PeerExchange(Reducer):
         """A backward has ended: nothing leaves the node before `step`."""
         self._come()
         self._weighed = self._contribute()
+        if self._weighed.weight <= 0:  # no number, perhaps: as on a ring, it is shown nowhere
+            for bound in self._chunks:
+                for parameter in bound.parameters:
+                    parameter.grad = None
         super().reduce()
 
     def _come(self) -> None:
