@@ -197,6 +197,8 @@ class FakeNode:
             self.capture.append(message.iteration)
         elif isinstance(message, d.Left):
             self.left = True
+        elif isinstance(message, d.LeftOut):
+            self.cpu.send(d.Awake())
         elif isinstance(message, d.Returned):
             self.iteration, self.meeting, self._wanted = message.iteration, message.meeting, -1
             self.release(self.published)

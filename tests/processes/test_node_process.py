@@ -293,6 +293,26 @@ def test_who_stood_still_comes_back() -> None:
         assert [each.node for each in left[0].views[-1].members] == [0, 1, 2]
 
 
+def test_a_node_whose_worker_stands_still_does_not_come_in_again_before_that_moves() -> None:
+    """Its CPU side answers all the while; each time that it came in, the others would wait for it in vain."""
+    with FakeRun(3, stale_max=1, timeout=10.0) as run:
+        run.train(4)
+        still, left = run.nodes[2], run.nodes[:2]
+        run.train(20, left)
+        assert [each.node for each in left[0].views[-1].members] == [0, 1]
+        views = len(left[0].views)
+        run.train(220, left)  # it would be there by the next few
+        assert len(left[0].views) == views
+        until, end = 220, time.monotonic() + DEADLINE
+        while not still.returned:
+            assert time.monotonic() < end, (still.told[-3:], left[0].told[-3:])
+            for each in left:
+                each.advance(until := max(until, each.iteration + 1))
+            still.pump()
+        run.train(max(each.iteration for each in run.nodes) + 4)
+        run.assert_equal()
+
+
 def test_a_node_comes_late() -> None:
     """With a script's state of several messages, as an average of the weights makes it."""
     with FakeRun(2, stale_max=1) as run:

@@ -48,18 +48,23 @@ def worker_of(command: Command, worker: int) -> psutil.Process:
     [
         pytest.param(3, id="one that does not lead its node"),
         pytest.param(2, id="the leader", marks=pytest.mark.soak),
+        pytest.param(None, id="the CPU side", marks=pytest.mark.soak),
     ],
 )
-def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: int) -> None:
+def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: int | None) -> None:
     environment = configured(command.directory)
     config = command.directory / "peers.toml"
     config.write_text(config.read_text() + "[groups]\ncount = 3\n")
     launched = command.start(SCRIPT, workers=6, environment=environment)
     wait_for(lambda: min(steps(command, worker) for worker in range(6)) > 8, "the first iterations")
-    worker_of(command, killed).kill()
+    if killed is None:
+        (side,) = worker_of(command, 2).children()
+        side.kill()
+    else:
+        worker_of(command, killed).kill()
     wait_for(lambda: entered(command, 2) and entered(command, 3), "both of node 1's workers to be back")
-    so_far = steps(command, killed)
-    wait_for(lambda: steps(command, killed) > so_far + 8, "the node to train on")
+    so_far = steps(command, 3)
+    wait_for(lambda: steps(command, 3) > so_far + 8, "the node to train on")
     (command.directory / "stop").touch()
     out, err = launched.communicate(timeout=100)
     assert launched.returncode == 0, err
@@ -69,7 +74,12 @@ def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: in
     assert [begun > 8 for _, begun, *_ in everyone] == [False, False, True, True, False, False]
     assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
     assert everyone[0][2] == everyone[0][3]  # the scheduler came with the script's state
-    assert "node 1 was killed by SIGKILL, and is started again (1 of 1)" in err
+    how = (
+        "killed by SIGKILL"
+        if killed is not None
+        else f"of node 1 (process {side.pid}) was killed by SIGKILL)"
+    )
+    assert f"{how}, and is started again (1 of 1)" in err
     assert "node 1 was left out: " in err
     assert "node 1 came in: " in err
     assert not any(is_warned(command, 0, f"node {node} was left out") for node in (0, 2))
@@ -78,6 +88,45 @@ def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: in
     assert [(each["node"], each["devices"]) for each in nodes] == [(0, 2), (1, 2), (2, 2)]
     assert all(each["staleness_most"] <= 4 for each in nodes)
     assert (command.summary()["workers"], command.summary()["groups"]) == (6, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_device_stands_still_and_costs_its_node_alone(command: Command, wakes: bool) -> None:
+    """SIGSTOP of a device that does not lead, whose CPU side answers all the while. The others leave its node
+    out once, and do not wait for it again; it comes back when the device wakes, or, where its node's deadline
+    comes first, when it is started again."""
+    config = command.directory / "peers.toml"
+    config.write_text(
+        '[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "30s"\n[groups]\ncount = 3\n'
+    )
+    launched = command.start(SCRIPT, workers=6, environment={"ATOLL_CONFIG": str(config)})
+    wait_for(lambda: min(steps(command, worker) for worker in range(6)) > 8, "the first iterations")
+    still = worker_of(command, 3)
+    still.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_warned(command, 0, "node 1 was left out"), "the others to leave node 1 out")
+    so_far = steps(command, 0)
+    wait_for(lambda: steps(command, 0) > so_far + 100, "the others to go on")
+    if wakes:
+        still.send_signal(signal.SIGCONT)
+    wait_for(lambda: steps(command, 3) and is_in(command, 1), "node 1 to be back", 240.0)
+    so_far = steps(command, 3)
+    wait_for(lambda: steps(command, 3) > so_far + 8, "node 1 to train on")
+    (command.directory / "stop").touch()
+    out, err = launched.communicate(timeout=100)
+    assert launched.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.startswith("HELD ")]
+    everyone = json.loads(line.removeprefix("HELD "))
+    assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
+    assert err.count("node 1 was left out: ") == 1
+    assert not any(is_warned(command, 0, f"node {node} was left out") for node in (0, 2))
+    if not wakes:
+        assert "node 1 cannot go on (worker 2 waited 40.0 s for worker 3 on " in err
+
+
+def is_in(command: Command, node: int) -> bool:
+    """Whether a node that was left out is in again, as node 0 has told."""
+    return is_warned(command, 0, f"node {node} came in")
 
 
 def has_trouble(place: Place, how: str) -> tuple[int, str]:
@@ -116,7 +165,7 @@ def test_a_nodes_trouble_is_its_own(pool: WorkerPool, how: str) -> None:
         assert "\n" not in line
         if how == "killed":
             assert re.fullmatch(
-                r"RunError: the CPU side of node 2 \(process \d+\) was killed by SIGKILL", line
+                r"GivenUpError: the CPU side of node 2 \(process \d+\) was killed by SIGKILL", line
             )
         else:
             assert "worker 4 is in the end of iteration 8's backward" in line or "worker 4, of its" in line

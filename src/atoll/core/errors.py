@@ -53,8 +53,8 @@ class DeadlineError(RunError):
 
 
 class GivenUpError(RunError):
-    """The hub has given this process up, and another may have taken its place. Started again it is of use:
-    the status is EX_TEMPFAIL's (sysexits.h)."""
+    """The others have given this process up, or what it needs beside itself is gone: a part of its node, say.
+    Started again it is of use: the status is EX_TEMPFAIL's (sysexits.h)."""
 
     exit_status = 75
 

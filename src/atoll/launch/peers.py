@@ -3,6 +3,7 @@ node, which is its worker alone, or its workers under torchrun's agent."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 
@@ -17,16 +18,14 @@ class PeerLaunch(RingLaunch):
     """As `RingLaunch`, where the nodes themselves say who is left out: nobody is killed by the hub's
     judgement, and a hub that is gone for good is told of, and missed by nobody.
 
-    A worker that was left out, and cannot come back by itself, ends with a status that says so: it is started
-    again as one that was killed, and the others go on meanwhile. One that stands still (SIGSTOP) is left
-    alone, for it may go on and come back; it is killed once others have ended, as is one that was started
-    again and has not come in by then.
+    A worker that was left out, and cannot come back by itself, or has lost a part of its node, ends with a
+    status that says so: it is started again as one that was killed, and the others go on meanwhile. One that
+    stands still (SIGSTOP) is left alone, for it may go on and come back; it is killed once others have ended,
+    as is one that was started again and has not come in by then.
 
     With `groups.count`, each of so many nodes is a launch of several workers, its devices: where one of them
     dies, the agent stops the others, and the node is lost as one and comes back as one.
     """
-
-    given_up = "was left out by the others"
 
     def _devices_of(self, config: Config) -> int:
         return config.run.workers // config.groups.count if config.groups.count else 1
@@ -66,6 +65,16 @@ class PeerLaunch(RingLaunch):
         for each in self._decisions.take():
             if each.what == "hub":
                 self.losses.take(each, self._now())
+
+    def _how_lost(self, rank: int, code: int) -> str:
+        """By what the node's workers have said of it in this life: where one gives up, torchrun's agent kills
+        another that stands still."""
+        workers, began = range(self._lead(rank), self._lead(rank + 1)), self._excused.get(rank, -math.inf)
+        failed = [each for worker in workers for each in self._said_by(worker) if isinstance(each, Failed)]
+        said = [e for e in failed if e.exit_status == GivenUpError.exit_status and e.time > began]
+        if said:
+            return f"cannot go on ({min(said, key=lambda each: each.time).message})"
+        return super()._how_lost(rank, code) if code < 0 else "was left out by the others"
 
     def _ends_given_up(self, rank: int) -> bool:
         ended = self._workers[rank].returncode == GivenUpError.exit_status

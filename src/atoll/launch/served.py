@@ -66,8 +66,6 @@ class ServedLaunch:
     `hub_module` is what the hub's process runs, with the same arguments as SERVICE.
     """
 
-    given_up = "was given up by the hub"  # how a worker ended that was
-
     def __init__(
         self,
         directory: RunDirectory,
@@ -239,7 +237,7 @@ class ServedLaunch:
         """A worker has ended with an error, or was killed."""
         lost_site = self._sites[rank] in self._lost_sites
         given_up = code > 0 and not lost_site and self._ends_given_up(rank)
-        how = self.given_up if given_up else f"was killed by {signal_name(-code)}"
+        how = self._how_lost(rank, code)
         if (code < 0 or given_up) and self._starts_again(rank, how):
             return
         self._ends.append(self._end_of(rank, code))
@@ -254,6 +252,10 @@ class ServedLaunch:
 
     def _end_of(self, rank: int, code: int) -> WorkerEnd:
         return WorkerEnd(rank, self._workers[rank].pid, code)
+
+    def _how_lost(self, _rank: int, code: int) -> str:
+        """How a worker ended that was killed, or given up, in words."""
+        return f"was killed by {signal_name(-code)}" if code < 0 else "was given up by the hub"
 
     def _ends_given_up(self, rank: int) -> bool:
         """Whether a worker that the hub has given up has ended for that, and not with an error of its

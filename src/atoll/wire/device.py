@@ -272,6 +272,15 @@ class Members(Message, frozen=True):
     reason: Text = ""
 
 
+class LeftOut(Message, frozen=True):
+    """The others went on without this node. It asks to be let in again once the worker says Awake: they would
+    wait for its next contribution, in vain where the worker or another device of the node stands still."""
+
+
+class Awake(Message, frozen=True):
+    """After LeftOut: the script, on all of the node's devices, has come to a call of the session's."""
+
+
 class Returned(Message, frozen=True):
     """The others went on without this node, and it is a member anew: of another `incarnation`, and its next
     iteration is `iteration`, its next meeting `meeting`; what it had contributed beyond what they hold counts
@@ -339,8 +348,8 @@ class Failed(Message, frozen=True):
 
 DeviceMessage: TypeAlias = Union[
     Begin, Listening, Introduce, SetUp, Ready, Contribute, Freed, Applied, Published, Release, Want, Waiting,
-    Meet, Met, WantState, State, CaptureAt, Captured, Members, Returned, Resumed, Told, Figures, Leave, Left,
-    Failed,
+    Meet, Met, WantState, State, CaptureAt, Captured, Members, LeftOut, Awake, Returned, Resumed, Told,
+    Figures, Leave, Left, Failed,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,15 +8,23 @@ design.md, "Two tiers of synchronisation".
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore
 
 from atoll.core.config import HUB_VARIABLE, Config, check_nodes
-from atoll.core.errors import AtollError, ConfigError, UserError, error_named
+from atoll.core.errors import (
+    AtollError,
+    ConfigError,
+    DeadlineError,
+    GivenUpError,
+    UserError,
+    error_named,
+)
 from atoll.train.place import Place
 from atoll.train.ringbytes import broadcast_bytes, gather_bytes
 from atoll.train.rounds import Ring
@@ -35,6 +43,16 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes = b""
     failed: tuple[str, str] | None = None
     more: bool = False  # what the leader tells is long, and follows
+
+
+@contextlib.contextmanager
+def one_node_in_trouble() -> Iterator[None]:
+    """Within it a node's devices wait for one another: one that does not come is the trouble of this node
+    alone, which may be started again, and no end of the run."""
+    try:
+        yield
+    except DeadlineError as error:
+        raise GivenUpError(str(error)) from error
 
 
 class Devices:
@@ -79,7 +97,8 @@ class Devices:
         self.said = [first, *(each.payload for each in words[1:])]
         if words[0].more:
             assert self.ring.session is not None
-            return broadcast_bytes(self.ring.session, told if self.rank == 0 else None, call)
+            with one_node_in_trouble():
+                return broadcast_bytes(self.ring.session, told if self.rank == 0 else None, call)
         return short
 
     def _meet(self, word: _Word) -> list[_Word]:
@@ -87,7 +106,8 @@ class Devices:
             return [word]
         channel = self.ring.session
         assert channel is not None
-        parts = gather_bytes(channel, msgspec.msgpack.encode(word), word.call)
+        with one_node_in_trouble():
+            parts = gather_bytes(channel, msgspec.msgpack.encode(word), word.call)
         words = [msgspec.msgpack.decode(part, type=_Word) for part in parts]
         for rank, other in enumerate(words):
             if other.call != word.call:

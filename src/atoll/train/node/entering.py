@@ -35,11 +35,12 @@ class Scripted(NamedTuple):
 
 
 class Entering:
-    """What a node that comes in has got so far; `returned`: its worker has trained here before. `token` is a
-    name that no other process has, nor this one before."""
+    """What a node that comes in has got so far; `returned`: its worker has trained here before, and is to say
+    first that it is `awake`. `token` is a name that no other process has, nor this one before."""
 
     def __init__(self, timeout: float, *, returned: bool, reason: str = "") -> None:
         self.returned, self.reason = returned, reason
+        self.awake = not returned
         self.token = secrets.token_hex(8)
         self.timeout = timeout
         self._since = time.monotonic()
@@ -49,6 +50,11 @@ class Entering:
         self.has_state = False
         self._pieces: dict[int, Pieces] = {}  # of scripts' states, by member: each sends its own
         self._scripts: dict[int, Scripted] = {}  # by member
+
+    def wake(self) -> None:
+        """The worker would go on: the time that this may take begins."""
+        if not self.awake:
+            self.awake, self._since = True, time.monotonic()
 
     def take_script(self, sender: int, message: Script, payload: memoryview | None, most: int) -> str:
         """Take a piece of a member's script's state, which may have `most` bytes. Why it is not taken; empty

@@ -114,6 +114,7 @@ class CpuSideProcess:
             d.Meet: self._handle_meet,
             d.WantState: self._handle_want_state,
             d.Captured: self._handle_captured,
+            d.Awake: self._handle_awake,
             d.Resumed: self._handle_resumed,
             d.Leave: self._handle_leave,
         }
@@ -444,6 +445,10 @@ class CpuSideProcess:
     def _most_script(self) -> int:
         return most_script(most_bytes(self._model.globals))
 
+    def _handle_awake(self, _: d.Awake, __: list[int]) -> None:
+        if self._entering is not None:
+            self._entering.wake()
+
     def _handle_resumed(self, message: d.Resumed, _: list[int]) -> None:
         if message.incarnation == self._resuming:
             self._resuming = None
@@ -459,8 +464,8 @@ class CpuSideProcess:
     def _see_to_entering(self, entering: Entering) -> None:
         begin, model = self._begin, self._trained
         assert begin is not None
-        if model is None:
-            return  # the worker is to say what it trains
+        if model is None or not entering.awake:
+            return  # the worker is to say what it trains; or that it would go on
         self._check_refused()
         now = time.monotonic()
         if self._node_ is None:
@@ -790,6 +795,8 @@ class CpuSideProcess:
             self._trained.assembly.clear()
         self._counting.waits(False)
         self._entering = Entering(begin.timeout, returned=self._is_ready, reason=output.reason)
+        if self._is_ready:
+            self._post.send(d.LeftOut())
 
     def _do_finished(self, _: out.Finished) -> None:
         self._tell_figures(now=True)

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from atoll.tensors.binding import BoundChunk
+from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.reducer import Calls, Reducer
 from atoll.train.ring import Agreement, RingReducer
@@ -60,7 +61,8 @@ class NodeReducer(RingReducer, OfDevices):
 
     def reduce(self) -> None:
         self._come()
-        super().reduce()
+        with one_node_in_trouble():
+            super().reduce()
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
         self._weighed = Contribution(agreed.weight, agreed.samples)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from atoll.core.errors import AtollError, DeadlineError, RunError, error_named
+from atoll.core.errors import AtollError, DeadlineError, GivenUpError, RunError, error_named
 from atoll.train.node.post import Post, PostClosedError
 from atoll.wire.device import DeviceMessage, Failed
 
@@ -71,7 +71,8 @@ class CpuSide:
     def receive(self, timeout: float = 0.0) -> tuple[DeviceMessage, list[int]] | None:
         """The next message and its file descriptors, waiting for up to `timeout` seconds.
 
-        Raises the CPU side's own error where it cannot go on, RunError where it is gone without a word.
+        Raises the CPU side's own error where it cannot go on, RunError where it is gone without a word
+        (GivenUpError where it was killed).
         """
         self._see()
         until = time.monotonic() + timeout
@@ -134,7 +135,8 @@ class CpuSide:
             how = f"was killed by {_signal_name(-status)}"
         else:
             how = f"has ended with status {status}"
-        self._failure = RunError(f"{self.name} {how}")
+        kind = GivenUpError if status is not None and status < 0 else RunError
+        self._failure = kind(f"{self.name} {how}")
         raise self._failure
 
 

@@ -22,11 +22,13 @@ from atoll.train.node.introduction import Introduction
 from atoll.train.node.start import CpuSide
 from atoll.wire.device import (
     Applied,
+    Awake,
     CaptureAt,
     DeviceMessage,
     Figures,
     Leave,
     Left,
+    LeftOut,
     Members,
     Ready,
     Release,
@@ -41,7 +43,7 @@ _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
 _OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
-_LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
+_LEADERS = (Waiting, Figures, Told, LeftOut)  # what is the leader's alone to know
 
 Handler = Callable[[Any, list[int]], None]
 
@@ -82,6 +84,7 @@ class NodeWorker:
         self.door = ""  # of the CPU side, where a device that does not lead may ask it
         self.wanted: list[int] = []  # iterations before which this worker's state is asked for
         self.returned: Returned | None = None  # the others went on without this node; not acted on yet
+        self._left_out = False  # the same; the CPU side is to hear that the script would come back
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
         self._handlers: dict[type, Handler] = {}
         self._closed = False
@@ -96,6 +99,7 @@ class NodeWorker:
         self.on(Told, self._handle_told)
         self.on(Members, self._handle_members)
         self.on(CaptureAt, self._handle_capture)
+        self.on(LeftOut, self._handle_left_out)
         self.on(Returned, self._handle_returned)
         self.on(Applied, lambda message, _: self.applied(message))
 
@@ -198,6 +202,7 @@ class NodeWorker:
         """Let the leader `hear` its CPU side, and then all other devices of the node what it has heard."""
         if self.devices.count == 1:
             hear()
+            self._say_awake()
             return
 
         def lead() -> bytes:
@@ -208,9 +213,15 @@ class NodeWorker:
         told = self.devices.led(lead, call, said)
         if self.leads:
             self._release()
+            self._say_awake()  # so all devices have come here
             return
         for message in msgspec.msgpack.decode(told, type=list[bytes]):
             self._handle(decode(message), [])
+
+    def _say_awake(self) -> None:
+        if self._left_out:
+            self._left_out = False
+            self.send(Awake())
 
     def _release(self) -> None:
         if self._copied:
@@ -231,6 +242,7 @@ class NodeWorker:
                 if waited >= self._timeout:
                     raise DeadlineError(self._late(waited, what if isinstance(what, str) else what()))
                 self._hear_next(min(_SLICE_SECONDS, self._timeout - waited))
+                self._say_awake()  # all devices had come here when this wait began
         finally:
             self._waited += time.monotonic() - start
 
@@ -290,6 +302,9 @@ class NodeWorker:
     def _handle_capture(self, message: CaptureAt, _descriptors: list[int]) -> None:
         self.wanted.append(message.iteration)
         self.asked()
+
+    def _handle_left_out(self, _message: LeftOut, _descriptors: list[int]) -> None:
+        self._left_out = True
 
     def _handle_returned(self, message: Returned, _descriptors: list[int]) -> None:
         self.returned, self.incarnation = message, message.incarnation
