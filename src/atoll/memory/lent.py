@@ -102,7 +102,7 @@ class LentEngine(Engine):
         self._written: set[int] = set()  # chunks
 
     def take_over(self) -> None:
-        for each in self.chunks:
+        for each in self.chunks.values():
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             for slot, parameter in enumerate(each.parameters):
                 let_go(parameter)
@@ -118,7 +118,7 @@ class LentEngine(Engine):
             self.write_back()
             return [
                 each.names[slot]
-                for each in self.chunks
+                for each in self.chunks.values()
                 if each.chunk.id in self._written
                 for slot in self._differing(each)
             ]
@@ -237,7 +237,7 @@ class LentModel(Moving):
         """Go on with these values of the lender's trained chunks, or of all of its chunks. When it returns,
         nobody reads the former ones."""
         is_all = len(values) == len(self._loan.chunk_map.chunks)
-        taken = self.engine.chunks if is_all else self._trained
+        taken = self.engine.chunks.values() if is_all else self._trained
         ids = [each.chunk.id for each in taken]
         self._owners.check()
         self.engine.out_of_date(ids)
@@ -250,7 +250,7 @@ class LentModel(Moving):
         self._step_ended()
 
     def _plain_bytes(self) -> int:
-        return sum(parameter.nbytes for each in self.engine.chunks for parameter in each.parameters)
+        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
 
     def stats(self) -> MemoryFigures:
         return msgspec.structs.replace(super().stats(), host_peak=self._peak)
