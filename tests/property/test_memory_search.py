@@ -337,7 +337,9 @@ def test_a_share_that_no_chunk_is_as_small_as_is_told() -> None:
         UserError, match=r"^step: no chunk is as small as 0\.2 of the trained bytes \(the smallest has"
     ):
         steps_of(profile_of([100_000] * 2), RATES, 2**20, 0.2)
-    with pytest.raises(UserError, match=r"^step: no chunk is as small as 0\.2 of .* \(none is stepped here\)"):
+    with pytest.raises(
+        UserError, match=r"^step: no chunk is as small as 0\.2 of .* \(none is stepped here\)"
+    ):
         steps_of(profile_of([100_000] * 2, frozen=frozenset((0, 1))), RATES, 500_000, 0.2)
 
 

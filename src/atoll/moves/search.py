@@ -572,7 +572,9 @@ def _least_of(refused: Sequence[_LeastError]) -> str:
         needs, given = f"{least.nbytes} blocks", least.why
         return f"cache: a call needs {needs}, and {given} was given; give {least.nbytes} or more, or auto"
     if tier == "step":
-        smallest = f"the smallest has {format_bytes(least.nbytes)}" if least.nbytes else "none is stepped here"
+        smallest = (
+            f"the smallest has {format_bytes(least.nbytes)}" if least.nbytes else "none is stepped here"
+        )
         return f"step: no chunk is as small as {least.why} of the trained bytes ({smallest}); give more"
     more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
     return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
