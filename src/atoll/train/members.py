@@ -161,19 +161,19 @@ class WorkerMembers:
         if self._closed:
             raise RunError("the session is closed: what other members hold cannot be had any more")
 
-    def _take(self, owner: int, until: float) -> FetchLink:
-        """A connection to the owner's service, for this thread alone until it is given back."""
+    def _take(self, holder: int, until: float) -> FetchLink:
+        """A connection to the holder's service, for this thread alone until it is given back."""
         with self._lock:
             self._check_open()
-            if self._idle[owner]:
-                return self._idle[owner].pop()
-        secret, address = self._services[owner]
-        return FetchLink(f"worker {self._place.name_of(owner)}", address, secret, self.rank, until)
+            if self._idle[holder]:
+                return self._idle[holder].pop()
+        secret, address = self._services[holder]
+        return FetchLink(f"worker {self._place.name_of(holder)}", address, secret, self.rank, until)
 
-    def _give_back(self, owner: int, link: FetchLink) -> None:
+    def _give_back(self, holder: int, link: FetchLink) -> None:
         with self._lock:
             if not self._closed:
-                self._idle[owner].append(link)
+                self._idle[holder].append(link)
                 return
         link.close()
 

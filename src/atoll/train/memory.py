@@ -208,7 +208,7 @@ class AloneInTiers(Alone):
 
 
 class MembersInTiers(Alone):
-    """The strategy of members of a ring that hold one model together: gradients go to their owners."""
+    """The strategy of members of a ring that hold one model together: gradients go to those who hold them."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -219,7 +219,7 @@ class MembersInTiers(Alone):
 
 
 class MembersReducer(Reducer):
-    """Sums gradients that lie in chunks to the members that own those, when a backward has ended.
+    """Sums gradients that lie in chunks to the members that hold those, when a backward has ended.
 
     `fit` takes each gradient into its chunk before the hooks of this see that it has come.
     """
