@@ -8,6 +8,7 @@ import pytest
 import torch
 from run_command import Command, wait_for
 from safetensors.torch import load_file
+from test_peers_devices_run import worker_of
 from test_peers_run import SCRIPT, is_back, nodes_of, steps
 from torch import nn
 
@@ -44,7 +45,8 @@ def test_a_node_under_a_budget_is_killed_and_comes_back(command: Command, device
     environment = {"ATOLL_CONFIG": str(path), "ATOLL_POISON": "1"}
     launched = command.start(script, workers=workers, environment=environment)
     wait_for(lambda: min(steps(command, worker) for worker in range(workers)) > 8, "the first iterations")
-    nodes_of(command)[devices].kill()  # node 1's first
+    first = nodes_of(command)[1] if devices == 1 else worker_of(command, devices)
+    first.kill()  # node 1's first worker
     wait_for(lambda: is_back(command, devices), "node 1 to come back")
     so_far = steps(command, devices)
     wait_for(lambda: steps(command, devices) > so_far + 8, "node 1 to train on")

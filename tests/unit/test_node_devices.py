@@ -19,6 +19,7 @@ from torch import nn
 import atoll
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import AtollError, ConfigError, GivenUpError, RunError
+from atoll.core.memory import Memory
 from atoll.testing.pool import WorkerPool
 from atoll.train.node.devices import Devices, places_of
 from atoll.train.node.exchange import said_in
@@ -40,7 +41,9 @@ def ring_of(place: Place, timeout: float) -> Ring:
 class Device:
     """One device's session with a small model."""
 
-    def __init__(self, place: Place, settings: Config, late: bool = False, **side: Any) -> None:
+    def __init__(
+        self, place: Place, settings: Config, late: bool = False, lent: bool = False, **side: Any
+    ) -> None:
         self.rank = place.rank
         self.session, self.side = fake_session(settings, late, Devices(ring_of(place, 20.0)))
         for name, value in side.items():
@@ -48,7 +51,8 @@ class Device:
         torch.manual_seed(place.rank)  # the leader's values count
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-        self.session.prepare(self.model, self.optimizer)
+        memory = Memory(device="4KiB", chunk="4KiB", step="host") if lent else None
+        self.session.prepare(self.model, self.optimizer, memory=memory)
 
     def lead(self, act: Callable[[FakeSide], None]) -> None:
         """What the CPU side is to say or do."""
@@ -69,8 +73,10 @@ class Device:
 
 
 @contextmanager
-def device(place: Place, settings: Config, late: bool = False, **side: Any) -> Iterator[Device]:
-    made = Device(place, settings, late, **side)
+def device(
+    place: Place, settings: Config, late: bool = False, lent: bool = False, **side: Any
+) -> Iterator[Device]:
+    made = Device(place, settings, late, lent, **side)
     try:
         yield made
     finally:
@@ -86,8 +92,8 @@ def said_by(act: Callable[[], object]) -> str:
     return "no error"
 
 
-def steps(place: Place) -> dict[str, Any]:
-    with device(place, config()) as node:
+def steps(place: Place, lent: bool) -> dict[str, Any]:
+    with device(place, config(), lent=lent) as node:
         session = node.session
         found: dict[str, Any] = {"who": (session.rank, session.world, session.is_main, session.group)}
         begun = [p.detach().clone() for p in node.model.parameters()]
@@ -106,7 +112,7 @@ def steps(place: Place) -> dict[str, Any]:
         found["handed"] = node.side.slot(0) if place.rank == 0 else None
         for iteration in (2, 3):  # the second one waits for room in the first one's slot
             node.lead(lambda side, at=iteration: side.publish(at, at, values=5.0))
-            node.lead(lambda side: side.later.append(Freed(before=1)))
+            node.lead(lambda side, before=iteration - 1: side.later.append(Freed(before=before)))
             node.step()
         found["contributed"] = node.side.of(Contribute)
         alone = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -117,8 +123,11 @@ def steps(place: Place) -> dict[str, Any]:
     return found
 
 
-def test_the_devices_mean_is_handed_over_once_and_all_take_the_same_parameters(pool: WorkerPool) -> None:
-    leader, other = pool.run(steps, world=2)
+@pytest.mark.parametrize("lent", [False, True], ids=["whole", "lent"])
+def test_the_devices_mean_is_handed_over_once_and_all_take_the_same_parameters(
+    pool: WorkerPool, lent: bool
+) -> None:
+    leader, other = pool.run(steps, lent, world=2)
     assert leader["who"] == (0, 4, True, atoll.train.session.Group(0, 3, 0, 2))
     assert other["who"] == (1, 4, False, atoll.train.session.Group(0, 3, 1, 2))
     for one, same, alone in zip(leader["mean"], other["mean"], leader["alone"], strict=True):
@@ -153,13 +162,13 @@ def test_all_wait_with_the_leader_and_get_its_error(pool: WorkerPool) -> None:
     assert wanted == "[Want(iteration=1, least=1)]"
 
 
-def returns(place: Place) -> dict[str, Any]:
+def returns(place: Place, lent: bool) -> dict[str, Any]:
     """The others go on without the node, with the state that another one's script has at iteration 41."""
-    with device(place, config()) as giver:
+    with device(place, config(), lent=lent) as giver:
         giver.session._state.iteration = 41
         script = giver.session._state.capture(fixed=True)
     place = replace(place, store=torch.distributed.PrefixStore("again", place.store))
-    with device(place, config()) as node:
+    with device(place, config(), lent=lent) as node:
         node.backward()
 
         def leave_out(side: FakeSide) -> None:
@@ -186,8 +195,9 @@ def returns(place: Place) -> dict[str, Any]:
     return found
 
 
-def test_a_node_that_was_left_out_goes_on_with_all_its_devices(pool: WorkerPool) -> None:
-    leader, other = pool.run(returns, world=2)
+@pytest.mark.parametrize("lent", [False, True], ids=["whole", "lent"])
+def test_a_node_that_was_left_out_goes_on_with_all_its_devices(pool: WorkerPool, lent: bool) -> None:
+    leader, other = pool.run(returns, lent, world=2)
     assert (leader["lost"], leader["resumed"], leader["iterations"]) == (0, 1, [41])
     assert (other["lost"], other["resumed"], other["iterations"]) == (0, 0, [])
     for each in (leader, other):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,14 +17,22 @@ from atoll.chunks import lay_out
 from atoll.core.config import Config, Run, Sync
 from atoll.core.errors import ConfigError, UserError
 from atoll.core.memory import Memory, MemoryFigures
-from atoll.memory import planning
+from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
+from atoll.memory.engine import Engine
 from atoll.memory.lent import LentModel, Turns
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.payloads import GRADIENT
+from atoll.memory.stays import Stay
+from atoll.peers.settings import Settings
 from atoll.tensors.binding import specs_of
+from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.shardoptimizer import full_name
+from atoll.train.node.globals import GlobalParameters
+from atoll.train.node.memory import host_bytes, plan_memory, slots_for
 from atoll.train.node.tiers import least_host_bytes
 from atoll.wire.device import Contribute, DeviceMessage, Freed, Published, Release, SetUp
+from atoll.wire.messages import plain_hyperparameters
 
 CHUNK, WIDTH, LAYERS, RATE = 4096, 32, 6, 0.5
 RATES = measure(torch.device("cpu"), None, "")
@@ -77,11 +86,11 @@ class Lent:
 
     made: ClassVar[list[Lent]] = []
 
-    def __init__(self, blocks: int = 3, settings: Config | None = None) -> None:
+    def __init__(self, blocks: int = 3, settings: Config | None = None, momentum: float = 0.0) -> None:
         self.session, self.side = fake_session(settings or config())
         Lent.made.append(self)
         self.model, self.plain = build(), build()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=momentum)
         self.reference = torch.optim.SGD(self.plain.parameters(), lr=RATE)
         memory = Memory(device=str(blocks * CHUNK), chunk=str(CHUNK))
         self.session.prepare(self.model, self.optimizer, memory=memory)
@@ -165,6 +174,33 @@ def test_nothing_is_taken_where_nothing_new_was_published() -> None:
     assert ahead.side.of(Release) == []
 
 
+def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -> None:
+    lent = Lent(momentum=0.9)
+    plain = torch.optim.SGD(lent.plain.parameters(), lr=0.25, momentum=0.9)
+    lent.backward()
+    plain.step()
+    saved = plain.state_dict()
+    reads: list[int] = []
+
+    def lazily(number: int, value: Tensor) -> LazyTensor:
+        def read() -> Tensor:
+            reads.append(number)
+            return value.clone()
+
+        return LazyTensor(read, value.shape, value.dtype)
+
+    for number, state in saved["state"].items():
+        state["momentum_buffer"] = lazily(number, state["momentum_buffer"])
+    lent.optimizer.load_state_dict(saved)
+    assert reads == []
+    assert lent.optimizer.param_groups[0]["lr"] == 0.25
+    lent.session._strategy.loaded()
+    assert sorted(reads) == list(range(2 * LAYERS))
+    set_up = lent.side.of(SetUp)[-1]
+    assert set_up.packed > 0
+    assert set_up.hyperparameters[0]["lr"] == 0.25
+
+
 def test_what_is_not_cleared_stays_and_is_added_to_in_the_next_slot(lent: Lent) -> None:
     for clears in (False, None, True):
         lent.backward()
@@ -226,6 +262,43 @@ def test_an_average_may_be_looked_at_and_put_back_and_what_stays_is_named(lent: 
         lent.optimizer.step()
 
 
+def test_a_copy_under_way_has_ended_before_the_buffer_is_given_back(
+    lent: Lent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent.step()
+    armed, begun, waited_for = threading.Event(), threading.Event(), threading.Event()
+    copy, wait, ended = copies.to_device, Engine._wait, LentModel.step_ended
+
+    def end(self: LentModel) -> None:
+        armed.set()
+        ended(self)
+
+    def held_up(target: Tensor, source: Tensor) -> None:
+        if armed.is_set() and threading.current_thread().name.startswith("atoll-bringing"):
+            begun.set()
+            assert waited_for.wait(10.0), "nobody waited for a copy from the buffer"
+        copy(target, source)
+
+    def told(self: Engine, stay: Stay) -> None:
+        if armed.is_set() and stay.coming is not None and not stay.coming.done():
+            waited_for.set()
+        wait(self, stay)
+
+    monkeypatch.setattr(copies, "to_device", held_up)
+    monkeypatch.setattr(Engine, "_wait", told)
+    monkeypatch.setattr(LentModel, "step_ended", end)
+    lent.step()  # at its end what the next one uses first is brought
+    assert begun.wait(10.0)
+    before = len(lent.side.of(Release))
+    lent.side.publish(3, 3, values=2.0)
+    exchange = lent.session._peers.exchange  # type: ignore[union-attr]
+    assert exchange is not None
+    exchange.go_on(3, 3)
+    assert waited_for.is_set()
+    assert len(lent.side.of(Release)) == before + 1
+    assert {v for p in lent.model.parameters() for v in p.flatten().tolist()} == {2.0}
+
+
 def test_views_are_kept_and_show_what_is_taken(lent: Lent) -> None:
     weight = lent.model[1].weight.detach()
     lent.step()
@@ -274,6 +347,11 @@ def test_the_host_budget_is_held_against_what_a_node_keeps() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     layout = lay_out(specs_of(dict(model.named_parameters()), dict.fromkeys(model.parameters(), "0")))
     least = least_host_bytes(layout, optimizer, 0, 3, 1)
+    held = GlobalParameters(layout, full_name(type(optimizer)), plain_hyperparameters(optimizer.param_groups))
+    kept = host_bytes(plan_memory(layout, slots_for(0)), held.nbytes(), Settings(stale_max=0).most_held(3))
+    assert least == kept.total
+    gradients = sum(run.nbytes for run in plan_memory(layout, 1).trained)
+    assert least_host_bytes(layout, optimizer, 0, 3, 4) == least + 3 * gradients
     values = sum(p.nbytes for p in model.parameters())
     assert least > (5 + 1 + 2 + 3 + 3 * 6) * values  # shared, global, state, twin, contributions of 3 nodes
     for budget, fits in ((least - 1, False), (least, True)):

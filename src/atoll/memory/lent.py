@@ -27,6 +27,7 @@ from atoll.memory.engine import Engine
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import let_go
+from atoll.memory.interrupts import uninterrupted
 from atoll.memory.parameters import put, take_over
 from atoll.memory.payloads import VALUES, Key, Payloads, TensorPayloads
 from atoll.memory.saved import ADDRESSES, Place
@@ -102,7 +103,7 @@ class LentEngine(Engine):
         self._written: set[int] = set()  # chunks
 
     def take_over(self) -> None:
-        for each in self.chunks.values():
+        for each in self.chunks:
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             for slot, parameter in enumerate(each.parameters):
                 let_go(parameter)
@@ -118,7 +119,7 @@ class LentEngine(Engine):
             self.write_back()
             return [
                 each.names[slot]
-                for each in self.chunks.values()
+                for each in self.chunks
                 if each.chunk.id in self._written
                 for slot in self._differing(each)
             ]
@@ -233,11 +234,12 @@ class LentModel(Moving):
         """The parameters that the script has changed since they were taken, and not changed back."""
         return self._lent_engine.changed()
 
+    @uninterrupted
     def take(self, values: Flats) -> None:
         """Go on with these values of the lender's trained chunks, or of all of its chunks. When it returns,
         nobody reads the former ones."""
         is_all = len(values) == len(self._loan.chunk_map.chunks)
-        taken = self.engine.chunks.values() if is_all else self._trained
+        taken = self.engine.chunks if is_all else self._trained
         ids = [each.chunk.id for each in taken]
         self._owners.check()
         self.engine.out_of_date(ids)
@@ -245,12 +247,13 @@ class LentModel(Moving):
         torch.autograd.graph.increment_version([parameter for each in taken for parameter in each.parameters])
         self.engine.refresh(ids)
 
+    @uninterrupted
     def step_ended(self) -> None:
         """A step of the script is over: what it used is expected of the next."""
         self._step_ended()
 
     def _plain_bytes(self) -> int:
-        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
+        return sum(parameter.nbytes for each in self.engine.chunks for parameter in each.parameters)
 
     def stats(self) -> MemoryFigures:
         return msgspec.structs.replace(super().stats(), host_peak=self._peak)

@@ -36,13 +36,9 @@ def agree(
     share = Share(members.rank, members.count)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
-    def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
-        if isinstance(budgets.pins.steps_on, float):
-            return None, _Word(
-                alike, "memory.step: a share is for one worker; members step in host memory what they own"
-            )
+    def found(budgets: Budgets) -> tuple[MemoryPlan | None, _Word]:
         try:
-            plan = planning.choose(model, optimizer, given, share=share)
+            plan = planning.choose(model, optimizer, budgets, share=share)
         except AtollError as error:
             return None, _Word(alike, str(error))
         held = zlib.crc32(msgspec.msgpack.encode(plan.holding))

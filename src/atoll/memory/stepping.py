@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.core.heap import give_back_freed_memory
@@ -32,7 +31,7 @@ from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
-from atoll.tensors.lazy import LazyTensor, read_whole
+from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
@@ -486,7 +485,7 @@ class Stepper:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(each) for each in saved] != [len(each) for each in self._group_parameters]:
             return state_dict  # torch says what is wrong
-        rest = dict(state_dict["state"])  # torch keeps the tensors of what it is left
+        rest = dict(state_dict["state"])
         for indices, parameters, group in zip(
             saved, self._group_parameters, state_dict["param_groups"], strict=True
         ):
@@ -495,7 +494,7 @@ class Stepper:
                     states, slot = self._slots[id(parameter)]
                     states.load(slot, rest.pop(index, {}), group)
         self._loading = True
-        return {**state_dict, "state": tree_map_only(LazyTensor, read_whole, rest)}
+        return {**state_dict, "state": rest}
 
     def _loaded(self) -> None:
         """After `load_state_dict`, which has made a state of what it was left."""

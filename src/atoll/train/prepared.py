@@ -24,7 +24,7 @@ from atoll.train.exchange import Exchange, MeanSteps
 from atoll.train.forwards import BesideCompiled, ForwardHooks
 from atoll.train.memory import Tiers, held_chunks
 from atoll.train.node.exchange import PeerExchange
-from atoll.train.node.ring import NodeReducer
+from atoll.train.node.ring import OfDevices
 from atoll.train.reducer import Calls
 from atoll.train.samples import Contribution, SampleCount
 from atoll.train.strategies import Strategy, Training
@@ -118,7 +118,7 @@ class Prepared:
             assert isinstance(self.reducer, Exchange | PeerExchange)
             touched = BesideCompiled(self.reducer.before_use)
             self._lazy_hooks = [model.register_forward_pre_hook(touched)]
-            if not isinstance(self.reducer, NodeReducer):  # one device alone may look
+            if not isinstance(self.reducer, OfDevices):  # one device alone may look
                 self._lazy_hooks.append(self.module.register_state_dict_pre_hook(touched))
         self._hooks = ForwardHooks(
             model,

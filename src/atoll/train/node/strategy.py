@@ -72,7 +72,7 @@ class Peers:
         model.exchange.pace = self._pace
         self._model = model
         model.begin()
-        return model.exchange, RemoteOptimizer(
+        return model.exchange, model.optimizer_kind(
             training.optimizer,
             training.hooks,
             make=model.make_step,
@@ -168,6 +168,7 @@ class PeerModel:
     """One model at the node's CPU side."""
 
     reads_lazily = False  # the optimizer's state, which may be more than the device holds
+    optimizer_kind: type[RemoteOptimizer] = RemoteOptimizer
 
     def __init__(
         self,

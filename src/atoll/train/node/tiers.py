@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.chunks import ChunkMap, lay_out
+from atoll.chunks import ChunkMap, itemsize, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, ConfigError, RunError, UserError
 from atoll.core.memory import Memory
@@ -27,7 +28,9 @@ from atoll.memory.planning import settings_of
 from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
+from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
 from atoll.train.memory import Tiers
+from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.train.node.ring import OfDevices
@@ -127,7 +130,7 @@ class LentTiers(Tiers):
             chunk_map=self.model.chunk_map,
             values=exchange.lent(),
             gradients=exchange.payloads,
-            peak=exchange.host_bytes,
+            peak=exchange.host_peak,
         )
         exchange.fitted = self.fitted = fitted
 
@@ -176,35 +179,69 @@ def least_host_bytes(
     """What a node takes of host memory at most, of a model in this layout: the formula of docs/peers.md, and
     for each device but the leader the gradients that it has at its node's ring."""
     memory = plan_memory(layout, slots_for(stale_max), BUFFERS)
-    trained = {chunk.id for chunk in layout.trainable}
-    kept: dict[str, int] = {}  # by dtype: bytes of state for each element
-    state, largest = 0, {"values": 0}
-    for chunk in layout.chunks:
-        values = chunk.nbytes
-        largest["values"] = max(largest["values"], 2 * values)
-        if chunk.id not in trained:
+    kept: dict[str, dict[str, torch.dtype]] = {}  # by a chunk's dtype: what is kept for each element
+    twin = state = 0
+    largest = {"": 0}  # of scratch memory: of means and values, and of each kind of state
+    for chunk in layout.trainable:
+        values = chunk.extent * itemsize(chunk.dtype)
+        largest[""] = max(largest[""], 2 * values)
+        if not layout.groups[chunk.group].settings:  # no optimizer steps it
             continue
+        twin += values
         if chunk.dtype not in kept:
-            dtypes = state_dtypes(optimizer, getattr(torch, chunk.dtype))
-            kept[chunk.dtype] = sum(each.itemsize for each in dtypes.values())
-        state += chunk.extent * kept[chunk.dtype]
-        largest["state"] = max(largest.get("state", 0), chunk.extent * kept[chunk.dtype])
-    each = sum(run.nbytes for run in memory.trained)
+            kept[chunk.dtype] = state_dtypes(optimizer, getattr(torch, chunk.dtype))
+        for key, dtype in kept[chunk.dtype].items():
+            state += chunk.extent * dtype.itemsize
+            largest[key] = max(largest.get(key, 0), chunk.extent * dtype.itemsize)
     threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")))
     parts = {
         "parameters": sum(chunk.nbytes for chunk in layout.chunks),
         "optimizer": state,
-        "twin": each + state,
+        "twin": twin + state,
         "scratch": sum(largest.values()) * threads,
     }
     held = Settings(stale_max=stale_max).most_held(nodes)
-    return host_bytes(memory, parts, held).total + (devices - 1) * each
+    own = (devices - 1) * sum(run.nbytes for run in memory.trained)
+    return host_bytes(memory, parts, held).total + own
+
+
+class HostedOptimizer(RemoteOptimizer):
+    """An optimizer whose steps are made elsewhere, and whose state is more than the device holds: what is
+    loaded stays where it is, and is read from there, where torch would move it to the parameters' device."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hooks: StepHooks, **calls: Any) -> None:
+        super().__init__(optimizer, hooks, **calls)
+        self._given: dict[str, Any] = {}
+        self._handles += [
+            optimizer.register_load_state_dict_pre_hook(lambda _, given: self._keep(given)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._put()),
+        ]
+
+    def _keep(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._given = state_dict
+        return {**state_dict, "state": {}}
+
+    def _put(self) -> None:
+        given, self._given = self._given, {}
+        ids = [each for group in given["param_groups"] for each in group["params"]]
+        known = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(ids, known, strict=True):
+            if number in given["state"]:
+                state = given["state"][number]
+                self.optimizer.state[parameter] = {key: _kept(key, state[key], parameter) for key in state}
+
+
+def _kept(key: str, value: Any, parameter: nn.Parameter) -> Any:
+    """In the dtype that torch's `load_state_dict` gives it."""
+    casts = isinstance(value, Tensor) and key != "step" and parameter.is_floating_point()
+    return value.to(parameter.dtype) if casts and value.dtype != parameter.dtype else value
 
 
 class LentPeerModel(PeerModel):
     """One model at the node's CPU side, whose parameters lie wherever its devices have them."""
 
     reads_lazily = True
+    optimizer_kind = HostedOptimizer
     lent: LentExchange
 
     def _make_exchange(self, parts: NodeParts) -> PeerExchange:
@@ -240,17 +277,18 @@ class LentExchange(PeerExchange):
 
     fitted: LentModel | None = None  # until the model is fitted, nothing is taken from here
     payloads: Payloads
+    host_peak: int  # bytes of what is shared with the CPU side, or of this device's own gradients
     _first: Mapping[int, Tensor]
 
     def attach(self, memory: HostMemory, iteration: int) -> None:
         super().attach(memory, iteration)
         self._is_new = True
         if self._worker.leads:
-            self.host_bytes = memory.plan.nbytes
+            self.host_peak = memory.plan.nbytes
             self._turn(iteration)
         elif self.fitted is None:
             self.payloads = TensorPayloads()
-            self.host_bytes = sum(run.nbytes for run in memory.plan.trained)
+            self.host_peak = sum(run.nbytes for run in memory.plan.trained)
 
     def _turn(self, iteration: int) -> None:
         """Gradients go into the slot of `iteration` from now on."""
@@ -280,10 +318,6 @@ class LentExchange(PeerExchange):
         self.fitted.step_ended()
 
     def _hand_over(self, accepted: bool, hyperparameters: Hyperparameters, note: object) -> None:
-        if self._weighed.weight <= 0:  # what counts nowhere is let go of
-            for bound in self._chunks:
-                for parameter in bound.parameters:
-                    parameter.grad = None
         super()._hand_over(accepted, hyperparameters, note)  # type: ignore[arg-type]
         self._turn_if_leading(self.steps + 1)
 
@@ -340,8 +374,8 @@ class LentNodeExchange(OfDevices, LentExchange):
     def reduce(self) -> None:
         self._come()
         own = self._contribute()
-        agreed = self._agree(own)
-        with torch.no_grad():
+        with one_node_in_trouble(), torch.no_grad():
+            agreed = self._agree(own)
             for bound, present in zip(self._chunks, agreed.present, strict=True):
                 self._sum(bound, present, own, agreed)
         if agreed.weight > 0:
@@ -389,6 +423,14 @@ class LentNodeExchange(OfDevices, LentExchange):
         channel = self._ring.agreement
         channel.wait(channel.sum(tensor), what)
         self.bytes_sent += channel.sends(tensor.nbytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a ring's: what a resumed run needs to scale its sums, to the bit, as this one would."""
+        return {**super().state_dict(), "reference": self._reference}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._reference = state.get("reference", 1.0)
 
     def blamed(self, rank: int, culprit: str) -> list[str]:
         """What a device had before the sum is no more."""
