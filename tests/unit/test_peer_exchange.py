@@ -382,6 +382,32 @@ def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
     node.session._leave()
 
 
+def test_a_model_whose_parts_are_called_comes_back_too() -> None:
+    """No forward of the whole takes the return up: the end of a backward does. What was computed before is too
+    old, and weighs nothing."""
+    script = script_at(41)
+    node = Node(config())
+
+    def step() -> None:
+        node.model[1](node.model[0](torch.ones(4, 2))).mean().backward()
+        node.optimizer.step()
+        node.optimizer.zero_grad()
+
+    node.model[0](torch.ones(4, 2)).mean().backward()
+    node.side.say(Returned(incarnation=2, iteration=41, meeting=3, script=script, reason="it was silent"))
+    node.side.publish(40, 40, values=9.0)
+    node.optimizer.step()  # counts nowhere
+    node.side.publish(42, 42, values=11.0)
+    step()
+    assert node.side.of(Resumed) == [Resumed(incarnation=2)]
+    assert (node.last().iteration, node.last().weight) == (41, 0.0)
+    assert not any(byte for each in node.last().present for byte in each)
+    node.side.publish(43, 43, values=12.0)
+    step()
+    assert (node.last().iteration, node.last().weight, node.session.iteration) == (42, 1.0, 43)
+    node.session._leave()
+
+
 def test_at_the_end_whoever_comes_is_let_in_at_once(node: Node) -> None:
     node.side.publish(1, 1)
     node.step()

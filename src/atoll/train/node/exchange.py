@@ -91,6 +91,9 @@ class PeerExchange(Reducer):
         self._freed = 0  # slots of earlier iterations may be written again
         self._clip: Clip | None = None  # what the script asked of the mean in this iteration
         self._weighed = Contribution(0.0, 0.0)  # this iteration's
+        self._stale = (
+            False  # its gradients are of parameters from before the others went on without this node
+        )
         self._versions = self._seen()
         self.seconds = 0.0  # in exchange and not waiting, of the latest step
         self.staleness = 0  # of the latest step's iteration, at its start
@@ -162,7 +165,7 @@ class PeerExchange(Reducer):
     def reduce(self) -> None:
         """A backward has ended: nothing leaves the node before `step`."""
         self._come()
-        self._weighed = self._contribute()
+        self._weigh(self._contribute())
         if self._weighed.weight <= 0:  # no number, perhaps: as on a ring, it is shown nowhere
             for bound in self._chunks:
                 for parameter in bound.parameters:
@@ -176,9 +179,16 @@ class PeerExchange(Reducer):
                 "this node comes late: the run is under way; call session.resume() before the loop, after "
                 "session.prepare and all that it puts back (schedulers, samplers, session.register)"
             )
+        if self._worker.returned is not None:  # no forward of the whole model came before, or none at all
+            self._stale = any(p.grad is not None for bound in self._chunks for p in bound.parameters)
+            PeerExchange.before_use(self)
         self._worker.take(f"the end of iteration {self.steps}'s backward")
         self._worker.at = max(self._worker.at, self.steps)
         self.give_state(self.steps)
+
+    def _weigh(self, own: Contribution) -> None:
+        """What this iteration's contribution weighs: what is of parameters too old, nothing."""
+        self._weighed = Contribution(0.0, own.samples) if self._stale else own
 
     def before_step(self) -> None:
         self.check_unchanged()
@@ -198,7 +208,7 @@ class PeerExchange(Reducer):
         note = Said(self._node_pace())
         if self._worker.returned is None:  # else what was computed counts nowhere
             self._hand_over(accepted, hyperparameters, note)
-        self._clip = None
+        self._clip, self._stale = None, False
         if self._left:
             computing = began - self._left
             self._computing += 0.2 * (computing - self._computing) if self._computing else computing

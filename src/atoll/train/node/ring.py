@@ -33,10 +33,6 @@ class OfDevices(PeerExchange):
         if torch.is_grad_enabled():
             super().before_use(*arguments)
 
-    def _come(self) -> None:
-        PeerExchange.before_use(self)  # a device without data makes no forward
-        super()._come()
-
     def _say(self) -> bytes:
         return msgspec.msgpack.encode(self._seconds)
 
@@ -65,7 +61,7 @@ class NodeReducer(RingReducer, OfDevices):
             super().reduce()
 
     def _ring_is_whole(self, own: Contribution, agreed: Agreement) -> None:
-        self._weighed = Contribution(agreed.weight, agreed.samples)
+        self._weigh(Contribution(agreed.weight, agreed.samples))
         self._seconds = self.pace() * own.samples
         super()._ring_is_whole(own, agreed)
 

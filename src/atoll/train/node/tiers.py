@@ -380,7 +380,7 @@ class LentNodeExchange(OfDevices, LentExchange):
                 self._sum(bound, present, own, agreed)
         if agreed.weight > 0:
             self._reference = agreed.weight
-        self._weighed = Contribution(agreed.weight, agreed.samples)
+        self._weigh(Contribution(agreed.weight, agreed.samples))
         self._seconds = self.pace() * own.samples
         self._done(own, agreed.samples)
 
