@@ -359,7 +359,7 @@ def check_gone(fitted: Sharded, rank: int) -> None:
     """After a step, who does not hold all of a gradient cannot rely on it, and is told so."""
     assert fitted.plan.holding is not None
     gradients = []
-    for each in fitted.engine.chunks:
+    for each in fitted.engine.chunks.values():
         begin, end = fitted.plan.holding.part(each.chunk.id, rank)
         for slot, parameter in zip(each.chunk.slots, each.parameters, strict=True):
             is_mine = begin <= slot.offset and slot.offset + slot.numel <= end

@@ -440,3 +440,12 @@ def test_with_a_disk_below_and_other_optimizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use", USES)
 def test_a_use_is_reached(use: str) -> None:
     compare("gpt", each_step(USES[use]), shares=(0.25, 0.5) if "checkpoint" not in use else (0.4,))
+
+
+def test_a_use_is_reached_where_some_chunks_step_on_the_device() -> None:
+    for body in USES.values():
+        compare("gpt", each_step(body, steps=2), shares=(2.0,), change=_partly_stepped_there)
+
+
+def _partly_stepped_there(given: Memory) -> Memory:
+    return msgspec.structs.replace(given, step="0.4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -45,6 +45,7 @@ profiles = st.builds(
     st.sampled_from([0.0, 1e-5, 1e-3]),
     st.frozensets(st.integers(0, 23), max_size=8),
 )
+STEPS = (None, "host", 0.1, 0.3, 0.6, 1.0)
 rates = st.builds(
     Bandwidths,
     to_device=st.floats(1e8, 1e11),
@@ -59,9 +60,9 @@ rates = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(profiles, rates, st.floats(0.02, 1.5), st.sampled_from([None, 0.3, 0.7, 1.5]), st.booleans())
+@given(profiles, rates, st.floats(0.02, 1.5), st.sampled_from([None, 0.3, 0.7, 1.5]), st.sampled_from(STEPS))
 def test_a_plan_keeps_within_its_budgets_and_the_bounds_of_arithmetic(
-    profile: Profile, bandwidths: Bandwidths, device: float, host: float | None, split: bool
+    profile: Profile, bandwidths: Bandwidths, device: float, host: float | None, steps_on: Any
 ) -> None:
     need = need_of(profile)
     budgets = Budgets(
@@ -69,16 +70,36 @@ def test_a_plan_keeps_within_its_budgets_and_the_bounds_of_arithmetic(
         host=None if host is None else max(1, int(need * host)),
         disk=20 * need + 2**22 if host is not None and host < 1 else 0,
         folder="/scratch",
+        pins=Pins(steps_on=steps_on),
     )
     try:
-        plan = search_plan(profile, bandwidths, budgets, split=split)
+        plan = search_plan(profile, bandwidths, budgets)
     except UserError as error:
         said = str(error)
     else:
         check_plan(plan, profile, bandwidths, budgets)
-        assert search_plan(profile, bandwidths, budgets, split=split) == plan
+        assert search_plan(profile, bandwidths, budgets) == plan
+        check_steps(plan, profile, steps_on)
         return
-    assert re.search(r"^the budget of the (device|host) is too small: .*; \d+ bytes \(.*\) would do", said)
+    too_small = r"^the budget of the (device|host) is too small: .*; \d+ bytes \(.*\) would do"
+    assert re.search(too_small, said) or (isinstance(steps_on, float) and said.startswith("step: no chunk"))
+
+
+def check_steps(plan: MemoryPlan, profile: Profile, steps_on: Any) -> None:
+    """What steps on the device is what was asked for."""
+    layout = lay_out_memory(profile.specs, chunk_bytes=plan.chunk_bytes)
+    every = [chunk.id for chunk in layout.trainable]
+    if plan.fits:
+        assert steps_on != "host"
+        assert sorted(plan.steps_on_device) == every
+        return
+    assert set(plan.steps_on_device) <= set(every)
+    there, total = (sum(4 * layout.chunks[c].extent for c in some) for some in (plan.steps_on_device, every))
+    assert bool(plan.steps_on_device) == bool(plan.steps_share)
+    assert there <= plan.steps_share * total * (1 + 1e-9)
+    if isinstance(steps_on, float):
+        assert plan.steps_share == steps_on
+    assert steps_on != "host" or not plan.steps_on_device
 
 
 def check_plan(plan: MemoryPlan, profile: Profile, bandwidths: Bandwidths, budgets: Budgets) -> None:
@@ -218,10 +239,14 @@ def test_all_that_fits_moves_nothing_and_a_byte_less_moves() -> None:
     assert "nothing moves" in plan.reason
     enough = plan.blocks * plan.chunk_bytes
     assert search_plan(profile, RATES, Budgets(device=enough)).fits
-    less = search_plan(profile, RATES, Budgets(device=need_of(profile) - 1))
+    less = steps_of(profile, RATES, need_of(profile) - 1, "host")
     assert not less.fits
     assert less.predicted.nbytes["to_device"] >= 20 * 400_000
     assert less.predicted.seconds > plan.predicted.seconds
+    part = steps_of(profile, RATES, need_of(profile) - 1)  # nearly all of it can step on the device
+    assert not part.fits
+    assert part.steps_share > 0.5
+    assert part.predicted.seconds <= less.predicted.seconds
 
 
 def test_a_larger_cache_of_equal_chunks_never_moves_more() -> None:
@@ -266,12 +291,56 @@ def test_pins_are_kept_to() -> None:
         search_plan(profile, RATES, Budgets(device=2**23, pins=Pins(steps_on="device")))
 
 
+def steps_of(profile: Profile, rates: Bandwidths, device: int, steps_on: Any = None) -> MemoryPlan:
+    return search_plan(profile, rates, Budgets(device=device, pins=Pins(steps_on=steps_on)))
+
+
 def test_chunks_step_on_the_device_where_that_is_faster_and_there_is_room() -> None:
-    profile = profile_of([100_000] * 20, seconds=1e-4)
-    budgets = Budgets(device=need_of(profile) * 3 // 4)
-    slow_host = msgspec.structs.replace(RATES, host_steps=1e8)
-    assert search_plan(profile, slow_host, budgets, split=True).steps_on_device
-    assert not search_plan(profile, slow_host, budgets, split=False).steps_on_device
+    """Each of 40 parameters computes for 0.1 and 0.2 ms, and is 400 KB: 0.04 ms to the device."""
+    profile = profile_of([100_000] * 40, seconds=1e-4)
+    values = 40 * 400_000
+    slow_host = msgspec.structs.replace(RATES, host_steps=2e8)  # 20 ms for all elements, beside 12 of compute
+    host = steps_of(profile, slow_host, values, "host")
+    best = steps_of(profile, slow_host, values)
+    assert best.steps_share > 0.1
+    assert "of the trained bytes step on the device" in best.reason
+    assert best.predicted.seconds < 0.9 * host.predicted.seconds
+    assert best.predicted.seconds <= steps_of(profile, slow_host, values, 0.1).predicted.seconds
+    # Where compute hides all, the four blocks of a chunk that steps there are better a cache.
+    fast_host = msgspec.structs.replace(RATES, host_steps=1e11)
+    assert not steps_of(profile, fast_host, values // 2).steps_on_device
+    # Without state they are two, and save three copies in a step.
+    plain, slow_link = (
+        msgspec.structs.replace(profile, state_bytes=()),
+        msgspec.structs.replace(fast_host, to_device=1e9, to_host=1e9),
+    )
+    best, host = (steps_of(plain, slow_link, values, steps_on).predicted for steps_on in (None, "host"))
+    assert sum(best.nbytes.values()) < 0.9 * sum(host.nbytes.values())
+    assert best.seconds < 0.8 * host.seconds
+
+
+def test_adapters_step_on_the_device_and_what_is_frozen_comes_and_goes() -> None:
+    sizes = [n for _ in range(20) for n in (100_000, 2_000)]
+    profile = profile_of(sizes, seconds=1e-5, frozen=frozenset(range(0, 40, 2)))
+    slow_host = msgspec.structs.replace(RATES, host_steps=1e6)
+    for steps_on in (None, 1.0):
+        plan = steps_of(profile, slow_host, 4_000_000, steps_on)
+        assert plan.steps_share == 1.0
+        assert plan.predicted.moves["to_host"] == 0
+        assert plan.predicted.moves["to_device"] > 0
+    whole = steps_of(profile_of([100_000] * 4), RATES, 2**30, 1.0)
+    assert whole.fits  # nothing is left to move
+
+
+def test_a_share_that_no_chunk_is_as_small_as_is_told() -> None:
+    with pytest.raises(
+        UserError, match=r"^step: no chunk is as small as 0\.2 of the trained bytes \(the smallest has"
+    ):
+        steps_of(profile_of([100_000] * 2), RATES, 2**20, 0.2)
+    with pytest.raises(
+        UserError, match=r"^step: no chunk is as small as 0\.2 of .* \(none is stepped here\)"
+    ):
+        steps_of(profile_of([100_000] * 2, frozen=frozenset((0, 1))), RATES, 500_000, 0.2)
 
 
 def test_a_step_that_nothing_delays_takes_its_compute() -> None:

@@ -172,7 +172,9 @@ def test_budgets_of_memory_in_any_order() -> None:
         ("memory.resident=1.5", "memory.resident: '1.5' is neither a share between 0 and 1"),
         ("memory.resident=nan", "memory.resident: 'nan' is neither a share between 0 and 1"),
         ("memory.sharding=asymetric", "memory.sharding: no such choice 'asymetric'; did you mean"),
-        ("memory.step=cpu", "memory.step: no such choice 'cpu'"),
+        ("memory.step=cpu", "memory.step: no such choice 'cpu' (one of: auto, device, host, or the share"),
+        ("memory.step=1.5", "memory.step: no such choice '1.5'"),
+        ("memory.step=nan", "memory.step: no such choice 'nan'"),
         ("memory.devise=2GiB", "no key 'memory.devise'; did you mean 'memory.device'?"),
     ],
 )
@@ -205,6 +207,12 @@ def test_budgets_without_the_devices() -> None:
             {"step": "device", "resident": "0.5"},
             "step: on the device everything stays there; leave out resident",
         ),
+        (
+            {"step": 0.3, "resident": "0.5"},
+            "step: on the device what steps there stays there; leave out resid",
+        ),
+        ({"step": "0.3", "master": True}, "master: masters are stepped in host memory"),
+        ({"step": True}, "step: True is neither a text nor a number; leave it out, or give auto"),
     ],
 )
 def test_budgets_of_wrong_types_and_pins_that_exclude_each_other(given: dict[str, Any], said: str) -> None:

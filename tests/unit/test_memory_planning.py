@@ -149,6 +149,9 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         ({"resident": "0.5"}, r"0\.5 of the parameters stay"),
         ({"resident": "0.5", "cache": "30"}, r"0\.5 of the parameters stay"),
         ({"step": "device"}, r"to step there"),
+        ({"step": "1"}, r"to step there"),
+        ({"step": "0.5"}, r"0\.5 of the trained parameters step there"),
+        ({"step": "0.5", "cache": "30"}, r"0\.5 of the trained .* a cache of 30 blocks"),
     ],
 )
 def test_what_is_said_that_would_do_does(pins: dict[str, str], least: str) -> None:

@@ -90,8 +90,7 @@ def _lines(script: str, seen: Seen) -> Iterator[str]:
         yield f"  device      {blocks}: everything fits, nothing moves"
     else:
         yield f"  device      {blocks}: {plan.cache_blocks} of them a cache, {len(plan.resident)} chunks stay"
-    there = len(plan.steps_on_device)
-    yield f"  optimizer   {'on the device' if plan.fits else f'on the host, {there} chunks on the device'}"
+    yield f"  optimizer   {_steps_on(plan)}"
     yield f"  sharding    {'none: one member' if plan.sharding == 'none' else plan.sharding}"
     yield (
         f"  peaks       device {format_bytes(predicted.device_peak)}, "
@@ -119,11 +118,21 @@ def _lines(script: str, seen: Seen) -> Iterator[str]:
     yield f"  to pin it   {_pins(plan, seen.budgets.pins.resident)}"
 
 
+def _steps_on(plan: MemoryPlan) -> str:
+    if plan.fits:
+        return "on the device"
+    if not plan.steps_on_device:
+        return "on the host"
+    there = f"{len(plan.steps_on_device)} chunks, {plan.steps_share:g} of the trained bytes"
+    return f"on the device for {there}, else on the host"
+
+
 def _pins(plan: MemoryPlan, resident: float | None) -> str:
     """The keys of `[memory]` that give this plan again; `resident` as it was pinned."""
     if plan.fits:
         return f"memory.chunk = {plan.chunk_bytes}"
-    pins = f'memory.chunk = {plan.chunk_bytes}, memory.cache = {plan.cache_blocks}, memory.step = "host"'
+    step = f"{plan.steps_share:g}" if plan.steps_on_device else "host"
+    pins = f'memory.chunk = {plan.chunk_bytes}, memory.cache = {plan.cache_blocks}, memory.step = "{step}"'
     return pins if resident is None else f'{pins}, memory.resident = "{resident}"'
 
 

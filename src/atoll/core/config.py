@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from atoll.core.errors import ConfigError
-from atoll.core.memory import Budgets, Memory, Sharding, StepsOn
+from atoll.core.memory import Budgets, Memory, Sharding
 from atoll.core.toml import parse_toml, read_toml
 from atoll.core.units import parse_bytes, parse_rate, parse_seconds
 
@@ -503,7 +503,6 @@ def _choices(section: str, key: str) -> list[str]:
         "link.transport": Transport,
         "link.fill": Fill,
         "memory.sharding": Sharding,
-        "memory.step": StepsOn,
     }
     kind: Any = kinds.get(f"{section}.{key}")
     return list(kind.__args__) if kind is not None else []

@@ -15,20 +15,20 @@ from atoll.core.errors import ConfigError
 from atoll.core.units import format_bytes, parse_bytes
 
 Sharding = Literal["auto", "symmetric", "asymmetric"]
-StepsOn = Literal["auto", "device", "host"]
 _DISK = "/scratch:50GiB"
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
     """What of a plan was chosen by hand; None: it is searched. `chunk_bytes` is the common size of chunks,
     `cache_blocks` how many blocks of that size the device's cache has, `resident` the share, 0 to 1, of the
-    parameters' bytes that stay on the device, `steps_on` where optimizers step."""
+    parameters' bytes that stay on the device, `steps_on` where optimizers step: "device", with everything
+    there, "host", or the share, above 0 and up to 1, of the trained bytes that step on the device."""
 
     chunk_bytes: int | None = None
     cache_blocks: int | None = None
     resident: float | None = None
     sharding: Literal["symmetric", "asymmetric"] | None = None
-    steps_on: Literal["device", "host"] | None = None
+    steps_on: Literal["device", "host"] | float | None = None
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache: str = "auto"  # blocks of the device's cache
     resident: str = "auto"  # the share of the parameters that stays on the device
     sharding: Sharding = "auto"  # over a group's members
-    step: StepsOn = "auto"  # where optimizers step
+    step: str = "auto"  # where optimizers step: "device", "host", or a share of the trained bytes, "0.3"
     master: bool = False  # parameters in half precision are stepped in single precision
 
     def budgets(self, prefix: str = "") -> Budgets:
@@ -115,17 +115,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 f"{prefix}device: the device's budget is missing{and_given}; write it like 2GiB"
             )
         _check_choice(prefix + "sharding", self.sharding, get_args(Sharding))
-        _check_choice(prefix + "step", self.step, get_args(StepsOn))
-        if self.master and self.step == "device":
-            raise ConfigError(
-                f"{prefix}master: masters are stepped in host memory; leave {prefix}step at auto or host"
-            )
-        for key in ("cache", "resident"):
-            if self.step == "device" and getattr(self, key) != "auto":
-                raise ConfigError(
-                    f"{prefix}step: on the device everything stays there; leave out {key}, or leave step at "
-                    "auto or host"
-                )
+        steps_on = self._steps_on(prefix)
         folder, disk = self._disk(prefix)
         return Budgets(
             device=_size(prefix + "device", self.device),
@@ -138,7 +128,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 cache_blocks=self._blocks(prefix),
                 resident=self._resident(prefix),
                 sharding=None if self.sharding == "auto" else self.sharding,
-                steps_on=None if self.step == "auto" else self.step,
+                steps_on=steps_on,
             ),
         )
 
@@ -149,7 +139,7 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _check_types(self, prefix: str) -> None:
         """Whoever writes Python may give anything; numbers are as good as texts."""
-        for key in ("device", "host", "disk", "chunk", "cache", "resident"):
+        for key in ("device", "host", "disk", "chunk", "cache", "resident", "step"):
             given: object = getattr(self, key)
             if isinstance(given, bool) or not isinstance(given, (str, int, float)):
                 raise ConfigError(
@@ -180,18 +170,48 @@ class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         return int(text)
 
+    def _steps_on(self, prefix: str) -> Literal["device", "host"] | float | None:
+        if self.step == "auto":
+            return None
+        share = {"host": 0.0, "device": 1.0}.get(self.step, _share(self.step))
+        if share is None:
+            raise ConfigError(
+                f"{prefix}step: no such choice {self.step!r} (one of: auto, device, host, or the share, 0 to "
+                "1, of the trained bytes that steps on the device)"
+            )
+        if share == 0.0:
+            return "host"
+        if self.master:
+            raise ConfigError(
+                f"{prefix}master: masters are stepped in host memory; leave {prefix}step at auto or host"
+            )
+        for key in ("cache", "resident") if self.step == "device" else ("resident",):
+            if getattr(self, key) != "auto":
+                stays = "everything" if self.step == "device" else "what steps there"
+                raise ConfigError(
+                    f"{prefix}step: on the device {stays} stays there; leave out {key}, or leave step at "
+                    "auto or host"
+                )
+        return "device" if self.step == "device" else share
+
     def _resident(self, prefix: str) -> float | None:
         if self.resident == "auto":
             return None
-        try:
-            share = float(self.resident)
-        except ValueError:
-            share = -1.0
-        if not 0.0 <= share <= 1.0:
+        share = _share(self.resident)
+        if share is None:
             raise ConfigError(
                 f"{prefix}resident: {self.resident!r} is neither a share between 0 and 1 nor auto"
             )
         return share
+
+
+def _share(text: str) -> float | None:
+    """A number between 0 and 1; None for anything else."""
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    return share if 0.0 <= share <= 1.0 else None
 
 
 def check_folder(budgets: Budgets, prefix: str = "") -> None:

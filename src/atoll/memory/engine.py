@@ -40,16 +40,18 @@ _DEADLINE = 600.0  # seconds for one chunk to come: the slowest disk has read it
 class Engine:
     """Keeps the chunks of a model in the device's arena, by the decisions of `moves`.
 
-    `chunks[i]` has id i. `payloads` holds the values that count, in host memory, under the kind "values";
-    before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step and raises what that has
-    raised (with `tells=False` not to the script), and after they were written `edited(chunk)` is told, and
-    `written(chunk)` where the script has surely changed them. All methods may be called from several threads.
+    `chunks` are those that move, by their id. `payloads` holds the values that count, in host memory, under
+    the kind "values"; before they are read, `wait_stepped(chunk)` waits for the chunk's optimizer step and
+    raises what that has raised (with `tells=False` not to the script), and after they were written
+    `edited(chunk)` is told, and `written(chunk)` where the script has surely changed them. All methods may be
+    called from several threads.
     """
 
     def __init__(
         self, chunks: Sequence[TrainedChunk], arena: Arena, cache: Cache[int], payloads: Payloads
     ) -> None:
-        self.chunks, self.arena, self.cache, self.payloads = list(chunks), arena, cache, payloads
+        self.chunks = {each.chunk.id: each for each in chunks}
+        self.arena, self.cache, self.payloads = arena, cache, payloads
         self.wait_stepped: Callable[..., None] = lambda _, **__: None
         self.edited: Callable[[int], None] = lambda _: None
         self.written: Callable[[int], None] = lambda _: None
@@ -60,7 +62,7 @@ class Engine:
         self._lock = threading.RLock()
         self._resident: dict[int, Stay] = {}
         self._stays: dict[tuple[int, int], Stay] = {}  # by chunk and first block
-        self._pins = [0] * len(self.chunks)
+        self._pins = Counter[int]()  # by chunk
         # Stepped elsewhere: until `refresh`, what lies on the device is not to be written back.
         self._void: set[int] = set()
         self._void_by = 0  # the thread that steps them
@@ -68,7 +70,7 @@ class Engine:
         self._cut_short = False
         self.is_closed = False
         self._why_closed = "this graph was made before close() of memory.fit; make its forward again"
-        self._absent = [stand_ins(each) for each in self.chunks]
+        self._absent = {chunk: stand_ins(each) for chunk, each in self.chunks.items()}
         # One thread: a link has one direction to the device.
         self._bringing = ThreadPoolExecutor(1, thread_name_prefix="atoll-bringing")
         device = arena.device
@@ -76,7 +78,7 @@ class Engine:
 
     def take_over(self) -> None:
         """Put all values into the payloads, chunk by chunk, and let the parameters' own memory go."""
-        for each in sorted(self.chunks, key=_taken_first):
+        for each in sorted(self.chunks.values(), key=_taken_first):
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             with self._values(each, overwrites=True) as values:
                 for slot, parameter in enumerate(each.parameters):
@@ -92,7 +94,7 @@ class Engine:
         """Give every parameter memory of its own, with its present value. After an error, call it again."""
         with self._lock:
             self._mend()
-            for chunk, each in enumerate(self.chunks):
+            for chunk, each in self.chunks.items():
                 if (stay := self._resident.get(chunk)) is not None:
                     self._wait(stay)
                     self._write_back(chunk)
@@ -111,7 +113,7 @@ class Engine:
 
     def _let_all_go(self) -> None:
         self.is_closed = True
-        for stand_in in itertools.chain(*self._absent):
+        for stand_in in itertools.chain(*self._absent.values()):
             ADDRESSES.remove(stand_in.untyped_storage().data_ptr())
         for stay in self._resident.values():
             for address in stay.addresses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -96,29 +96,42 @@ class Resident(Fitted):
 
     def __init__(self, model: nn.Module, budgets: Budgets, plan: MemoryPlan, chunk_map: ChunkMap) -> None:
         super().__init__(model, budgets, plan, chunk_map)
-        parameters = dict(model.named_parameters())
-        blocks = sum(map(chunk_map.blocks_of, chunk_map.chunks))
-        self._arena = _device_arena(blocks, plan, parameters)
-        self._chunks = []
-        for chunk, names, held in _members(chunk_map, parameters):
-            memory = self._arena.take(chunk_map.blocks_of(chunk)).view(chunk.extent, held[0].dtype)
-            whole = TrainedChunk(chunk, names, held)
-            for slot, parameter in enumerate(held):
-                take(parameter, whole.run(memory, slot))
-                parameter.data = whole.part(memory, slot)
-            bound = BoundChunk(chunk, names, held)
-            bound.bind(memory)  # where the values are already: each parameter gets a storage of its own
-            self._chunks.append(bound)
+        chunks = [TrainedChunk(*each) for each in _members(chunk_map, dict(model.named_parameters()))]
+        self._there = _Stationary(chunks, chunk_map)
 
     def stats(self) -> MemoryFigures:
         return MemoryFigures(
             device_budget=self.budgets.device,
-            device_peak=self._arena.peak,
+            device_peak=self._there.nbytes,
             host_budget=self.budgets.host,
             gradient_norm=self._norm_shown(),
         )
 
     def close(self) -> None:
+        self._there.close()
+
+
+class _Stationary:
+    """Chunks whose values lie in an arena of the device for good: their parameters are plain ones, their
+    gradients and their optimizer's state PyTorch's own."""
+
+    def __init__(self, chunks: Sequence[TrainedChunk], chunk_map: ChunkMap) -> None:
+        sizes = [chunk_map.blocks_of(each.chunk) for each in chunks]
+        nbytes = sum(sizes) * chunk_map.chunk_bytes
+        arena = Arena(nbytes, chunk_map.chunk_bytes, chunks[0].device, "device")
+        self.nbytes = arena.nbytes
+        self._chunks = []
+        for each, blocks in zip(chunks, sizes, strict=True):
+            memory = arena.take(blocks).view(each.extent, each.dtype)
+            for slot, parameter in enumerate(each.parameters):
+                take(parameter, each.run(memory, slot))
+                parameter.data = each.part(memory, slot)
+            bound = BoundChunk(each.chunk, each.names, each.parameters)
+            bound.bind(memory)  # where the values are already: each parameter gets a storage of its own
+            self._chunks.append(bound)
+
+    def close(self) -> None:
+        """Give each parameter memory of its own."""
         for bound in self._chunks:
             for parameter in bound.parameters:
                 parameter.data = parameter.data.clone()
@@ -126,7 +139,8 @@ class Resident(Fitted):
 
 
 class Moving(Fitted):
-    """Chunks come to the device for their use, and are stepped in host memory."""
+    """Chunks come to the device for their use, and are stepped in host memory; but for those in
+    `plan.steps_on_device`, which stay there, and which the script's optimizer steps itself."""
 
     def __init__(
         self,
@@ -138,18 +152,23 @@ class Moving(Fitted):
     ) -> None:
         super().__init__(model, budgets, plan, chunk_map)
         parameters = dict(model.named_parameters())
-        chunks = [TrainedChunk(*each) for each in _members(chunk_map, parameters)]
+        there, chunks = _parted(frozenset(plan.steps_on_device), chunk_map, parameters)
         trained = [each for each in chunks if chunk_map.groups[each.chunk.group].trainable]
         self._owners = _Owners(model)
         self._sizes = {chunk.id: chunk_map.blocks_of(chunk) for chunk in chunk_map.chunks}
         arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
-        self._arena = _device_arena(plan.blocks, plan, parameters)
+        self._staying = [chunk for chunk in plan.resident if chunk not in set(plan.steps_on_device)]
+        self._blocks = plan.cache_blocks + sum(self._sizes[chunk] for chunk in self._staying)
+        device = next(iter(parameters.values())).device
+        self._arena = Arena(self._blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
         self._store = _store(budgets, plan, spilled_bytes(parameters.values()))
         self._trained = trained
-        self.engine = self._engine_of(chunks, Cache(plan.blocks, self._sizes))
+        self.engine = self._engine_of(chunks, Cache(self._blocks, self._sizes))
         self.gradients = self._gradients_of(trained)
         self.engine.gradients = self.gradients
+        held = {id(parameter) for each in there for parameter in each.parameters}
+        self.gradients.beside = {n: p for n, p in enumerate(parameters.values()) if id(p) in held}
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
         self._stepper: Stepper | None = None
@@ -162,9 +181,12 @@ class Moving(Fitted):
         self._step_blocks = 0
         self._stepped: Sequence[int] = ()
         self._came: set[int] = set()  # chunks of which gradients have come since the last step
+        self._there: _Stationary | None = None
         self._keeps_interrupts = interrupts.begin()
         try:
             self.engine.take_over()
+            if there:
+                self._there = _Stationary(there, chunk_map)
             if self._store.disk is not None:
                 self._store.disk.reserve()
             if optimizer is not None:
@@ -172,7 +194,7 @@ class Moving(Fitted):
                 self.engine.wait_stepped = self._stepper.wait_stepped
                 self.engine.edited = self._stepper.values_edited
             self._ready()
-            for chunk in plan.resident:
+            for chunk in self._staying:
                 self.engine.pin([chunk])
             give_back_freed_memory()
         except BaseException:
@@ -230,13 +252,16 @@ class Moving(Fitted):
         heap = "as the C library has it", "it is not glibc, or the user has set glibc's own variables"
         if self._heap_is_bounded:
             heap = "bounded", "large tensors come from the system, and each step gives back what is free"
-        return [*self._store.choices, ("memory.heap", *heap)]
+        there = len(self.plan.steps_on_device)
+        where = f"{there} chunks on the device, the others on the host" if there else "on the host"
+        return [*self._store.choices, ("memory.heap", *heap), ("memory.step", where, self.plan.reason)]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         check_max_norm(max_norm, norm_type)
-        if any(p.grad is not None and not self.gradients.holds(p) for p in self.model.parameters()):
+        own = [p for p in self.model.parameters() if p.grad is not None and not self.gradients.holds(p)]
+        if len(own) > sum(p.grad is not None for p in self.gradients.beside.values()):
             # One that was frozen at `fit` has its gradient by itself.
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self.gradient_norm = self.gradients.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -274,13 +299,18 @@ class Moving(Fitted):
         self._latest = self.engine.moves.copy(), self.engine.nbytes.copy()
         self._step_figures = dict(self._latest[0] - moves), dict(self._latest[1] - nbytes)
 
+    @property
+    def _aside(self) -> int:
+        """Bytes of the device that are set aside for chunks that step there, gradients and state in full."""
+        return (self.plan.blocks - self._blocks) * self.plan.chunk_bytes
+
     def stats(self) -> MemoryFigures:
         engine, disk = self.engine, self._store.statistics
         order = engine.cache.order
-        least = None if order is None else optimum(order, self.plan.blocks, self._sizes, steps=2)[1]
+        least = None if order is None else optimum(order, self._blocks, self._sizes, steps=2)[1]
         return MemoryFigures(
             device_budget=self.budgets.device,
-            device_peak=self._arena.peak,
+            device_peak=self._arena.peak + self._aside,
             host_budget=self.budgets.host,
             host_peak=self._store.host.peak,
             disk_budget=self.budgets.disk,
@@ -315,6 +345,8 @@ class Moving(Fitted):
                 stepper.close()
         finally:  # a step that failed is told of once the model is a plain one
             self.engine.close()
+            if self._there is not None:
+                self._there.close()
             self._end_interrupts()
             try:
                 self.gradients.close()
@@ -339,7 +371,8 @@ class Moving(Fitted):
         )
 
     def _plain_bytes(self) -> int:
-        return self._store.nbytes_without(GRADIENT)
+        there = 0 if self._there is None else self._aside - self._there.nbytes  # without gradients
+        return self._store.nbytes_without(GRADIENT) + there
 
     def _room_for_plain(self) -> int:
         """Bytes that the budgets give a plain model, which lies on the device: where that is a CPU, the
@@ -402,9 +435,14 @@ def _members(
         yield chunk, members, [parameters[name] for name in members]
 
 
-def _device_arena(blocks: int, plan: MemoryPlan, parameters: Mapping[str, nn.Parameter]) -> Arena:
-    device = next(iter(parameters.values())).device
-    return Arena(blocks * plan.chunk_bytes, plan.chunk_bytes, device, "device")
+def _parted(
+    steps_on_device: Collection[int], chunk_map: ChunkMap, parameters: Mapping[str, nn.Parameter]
+) -> tuple[list[TrainedChunk], list[TrainedChunk]]:
+    """The chunks that are to stay on the device with gradient and state, and the others."""
+    parts: tuple[list[TrainedChunk], list[TrainedChunk]] = [], []
+    for each in _members(chunk_map, parameters):
+        parts[each[0].id not in steps_on_device].append(TrainedChunk(*each))
+    return parts
 
 
 def _store(budgets: Budgets, plan: MemoryPlan, spilled: int) -> Store:

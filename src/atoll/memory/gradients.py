@@ -294,6 +294,8 @@ class Gradients:
             for each in self._chunks.values()
             for index, parameter in enumerate(each.trained.parameters)
         }
+        # Parameters whose gradients are PyTorch's own, by their number: clipped with the others.
+        self.beside: Mapping[int, nn.Parameter] = {}
         self._measures: float | None = None  # the kind of norm that is taken as gradients come
         self.latest_norm: Tensor | None = None  # the global norm when it was last asked for, before clipping
         self._handles = []
@@ -401,10 +403,13 @@ class Gradients:
             for each in self._chunks.values():
                 if any(each.present):
                     each.scale(factor)
+            for parameter in self.beside.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
 
     @uninterrupted
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The global norm, a scalar on the CPU: per-parameter norms, combined in registration order."""
+        """The global norm, a scalar: per-parameter norms, combined in registration order."""
         norm_type = float(norm_type)
         if norm_type != self._measures:
             self._measures = norm_type
@@ -425,6 +430,9 @@ class Gradients:
             each.measure(norm_type)
             for index, norm in each.norms.items():
                 norms[each.trained.chunk.slots[index].parameter] = norm
+        for number, parameter in self.beside.items():
+            if parameter.grad is not None:
+                norms[number] = torch.linalg.vector_norm(parameter.grad, norm_type)
         return norms
 
     def steps_wait(self, chunk: int, wait: Callable[[int], None]) -> None:

@@ -103,7 +103,7 @@ class LentEngine(Engine):
         self._written: set[int] = set()  # chunks
 
     def take_over(self) -> None:
-        for each in self.chunks:
+        for each in self.chunks.values():
             self.payloads.add((each.chunk.id, VALUES), each.chunk.numel, each.dtype)
             for slot, parameter in enumerate(each.parameters):
                 let_go(parameter)
@@ -119,7 +119,7 @@ class LentEngine(Engine):
             self.write_back()
             return [
                 each.names[slot]
-                for each in self.chunks
+                for each in self.chunks.values()
                 if each.chunk.id in self._written
                 for slot in self._differing(each)
             ]
@@ -239,7 +239,7 @@ class LentModel(Moving):
         """Go on with these values of the lender's trained chunks, or of all of its chunks. When it returns,
         nobody reads the former ones."""
         is_all = len(values) == len(self._loan.chunk_map.chunks)
-        taken = self.engine.chunks if is_all else self._trained
+        taken = self.engine.chunks.values() if is_all else self._trained
         ids = [each.chunk.id for each in taken]
         self._owners.check()
         self.engine.out_of_date(ids)
@@ -253,7 +253,7 @@ class LentModel(Moving):
         self._step_ended()
 
     def _plain_bytes(self) -> int:
-        return sum(parameter.nbytes for each in self.engine.chunks for parameter in each.parameters)
+        return sum(parameter.nbytes for each in self.engine.chunks.values() for parameter in each.parameters)
 
     def stats(self) -> MemoryFigures:
         return msgspec.structs.replace(super().stats(), host_peak=self._peak)

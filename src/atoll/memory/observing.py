@@ -124,8 +124,9 @@ class Observation:
 
 
 def as_in(budgets: Budgets, plan: MemoryPlan) -> Budgets:
-    """These budgets, with the chunk size of `plan` pinned."""
-    pins = msgspec.structs.replace(budgets.pins, chunk_bytes=plan.chunk_bytes)
+    """These budgets, with the chunk size of `plan` pinned, and where its optimizer steps."""
+    steps_on = budgets.pins.steps_on if plan.fits else plan.steps_share or "host"
+    pins = msgspec.structs.replace(budgets.pins, chunk_bytes=plan.chunk_bytes, steps_on=steps_on)
     return msgspec.structs.replace(budgets, pins=pins)
 
 

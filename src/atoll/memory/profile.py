@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from atoll.memory import saved
 from atoll.memory.bandwidth import settle
 from atoll.memory.engine import Engine
+from atoll.memory.parameters import place_of
 from atoll.memory.saved import Place
 from atoll.moves.search import Use
 
@@ -51,12 +53,13 @@ class Recorder(TorchFunctionMode):
     def start(self) -> None:
         """Begin to record, from no uses on."""
         self._marks, self._times, self._running = [], [], True
+        self._find_addresses()
         if self._engine is None:
-            self._find_addresses()
             self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved.__enter__()
         else:
             self._engine.unpacked = self._derived
+            saved.told = self._unpacked
         self._handle = register_module_forward_pre_hook(self._again)
         self._mark(())  # what comes before the first use is computing too
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -71,6 +74,7 @@ class Recorder(TorchFunctionMode):
             self._saved.__exit__(None, None, None)
         else:
             self._engine.unpacked = None
+            saved.told = None
         times = self._seconds()
         return tuple(
             Use(parameters, max(0.0, after - at), backward)
@@ -107,18 +111,31 @@ class Recorder(TorchFunctionMode):
         return tuple(used)
 
     def _find_addresses(self) -> None:
-        held = [(p.data_ptr(), p.nbytes, index) for index, p in enumerate(self._parameters) if p.nbytes]
+        """Of the parameters that lie still."""
+        held = [
+            (p.data_ptr(), p.nbytes, index)
+            for index, p in enumerate(self._parameters)
+            if p.nbytes and place_of(p) is None
+        ]
         held.sort()
         self._starts = [start for start, _, _ in held]
         self._ends = [start + nbytes for start, nbytes, _ in held]
         self._at = [index for _, _, index in held]
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
-        # By its address: a transposed weight is saved as a view.
+        return tensor, self._parameter_at(tensor)
+
+    def _parameter_at(self, tensor: Tensor) -> int | None:
+        """Whose memory it lies in, by its address: a transposed weight is saved as a view."""
         address = tensor.data_ptr()
         place = bisect.bisect_right(self._starts, address) - 1
-        inside = place >= 0 and address < self._ends[place]
-        return tensor, self._at[place] if inside else None
+        return self._at[place] if place >= 0 and address < self._ends[place] else None
+
+    def _unpacked(self, tensor: Tensor) -> None:
+        """Beside an engine: a tensor that backward has unpacked, and that lies in no chunk that moves."""
+        index = self._parameter_at(tensor)
+        if index is not None and self._running:
+            self._mark((index,), backward=True)
 
     def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
         tensor, index = packed

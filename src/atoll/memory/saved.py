@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -105,6 +105,7 @@ class Addresses:
 
 
 ADDRESSES = Addresses()
+told: Callable[[Tensor], None] | None = None  # of each other tensor that backward unpacks, while it is set
 
 
 @uninterrupted
@@ -117,6 +118,8 @@ def unpack(kept: object) -> Tensor:
         return kept
     assert isinstance(kept, tuple)
     tensor: Tensor = kept[0]
+    if told is not None:
+        told(tensor)
     _check_version(kept[1], tensor._version)
     return tensor
 

@@ -55,9 +55,7 @@ class Sharded(Moving):
     ) -> None:
         self._members = members
         super().__init__(model, optimizer, budgets, plan, chunk_map)
-        self._foreign = [
-            each.chunk.id for each in self.engine.chunks if not self.sharing.holds_all(each.chunk.id)
-        ]
+        self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
         self._handles.append(model.register_forward_pre_hook(self._before_forward))
         for module in model.modules():

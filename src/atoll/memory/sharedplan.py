@@ -36,9 +36,13 @@ def agree(
     share = Share(members.rank, members.count)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
-    def found(budgets: Budgets) -> tuple[MemoryPlan | None, _Word]:
+    def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
+        if isinstance(budgets.pins.steps_on, float):
+            return None, _Word(
+                alike, "memory.step: a share is for one worker; members step in host memory what they own"
+            )
         try:
-            plan = planning.choose(model, optimizer, budgets, share=share)
+            plan = planning.choose(model, optimizer, given, share=share)
         except AtollError as error:
             return None, _Word(alike, str(error))
         held = zlib.crc32(msgspec.msgpack.encode(plan.holding))

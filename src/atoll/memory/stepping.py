@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from atoll.core.errors import DeadlineError, RunError
 from atoll.core.heap import give_back_freed_memory
@@ -31,7 +32,7 @@ from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
 from atoll.memory.states import ChunkStates, Settings
-from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 
 _DEADLINE = 600.0  # seconds: the slowest disk has stepped a chunk by then
@@ -485,7 +486,7 @@ class Stepper:
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         if [len(each) for each in saved] != [len(each) for each in self._group_parameters]:
             return state_dict  # torch says what is wrong
-        rest = dict(state_dict["state"])
+        rest = dict(state_dict["state"])  # torch keeps the tensors of what it is left
         for indices, parameters, group in zip(
             saved, self._group_parameters, state_dict["param_groups"], strict=True
         ):
@@ -494,7 +495,7 @@ class Stepper:
                     states, slot = self._slots[id(parameter)]
                     states.load(slot, rest.pop(index, {}), group)
         self._loading = True
-        return {**state_dict, "state": rest}
+        return {**state_dict, "state": tree_map_only(LazyTensor, read_whole, rest)}
 
     def _loaded(self) -> None:
         """After `load_state_dict`, which has made a state of what it was left."""

@@ -30,6 +30,7 @@ AT_ONCE = (
 )
 _WIDEST = 8  # bytes of an element of any payload
 SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
+SHARES = 3  # of the trained bytes, how many are tried: these parts of the most that has room there
 
 
 class Use(msgspec.Struct, frozen=True):
@@ -75,7 +76,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is held. `blocks` of `chunk_bytes` make the device's arena: `cache_blocks` of them are for
     chunks that come and go, the rest for the chunks in `resident`, which stay, and for gradient and state of
-    those in `steps_on_device`. `fits`: all of it stays on the device, and nothing moves."""
+    those in `steps_on_device`: the first to be used, up to `steps_share` of the trained bytes. `fits`: all
+    of it stays on the device, and nothing moves."""
 
     chunk_bytes: int
     blocks: int
@@ -90,6 +92,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     host_block_bytes: int = 0  # of the host's arena and the disk's file, where there is a disk
     holding: Holding | None = None  # who holds what of each chunk; None with one member
+    steps_share: float = 0.0
     staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
 
 
@@ -98,16 +101,15 @@ def search_plan(
     bandwidths: Bandwidths,
     budgets: Budgets,
     *,
-    split: bool = False,
     share: Share | None = None,
     lent: int = 0,
 ) -> MemoryPlan:
     """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
 
-    `split`: some chunks may step on the device while others step on the host. `share`: the model is shared
-    with other members, and this is one member's plan; what the network takes is not in it. `lent`: the model
-    is stepped elsewhere, in host memory that is not this worker's, which lends its values to so many
-    devices; the host's budget is not looked at. Deterministic.
+    `share`: the model is shared with other members, who step what they own in host memory, and this is one
+    member's plan; what the network takes is not in it. `lent`: the model is stepped elsewhere, in host memory
+    that is not this worker's, which lends its values to so many devices; the host's budget is not looked at.
+    Deterministic.
     Raises UserError that names the tier and the least budget that would do.
     """
     shapes = [_Shape(profile, size, share, budgets.pins.sharding, lent) for size in _sizes(profile, budgets)]
@@ -123,9 +125,8 @@ def search_plan(
     plans.sort(key=lambda pair: pair[0].predicted.seconds)
     by_size = {plan.chunk_bytes: plan.predicted.seconds for plan, _ in plans}
     found = [plan for plan, _ in plans]
-    if split and not found[0].fits and budgets.pins.steps_on is None:
-        for _, shape in plans[:SPLIT]:
-            found += _splits(shape, bandwidths, budgets)
+    for _, shape in plans[:SPLIT] if _may_split(found[0], shapes[0], budgets.pins) else ():
+        found += _splits(shape, bandwidths, budgets)
     best = _best(found)
     reason = _reason(
         best, by_size, profile, bandwidths, budgets.pins, elsewhere=lent > 0 or profile.elsewhere
@@ -133,13 +134,25 @@ def search_plan(
     return msgspec.structs.replace(best, reason=reason)
 
 
+def _may_split(best: MemoryPlan, shape: _Shape, pins: Pins) -> bool:
+    """Whether some chunks may step on the device. Members and masters step in host memory, others elsewhere,
+    and who says what stays on the device says it of values alone."""
+    free = pins.steps_on is None and pins.resident is None
+    alone = shape.share is None and not shape.lent and not shape.profile.elsewhere
+    return free and alone and not (best.fits or shape.profile.master_bytes)
+
+
 def _splits(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> list[MemoryPlan]:
-    """Plans in which some chunks step on the device."""
+    """Plans in which some chunks step on the device: parts of the most that has room there."""
+    room = budgets.device // shape.chunk_bytes - max(shape.most_at_once(), budgets.pins.cache_blocks or 0)
+    trained = [c for c, cost in enumerate(shape.costs) if cost.elements]
+    every = sum(map(shape.on_device, trained))
+    # All of them only where others are left to move.
+    most = min(room / every, 1.0 if len(trained) < len(shape.costs) else 0.99) if trained else 0.0
     found = []
-    for quarters in range(1, 5):
-        with contextlib.suppress(_LeastError):  # a pin that leaves no room for it
-            plan = _moving(shape, bandwidths, budgets, quarters)
-            found += [] if plan is None else [plan]
+    for share in sorted({math.floor(100 * most * part / SHARES) / 100 for part in range(1, SHARES + 1)}):
+        with contextlib.suppress(_LeastError):  # no room beside a pin, or no chunk as small
+            found += [_moving(shape, bandwidths, budgets, share)] if share else []
     return found
 
 
@@ -168,7 +181,8 @@ def blocks_at_once(counts: Sequence[int]) -> int:
 
 
 class _LeastError(Exception):
-    """A candidate that a tier is too small for: which, and what would do (of "cache", blocks)."""
+    """A candidate that a tier is too small for: which, and what would do (of "cache", blocks); of "step",
+    where no chunk is as small as the share that is to step on the device, the bytes of the smallest."""
 
     def __init__(self, tier: str, nbytes: int, why: str) -> None:
         super().__init__(why)
@@ -286,10 +300,20 @@ class _Shape:
             for cost in self.costs
         ]
 
-    @property
-    def most_at_once(self) -> int:
-        """Blocks that a call needs."""
-        return max((sum(self.costs[c].blocks for c in call.chunks) for call in self.calls), default=1)
+    def most_at_once(self, without: frozenset[int] = frozenset()) -> int:
+        """Blocks that a call needs, of the chunks that are not there anyway."""
+        needs = (sum(self.costs[c].blocks for c in set(call.chunks) - without) for call in self.calls)
+        return max(needs, default=1)
+
+    def stepping(self, share: float) -> frozenset[int]:
+        """The chunks that step on the device, where that is this share of the trained bytes."""
+        if not share:
+            return frozenset()
+        trained = [cost.nbytes for cost in self.costs if cost.elements]
+        chosen = _chosen(self, share * sum(trained), lambda c: self.costs[c].nbytes, trained=True)
+        if not chosen:
+            raise _LeastError("step", min(trained, default=0), f"{share:g}")
+        return chosen
 
     def largest(self) -> str:
         """The largest parameter, for people."""
@@ -343,16 +367,15 @@ def _plan(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan
     where a budget is too small for it."""
     pins = budgets.pins
     every = shape.whole_blocks
-    searched = pins.steps_on != "host" and pins.cache_blocks is None and pins.resident is None
+    there = pins.steps_on == "device" or (pins.steps_on == 1.0 and all(cost.elements for cost in shape.every))
+    searched = there or (pins.steps_on is None and pins.cache_blocks is None and pins.resident is None)
     searched = searched and not shape.profile.master_bytes  # of which the optimizer by itself knows nothing
     if every * shape.chunk_bytes <= budgets.device and searched:
         return _whole(shape, bandwidths, every)
-    if pins.steps_on == "device":
+    if there:
         why = "to step there it holds parameters, gradients and optimizer state"
         raise _LeastError("device", every * shape.chunk_bytes, why)
-    plan = _moving(shape, bandwidths, budgets, 0)
-    assert plan is not None
-    return plan
+    return _moving(shape, bandwidths, budgets, pins.steps_on if isinstance(pins.steps_on, float) else 0.0)
 
 
 def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
@@ -383,15 +406,12 @@ def _whole(shape: _Shape, bandwidths: Bandwidths, blocks: int) -> MemoryPlan:
     )
 
 
-def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: int) -> MemoryPlan | None:
-    """Chunks come and go. `quarters` of what is left beside the least cache is for chunks that step on the
-    device; None where that is none."""
+def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, steps_share: float) -> MemoryPlan:
+    """Chunks come and go, but for those that step on the device: `steps_share` of the trained bytes."""
     blocks, pins = budgets.device // shape.chunk_bytes, budgets.pins
-    least = shape.most_at_once
-    _check_device(shape, pins, blocks)
-    stepping = _chosen(shape, (blocks - least) * quarters // 4, shape.on_device, trained=True)
-    if quarters and not stepping:
-        return None
+    stepping = shape.stepping(steps_share)
+    least = shape.most_at_once(stepping)
+    _check_device(shape, pins, blocks, stepping, steps_share)
     blocks -= sum(shape.on_device(c) for c in stepping)
     staying: frozenset[int] = frozenset()
     if pins.resident is not None:
@@ -411,13 +431,16 @@ def _moving(shape: _Shape, bandwidths: Bandwidths, budgets: Budgets, quarters: i
             why = f"a cache of {pins.cache_blocks} blocks"
             raise _LeastError("device", pins.cache_blocks * shape.chunk_bytes, why)
         cache = pins.cache_blocks
-    return _predict(shape, bandwidths, budgets, cache, staying, stepping)
+    plan = _predict(shape, bandwidths, budgets, cache, staying, stepping)
+    return msgspec.structs.replace(plan, steps_share=steps_share)
 
 
-def _check_device(shape: _Shape, pins: Pins, blocks: int) -> None:
-    """Raise _LeastError where `blocks` are too few for what a call needs and what is pinned together: the
-    bytes named here do for all of it."""
-    least = shape.most_at_once
+def _check_device(
+    shape: _Shape, pins: Pins, blocks: int, stepping: frozenset[int], steps_share: float
+) -> None:
+    """Raise _LeastError where `blocks` are too few for what a call needs, what is pinned and what steps there
+    together: the bytes named here do for all of it."""
+    least = shape.most_at_once(stepping)
     if pins.cache_blocks is not None and pins.cache_blocks < least:
         raise _LeastError("cache", least, f"{pins.cache_blocks}")
     needed = pins.cache_blocks or least
@@ -427,6 +450,9 @@ def _check_device(shape: _Shape, pins: Pins, blocks: int) -> None:
     if pins.resident is not None:
         needed += sum(shape.costs[c].blocks for c in _resident(shape, pins))
         why = f"{pins.resident:g} of the parameters stay on it, and {why}"
+    if stepping:
+        needed += sum(shape.on_device(c) for c in stepping)
+        why = f"{steps_share:g} of the trained parameters step there with gradient and state, and {why}"
     if blocks < needed:
         raise _LeastError("device", needed * shape.chunk_bytes, why)
 
@@ -522,29 +548,34 @@ def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int)
 
 
 def _chosen(
-    shape: _Shape, blocks: int, blocks_of: Callable[[int], int], *, trained: bool = False
+    shape: _Shape, room: float, taken_by: Callable[[int], int], *, trained: bool = False
 ) -> frozenset[int]:
-    """Chunks that take at most so many blocks, those that are used first of all: the next step waits for
+    """Chunks that take at most so much room, those that are used first of all: the next step waits for
     their update soonest."""
     chosen: set[int] = set()
     for chunk in dict.fromkeys(c for call in shape.calls for c in call.chunks):
-        taken = blocks_of(chunk)
-        if taken <= blocks and (shape.costs[chunk].elements or not trained):
+        taken = taken_by(chunk)
+        if taken <= room and (shape.costs[chunk].elements or not trained):
             chosen.add(chunk)
-            blocks -= taken
+            room -= taken
     return frozenset(chosen)
 
 
 def _least_of(refused: Sequence[_LeastError]) -> str:
     """What to say where no chunk size does: of the tier that is too small, by the size that asks least."""
     # A size that only the host or the disk is too small for has passed the device's budget. No budget helps
-    # a cache that is too small for a call.
-    tiers = ("disk", "host", "device", "cache")
+    # a cache that is too small for a call, or a share that is smaller than each chunk.
+    tiers = ("disk", "host", "device", "cache", "step")
     tier = next(tier for tier in tiers if any(r.tier == tier for r in refused))
     least = min((r for r in refused if r.tier == tier), key=lambda r: r.nbytes)
     if tier == "cache":
         needs, given = f"{least.nbytes} blocks", least.why
         return f"cache: a call needs {needs}, and {given} was given; give {least.nbytes} or more, or auto"
+    if tier == "step":
+        smallest = (
+            f"the smallest has {format_bytes(least.nbytes)}" if least.nbytes else "none is stepped here"
+        )
+        return f"step: no chunk is as small as {least.why} of the trained bytes ({smallest}); give more"
     more = f"; {least.nbytes} bytes ({format_bytes(least.nbytes)}) would do"
     return f"the budget of the {tier} is too small: {least.why}{more}{', or a disk' * (tier == 'host')}"
 
@@ -578,6 +609,7 @@ def _reason(
         told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
         told += "; what comes from other members is not in it"
     told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
+    told += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 
@@ -585,6 +617,9 @@ def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere
     """What would take longest of a step if nothing else did."""
     predicted = plan.predicted
     stepped = 0 if elsewhere else sum(spec.numel for spec in profile.specs if spec.trainable)
+    if plan.steps_on_device:
+        layout = lay_out_memory(profile.specs, chunk_bytes=plan.chunk_bytes)
+        stepped -= sum(layout.chunks[c].used for c in plan.steps_on_device)
     parts = {
         "compute": predicted.computing,
         "the optimizer's steps": stepped / rates.host_steps,

@@ -86,6 +86,12 @@ class LazyTensor(Tensor):
         whole: Any = self.source()
         return whole.__reduce_ex__(protocol)
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain tensor, where nothing is to be converted too: a plain optimizer's `load_state_dict` keeps
+        what this gives, and writes to it."""
+        moved: Tensor = super().to(*args, **kwargs)
+        return read_whole(moved)
+
     def numpy(self, *, force: bool = False) -> Any:
         array = self.source().numpy(force=force)
         array.setflags(write=False)
