@@ -35,8 +35,9 @@ from transports import LINK
 
 import atoll
 from atoll.core import points
-from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, Run, Sync
+from atoll.core.config import RUN_VARIABLE, Chunks, Config, Groups, Link, Run, Sync
 from atoll.core.errors import AtollError
+from atoll.core.memory import Memory
 from atoll.groups.chooser import Score, ScoreFunction
 from atoll.groups.grouping import Grouping
 from atoll.hub.decisions import Decision, read_decisions
@@ -159,6 +160,7 @@ class Plan:
     faults: tuple[Fault, ...]
     folder: Path
     run: str = RUN
+    tiers: bool = False  # under budgets of memory: a third of the parameters on the device
 
 
 class Counting(nn.Module):
@@ -299,7 +301,8 @@ def work(who: int, plan: Plan, lingers: str = "") -> None:
         chunks=Chunks(size="2KiB"),
         sync=Sync(timeout="30s", consistency=plan.consistency, uplink=plan.uplink),  # type: ignore[arg-type]
         groups=Groups(probe=PROBE),
-        link=LINK,
+        link=Link() if plan.tiers else LINK,
+        memory=Memory(device="16KiB", chunk="4KiB") if plan.tiers else Memory(),
     )
     with (folder / f"{who}.err").open("a") as sys.stderr:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)

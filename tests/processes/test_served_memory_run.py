@@ -49,10 +49,13 @@ MEMORY = '[memory]\ndevice = "48KiB"\nchunk = "17KiB"\nstep = "host"\nhost = "34
 SERVED = '[run]\nstrategy = "server"\nshards = 2\nrestarts = 2\n[chunks]\nsize = "20KiB"\n'
 
 
-def configure(command: Command, consistency: str) -> None:
+def configure(command: Command, consistency: str, strategy: str = "server") -> None:
     (command.directory / "disk").mkdir()
+    served = SERVED.replace("server", strategy)
+    if strategy == "ps-hra":
+        served += "[groups]\ncount = 1\nprobe = 3\n"
     sync = f'[sync]\nconsistency = "{consistency}"\ntimeout = "60s"\n'
-    (command.directory / "atoll.toml").write_text(SERVED + sync + MEMORY)
+    (command.directory / "atoll.toml").write_text(served + sync + MEMORY)
 
 
 def check(command: Command, out: str) -> None:
@@ -80,6 +83,15 @@ def test_a_script_trains_in_tiers_on_each_worker(command: Command) -> None:
     assert code == 0, err
     check(command, out)
     assert [each["worker"] for each in command.summary()["memory"]] == [0, 1]
+
+
+@pytest.mark.soak
+def test_a_script_trains_in_tiers_in_a_group(command: Command) -> None:
+    configure(command, "asp", "ps-hra")
+    code, out, err = command.run(TRAIN, "slowly")
+    assert code == 0, err
+    check(command, out)
+    assert [grouping["groups"] for grouping in command.summary()["groupings"]][-1] == [[0, 1]]
 
 
 @pytest.mark.soak

@@ -47,6 +47,7 @@ def run_of(
     *faults: Fault,
     hub: GroupingSettings | None = None,
     pauses: Sequence[float] = (),
+    tiers: bool = False,
 ) -> Iterator[Case]:
     """Four workers who are to be in two groups, a hub and two shards; `pauses` are by rank, in seconds."""
     folder.mkdir()
@@ -54,7 +55,7 @@ def run_of(
     for who, pause in enumerate(pauses):
         set_pause(folder, who, pause)
     with ServedRun(WORKERS, 2, heartbeat=HEARTBEAT, folder=folder / "hub", grouping=hub) as served:
-        plan = Plan(served.address, consistency, uplink, faults, folder)
+        plan = Plan(served.address, consistency, uplink, faults, folder, tiers=tiers)
         with workers_of(plan, folder / "hub", WORKERS) as made:
             yield made
     assert not served.failures
@@ -75,12 +76,12 @@ def all_survive(folder: Path, cases: dict[str, Run]) -> None:
     assert not failures, "\n".join(f"{name}: {error!r}" for name, error in failures.items())
 
 
-def some_die(consistency: str, uplink: str, *faults: Fault) -> tuple[str, Run]:
+def some_die(consistency: str, uplink: str, *faults: Fault, tiers: bool = False) -> tuple[str, Run]:
     """A case, by its name: those who are struck die, and the others go on."""
 
     def run(folder: Path) -> None:
         dead = sorted({fault.who for fault in faults})
-        with run_of(folder, consistency, uplink, *faults) as made:
+        with run_of(folder, consistency, uplink, *faults, tiers=tiers) as made:
             for fault in faults:
                 made.wait_fired(fault)
             made.wait_for(lambda: len(made.decisions("worker died")) == len(dead), "the deaths to be known")
@@ -107,6 +108,16 @@ ON_THE_WAY = [
 
 def test_members_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
     all_survive(tmp_path, dict(AT_POINTS))
+
+
+IN_TIERS = [
+    some_die("asp", "leader", Fault(1, "group.committed", LEADS), tiers=True),
+    some_die("asp", "leader", Fault(2, "ring.all_sent"), tiers=True),
+]
+
+
+def test_members_under_budgets_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
+    all_survive(tmp_path, dict(IN_TIERS))
 
 
 def test_members_are_killed_while_they_move(tmp_path: Path) -> None:
@@ -149,11 +160,18 @@ def test_members_are_killed_at_every_point(tmp_path: Path, consistency: str, upl
     all_survive(tmp_path, dict(some_die(consistency, uplink, fault) for fault in faults))
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_members_under_budgets_are_killed_at_every_point(tmp_path: Path) -> None:
+    faults = [*faults_at("asp", "leader"), *(Fault(who, point) for point in MOVING for who in (0, 3))]
+    all_survive(tmp_path, dict(some_die("asp", "leader", fault, tiers=True) for fault in faults))
+
+
 # -- other parts, and other ways to be lost -----------------------------------------------------------------
 
 
-def a_group_dies(consistency: str, folder: Path) -> None:
-    with run_of(folder, consistency) as made:
+def a_group_dies(consistency: str, folder: Path, *, tiers: bool = False) -> None:
+    with run_of(folder, consistency, tiers=tiers) as made:
         made.wait_until_together(GROUPS)
         for who in GROUPS[0]:
             os.kill(made.pid(who), signal.SIGKILL)
@@ -162,12 +180,12 @@ def a_group_dies(consistency: str, folder: Path) -> None:
         finish(made, GROUPS[1])
 
 
-def one_comes_again(consistency: str, folder: Path) -> None:
+def one_comes_again(consistency: str, folder: Path, *, tiers: bool = False) -> None:
     """Killed in its group, a worker comes with the same rank, and is put beside the one that it left.
 
     It asks for the state late: under bsp when the others wait already for its part in the iteration with
     which it enters."""
-    with run_of(folder, consistency, "leader", Fault(1, "group.answered")) as made:
+    with run_of(folder, consistency, "leader", Fault(1, "group.answered"), tiers=tiers) as made:
         made.wait_fired(Fault(1, "group.answered"))
         made.wait_for(lambda: made.decisions("worker died"), "the death to be known")
         made.start(1, lingers="enter.member")
@@ -229,13 +247,15 @@ def shard_of(address: str, run: str) -> Iterator[None]:
         thread.join(DEADLINE)
 
 
-def shards_die(consistency: str, uplink: str, points_of: Sequence[str], folder: Path) -> None:
+def shards_die(
+    consistency: str, uplink: str, points_of: Sequence[str], folder: Path, *, tiers: bool = False
+) -> None:
     """Each in a group's exchange, and they go on in their folders."""
     folder.mkdir()
     kills = [Kill(0, point, 10 + 6 * number) for number, point in enumerate(points_of)]
     hub = settings(GROUPS, consistency)
     with MortalRun(folder / "run", WORKERS, 2, kills, grouping=hub) as run:
-        plan = Plan(run.address, consistency, uplink, (), folder)
+        plan = Plan(run.address, consistency, uplink, (), folder, tiers=tiers)
         with workers_of(plan, folder / "run" / "hub", WORKERS) as made:
             made.wait_for(lambda: len(run.fired) == len(kills), "the shards' deaths")
             made.wait_until_together(GROUPS)
@@ -316,4 +336,16 @@ def test_other_parts_are_lost_in_each_mode(tmp_path: Path, consistency: str) -> 
     of_shards = ["shard.staged", "shard.journalled", "shard.logged", "shard.stepped", "shard.answered"]
     for uplink in ("leader", "members"):
         cases[f"shards {uplink}"] = partial(shards_die, consistency, uplink, of_shards)
+    all_survive(tmp_path, cases)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_other_parts_are_lost_under_budgets(tmp_path: Path) -> None:
+    of_shards = ["shard.staged", "shard.journalled", "shard.logged", "shard.stepped", "shard.answered"]
+    cases: dict[str, Run] = {
+        "group": partial(a_group_dies, "asp", tiers=True),
+        "again": partial(one_comes_again, "asp", tiers=True),
+        "shards": partial(shards_die, "asp", "leader", of_shards, tiers=True),
+    }
     all_survive(tmp_path, cases)

@@ -20,7 +20,7 @@ from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
 from atoll.train.memory import memory_for, tiers_for
 from atoll.train.place import Place
-from atoll.train.strategies import OverRing, Served, Strategy
+from atoll.train.strategies import Grouped, OverRing, Served, Strategy
 
 HALF = "48KiB"  # of the 80 KiB that the model's parameters take
 
@@ -136,9 +136,10 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
         assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["hierarchical", "ps-hra"])
-def test_another_strategy_than_those_is_refused_in_one_line(kind: Any) -> None:
-    class Other(OverRing if kind == "hierarchical" else Served):  # type: ignore[misc]
+def test_another_strategy_than_those_is_refused_in_one_line() -> None:
+    kind: Any = "hierarchical"
+
+    class Other(OverRing):
         def __init__(self) -> None:
             pass
 
@@ -146,9 +147,7 @@ def test_another_strategy_than_those_is_refused_in_one_line(kind: Any) -> None:
     run = Run(strategy=kind)
     budgets = Memory(device="1GiB")
     for given, config in ((budgets, Config(run=run)), (None, Config(run=run, memory=budgets))):
-        what = (
-            f"strategies 'ring', 'server' and 'peers', or a worker that is alone, and this run's is '{kind}'"
-        )
+        what = f"'ps-hra' and 'peers', or a worker that is alone, and this run's is '{kind}'"
         with pytest.raises(UserError, match=what):
             memory_for(config, given, strategy)
     assert memory_for(Config(run=run), None, strategy) is None
@@ -242,6 +241,30 @@ def test_what_cannot_be_under_server_is_refused_in_one_line(
     config = msgspec.structs.replace(config, run=Run(strategy="server"))
     with pytest.raises(UserError, match=said) as refused:
         tiers_for(config, Memory(device="1GiB", **memory), Other(), None, 0, late=False)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sync", "said"),
+    [
+        (Sync(consistency="bsp"), "sync.consistency 'bsp' is not there yet; choose 'asp' or 'ssp'"),
+        (Sync(consistency="asp", uplink="members"), "sync.uplink 'members' is not there yet"),
+        (Sync(consistency="asp", pipeline=1), "sync.pipeline keeps a second copy"),
+    ],
+)
+def test_what_cannot_be_in_groups_is_refused_in_one_line(sync: Sync, said: str) -> None:
+    class Other(Grouped):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def site(self) -> str:
+            return ""
+
+    config = Config(run=Run(strategy="ps-hra"), sync=sync)
+    with pytest.raises(UserError, match=said) as refused:
+        tiers_for(config, Memory(device="1GiB"), Other(), None, 0, late=False)
+    assert "strategy 'ps-hra'" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -19,7 +19,7 @@ from atoll.chunks import Chunk, ChunkMap
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.memory.fitted import Moving
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
-from atoll.memory.payloads import VALUES, Payloads
+from atoll.memory.payloads import SUM, VALUES, Payloads
 from atoll.moves.search import MemoryPlan
 
 
@@ -137,6 +137,25 @@ class Exchanged(Moving):
             yield members[0][0], [(index, slot) for _, slot, index in members]
 
     # Gradients
+
+    def put_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter], values: Tensor) -> None:
+        """Keep a group's sums, (chunk.extent,), beside the gradients."""
+        for each, members in self._homes(parameters):
+            key = each.chunk.id, SUM
+            if not self._store.has(key):
+                self._store.add(key, each.chunk.numel, each.dtype)
+            with self._store.pin(key, writes=True) as flat, torch.no_grad():
+                for index, slot in members:
+                    each.run(flat, slot).copy_(_run(chunk, values, index))
+
+    def read_sums(self, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """A copy of them, (chunk.extent,)."""
+        values = torch.zeros(chunk.extent, dtype=parameters[0].dtype)
+        for each, members in self._homes(parameters):
+            with self._store.pin((each.chunk.id, SUM)) as flat, torch.no_grad():
+                for index, slot in members:
+                    _run(chunk, values, index).copy_(each.run(flat, slot))
+        return values
 
     def present(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
         """Which of them have a gradient."""

@@ -103,12 +103,13 @@ def borrow(
     return LentModel(model, memory.budgets(), plan, chunk_map, values, gradients, peak)
 
 
-def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int) -> MemoryPlan:
+def plan_exchanged(model: nn.Module, memory: Memory, staging_bytes: int, *, sums: bool = False) -> MemoryPlan:
     """How `fit_exchanged` would hold the model, where gradients on their way out and values on their way in
-    take `staging_bytes` of host memory. Raises as `fit` does."""
+    take `staging_bytes` of host memory; `sums`: a group's sums lie beside a member's own gradients. Raises as
+    `fit` does."""
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
-    return planning.choose(model, None, budgets, elsewhere=staging_bytes)
+    return planning.choose(model, None, budgets, elsewhere=staging_bytes, sums=sums)
 
 
 def fit_exchanged(model: nn.Module, memory: Memory, plan: MemoryPlan) -> Exchanged:

@@ -19,6 +19,7 @@ Key: TypeAlias = tuple[int, str]  # chunk id, kind
 VALUES = "values"  # in the model's dtype
 MASTER = "master"  # the same in single precision, where the model's dtype is a half one and the state is not
 GRADIENT = "gradient"  # in the model's dtype
+SUM = "sum"  # of a group's gradients, beside a member's own
 _STATE = "state."  # and the key that the optimizer has for it: "state.exp_avg"
 
 

@@ -30,11 +30,12 @@ def choose(
     share: Share | None = None,
     lent: int = 0,
     elsewhere: int | None = None,
+    sums: bool = False,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
     second); with `share`, for one of several members; with `lent`, for one of so many devices to which
     others lend it, who step it; with `elsewhere`, where shards step it, and that many bytes
-    of host memory are staging.
+    of host memory are staging; with `sums`, a group's sums lie beside a member's gradients.
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -51,7 +52,7 @@ def choose(
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)
     if elsewhere is not None:
-        profile = msgspec.structs.replace(profile, elsewhere=True, staging_bytes=elsewhere)
+        profile = msgspec.structs.replace(profile, elsewhere=True, staging_bytes=elsewhere, sums=sums)
     return search_plan(profile, bandwidths, budgets, share=share, lent=lent)
 
 

@@ -48,7 +48,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     `state_bytes` are the bytes that the optimizer keeps for each trained element, by kind of state;
     `master_bytes` what a copy of the values in a wider dtype takes (0: there is none). `measured` False:
     seconds are assumed. `elsewhere`: steps are made elsewhere, at the shards of a parameter server, and
-    what goes there and comes from there takes `staging_bytes` of host memory beside its arena.
+    what goes there and comes from there takes `staging_bytes` of host memory beside its arena; `sums`: a
+    group's sums of gradients have payloads too.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -58,6 +59,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool = True
     elsewhere: bool = False
     staging_bytes: int = 0
+    sums: bool = False
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +256,7 @@ class _Shape:
         size, profile = itemsize(chunk.dtype), self.profile
         master = {"master": profile.master_bytes} if profile.master_bytes > size else {}
         states = {f"state {number}": nbytes for number, nbytes in enumerate(profile.state_bytes)}
-        return {"gradient": size, **master, **states}
+        return {"gradient": size, **({"sum": size} if profile.sums else {}), **master, **states}
 
     def _part(self, chunk: Chunk, bounds: tuple[int, int]) -> ChunkCosts:
         """The costs of a chunk of which a member holds these elements: the gradients of all of it lie here

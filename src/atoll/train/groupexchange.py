@@ -181,7 +181,11 @@ class GroupReducer(RingReducer, Exchange):
 
         answer, values = self._ring.round(what, act)
         self.parameters.adopt(values)
-        self.steps, self._counted = answer.clock, None
+        self._joined(answer.clock)
+
+    def _joined(self, clock: int) -> None:
+        """The new group's next iteration is `clock`, and all members have its parameters."""
+        self.steps, self._counted = clock, None
         # Members may have moved by unlike decisions, and must all do the same after the same words.
         self._told = self._heard = 0
         # What was measured alone is not what the others have measured.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from atoll.train.members import WorkerMembers
 from atoll.train.reducer import Calls, Reducer
 from atoll.train.rounds import Ring
 from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
-from atoll.train.strategies import Alone, OverRing, Served, Stepper, Strategy, Training
+from atoll.train.strategies import Alone, Grouped, OverRing, Served, Stepper, Strategy, Training
 
 
 @runtime_checkable
@@ -46,12 +47,12 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memo
     if given is None and not config.memory.is_given:
         return None
     ring = isinstance(strategy, OverRing) and config.run.strategy == "ring"
-    served = isinstance(strategy, Served) and config.run.strategy == "server"
+    served = isinstance(strategy, Served) and config.run.strategy in ("server", "ps-hra")
     if not ring and not served and not isinstance(strategy, (Alone, HoldsTiers)):
         what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
         raise UserError(
-            f"{what} is for strategies 'ring', 'server' and 'peers', or a worker that is alone, and "
-            f"this run's is {config.run.strategy!r}; choose one of them, or leave the budgets out"
+            f"{what} is for strategies 'ring', 'server', 'ps-hra' and 'peers', or a worker that is alone, "
+            f"and this run's is {config.run.strategy!r}; choose one of them, or leave the budgets out"
         )
     if ring and config.run.elastic:
         raise UserError(
@@ -176,14 +177,18 @@ class ServedTiers(Tiers):
         for key, given in (("master", budgets.master), ("step", budgets.pins.steps_on == "device")):
             if given:
                 raise UserError(
-                    f"memory.{key}: under strategy 'server' the shards make the steps; leave memory.{key} out"
+                    f"memory.{key}: under strategy {config.run.strategy!r} the shards make the steps; leave "
+                    f"memory.{key} out"
                 )
+        if isinstance(served, Grouped):  # all members of a ring hold the model alike: in chunks that move
+            self._memory = msgspec.structs.replace(memory, step="host")
 
     def strategy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Strategy | None:
         self._model = model
         layout = lay_out(specs_for(model, optimizer), chunk_bytes=self._chunk_bytes)
-        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable])
-        self._plan = plan_exchanged(model, self._memory, staging)
+        grouped = isinstance(self._served, Grouped)
+        staging = staging_bytes([chunk.nbytes for chunk in layout.trainable], of_group=grouped)
+        self._plan = plan_exchanged(model, self._memory, staging, sums=grouped)
         return None if self._plan.fits else ServedInTiers(self._served, self)
 
     def fit_now(self) -> None:

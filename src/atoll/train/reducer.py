@@ -167,7 +167,7 @@ class SendingReducer(Reducer):
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, message_bytes: int) -> None:
         super().__init__(chunks, calls)
         # The order in which messages leave, the same on every worker:
-        self._order = lay_messages(chunks, message_bytes)
+        self._order = self._lay(chunks, message_bytes)
         self._gradients = {c.bound.chunk.id: c for message in self._order for c in message.chunks}
         self._arrivals: list[int] = []  # ids of messages as they filled in this backward
         self._next = 0  # the first of `_order` that has not left
@@ -177,6 +177,9 @@ class SendingReducer(Reducer):
             for chunk in message.chunks
             for index, parameter in enumerate(chunk.bound.parameters)
         ]
+
+    def _lay(self, chunks: Sequence[BoundChunk], message_bytes: int) -> list[Message]:
+        return lay_messages(chunks, message_bytes)
 
     @property
     def order(self) -> list[int]:

@@ -23,8 +23,9 @@ from atoll.tensors.lazy import LazyTensor
 from atoll.tensors.optimizer import RemoteOptimizer
 from atoll.train.exchange import Connection, Exchange, bytes_of
 from atoll.train.reducer import Reducer
-from atoll.train.strategies import Served, ServedModel, Stepper, Training, numbers_of
+from atoll.train.strategies import Grouped, Served, ServedModel, Stepper, Training, numbers_of
 from atoll.train.tieredexchange import UNDER_WAY, TieredAsync, TieredMean, values_from
+from atoll.train.tieredgroups import TieredGroup
 from atoll.wire.messages import AnyMessage, PullState, State
 
 
@@ -39,9 +40,14 @@ class Fits(Protocol):
 
 
 def check_served(config: Config, site: str) -> None:
-    """Raise UserError for what a worker of a parameter server cannot have together with budgets of memory."""
+    """Raise UserError for what a worker of a parameter server, or of a group, cannot have together with
+    budgets of memory."""
     sync, why = config.sync, ""
-    if sync.lazy:
+    if config.run.strategy == "ps-hra" and sync.consistency == "bsp":
+        why = "sync.consistency 'bsp' is not there yet; choose 'asp' or 'ssp'"
+    elif config.run.strategy == "ps-hra" and sync.uplink == "members":
+        why = "sync.uplink 'members' is not there yet; choose 'leader' or 'auto'"
+    elif sync.lazy:
         why = "sync.lazy stages a second copy of the parameters; leave it false"
     elif sync.pipeline:
         why = "sync.pipeline keeps a second copy of the gradients in flight; leave it 0"
@@ -50,12 +56,15 @@ def check_served(config: Config, site: str) -> None:
     elif site:
         why = "sites with shards of their own (run.sites) are not for workers with budgets; leave them out"
     if why:
-        raise UserError(f"under strategy 'server' with budgets of memory: {why}, or leave out [memory]")
+        raise UserError(
+            f"under strategy {config.run.strategy!r} with budgets of memory: {why}, or leave out [memory]"
+        )
 
 
-def staging_bytes(chunks: list[int]) -> int:
-    """Bytes of host memory, beside its arena, in which chunks of so many bytes each go out and come in."""
-    return UNDER_WAY * max(chunks, default=0)
+def staging_bytes(chunks: list[int], *, of_group: bool) -> int:
+    """Bytes of host memory, beside its arena, in which chunks of so many bytes each go out and come in; a
+    member of a group hands one on while others come."""
+    return (UNDER_WAY + of_group) * max(chunks, default=0)
 
 
 class ServedInTiers:
@@ -81,8 +90,11 @@ class ServedInTiers:
         return exchange, stepper
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
-        kind = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
-        return kind(training.chunks, connection, training.calls, self._tiers.held)
+        if isinstance(self._served, Grouped):
+            kind = partial(TieredGroup, held=self._tiers.held)
+            return self._served.make_group_exchange(kind, training, connection, "leader")
+        of_worker = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
+        return of_worker(training.chunks, connection, training.calls, self._tiers.held)
 
     def loaded(self) -> None:
         self._served.loaded()

@@ -38,6 +38,7 @@ from atoll.train.ring import Boundary, RingReducer
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
+from atoll.train.uplink import Wanted
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -241,12 +242,19 @@ class Grouped(Served):
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
         sync = training.config.sync
         kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
+        return self.make_group_exchange(kind, training, connection, sync.uplink)
+
+    def make_group_exchange(
+        self, kind: Callable[..., GroupReducer], training: Training, connection: Connection, uplink: Wanted
+    ) -> GroupReducer:
+        """The model's exchange, of this `kind`."""
+        sync = training.config.sync
         return kind(
             training.chunks,
             self._ring,
             connection,
             training.calls,
-            uplink=sync.uplink,
+            uplink=uplink,
             message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),

@@ -55,14 +55,16 @@ class Asking:
     def begin(self, chunks: Iterable[int]) -> None:
         """Ask for these, and for nothing that was asked for before."""
         self.stop()
+        self._waiting.extend(self.order(chunks))
+        self._more()
+
+    def order(self, chunks: Iterable[int]) -> list[int]:
+        """These, in the order in which they are asked for."""
         by_shard: dict[int, list[int]] = {}
         for chunk in chunks:
             by_shard.setdefault(self._connection.shard_of[chunk], []).append(chunk)
         longest = max(map(len, by_shard.values()), default=0)
-        self._waiting.extend(
-            held[turn] for turn in range(longest) for held in by_shard.values() if turn < len(held)
-        )
-        self._more()
+        return [held[turn] for turn in range(longest) for held in by_shard.values() if turn < len(held)]
 
     def stop(self) -> None:
         """Ask for nothing any more."""
@@ -272,7 +274,7 @@ class TieredMean(_Tiered, WorkerMean):
         self._asking.has_come(message.chunk)
 
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        with _Stepping(self.parameters):
+        with Stepping(self.parameters):
             super().step(accepted, hyperparameters)
 
     def own_nonfinite(self) -> list[str]:
@@ -327,11 +329,11 @@ class TieredAsync(_Tiered, AsyncExchange):
         self._push_all(own)
 
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
-        with _Stepping(self.parameters):
+        with Stepping(self.parameters):
             super().step(accepted, hyperparameters)
 
 
-class _Stepping:
+class Stepping:
     """Within it, what is published is of the script's step."""
 
     def __init__(self, parameters: NewParameters) -> None:

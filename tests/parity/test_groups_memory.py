@@ -1,0 +1,142 @@
+"""A group's members whose models lie in tiers (strategy ps-hra) train as plain PyTorch does on their batches
+together, from the moment on at which the group is the run's only contributor."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_groups_parity import score_for
+from test_members_parity import TOLERANCE, Case, budget, make, poisoned, share_of
+from torch import Tensor
+
+import atoll
+from atoll.core.config import Chunks, Config, Groups, Run, Sync
+from atoll.core.memory import Memory
+from atoll.groups.grouping import Grouping
+from atoll.hub.planner import GroupingSettings
+from atoll.memory.exchanged import Exchanged
+from atoll.testing.families import loss_of
+from atoll.testing.parity import ALONE, MAX_NORM, await_groups
+from atoll.testing.pool import WorkerPool
+from atoll.testing.served import ServedRun, served_worker
+from atoll.train.groupexchange import GroupReducer
+from atoll.train.place import Place
+
+STEPS, MOST = 4, 200  # that are compared; until the group is alone
+
+
+@dataclass
+class Seen:
+    """What a worker had when the group was alone, at which of its steps, and what it had after."""
+
+    before: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    after: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def values(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train(place: Place, case: Case, address: str) -> Seen:
+    """What a user writes; batches are numbered anew from the moment on that is compared."""
+    model, optimizer = make(case)
+    seen, begun = Seen(), -1
+    config = Config(
+        run=Run(strategy="ps-hra"),
+        chunks=Chunks(size="10000"),
+        sync=Sync(timeout="60s", consistency="asp"),
+        groups=Groups(probe=ALONE - 1),
+    )
+    memory: Memory = msgspec.structs.replace(budget(model, case.share), step="auto")
+    with poisoned(), served_worker(address, place.rank), atoll.join(config) as session:
+        session.prepare(model, optimizer, memory=memory)
+        (tiers,) = session._state.tiers
+        assert isinstance(tiers.fitted, Exchanged)
+        for step in range(MOST):
+            await_groups(session, step)
+            reducer = session._state.prepared[0].reducer
+            assert isinstance(reducer, GroupReducer)
+            assert session._regrouping is not None
+            alone = reducer.contributors == [session._regrouping.contributor]
+            if begun < 0 and session.group.size == place.world and alone:
+                begun, seen.before = step, values(model)
+                seen.state = copy.deepcopy(optimizer.state_dict())
+            for micro in range(case.accumulation):
+                inputs, targets = share_of(case, session.rank, step - begun if begun >= 0 else 0, micro)
+                loss = loss_of(model(inputs), targets) / case.accumulation
+                if micro < case.accumulation - 1:
+                    with session.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+            if case.clip:
+                norm = session.clip_grad_norm_(MAX_NORM).item()
+                seen.norms += [norm] if begun >= 0 else []
+            optimizer.step()
+            optimizer.zero_grad()
+            if begun >= 0:
+                seen.after.append(values(model))
+                if len(seen.after) == STEPS:
+                    break
+        figures = tiers.fitted.stats()
+        assert 0 < figures.device_peak <= figures.device_budget
+        assert figures.moves["to_device"] > 0
+    return seen
+
+
+def plain(case: Case, workers: int, first: Seen) -> Seen:
+    """The same from there on, in this process."""
+    model, optimizer = make(case)
+    model.load_state_dict({**model.state_dict(), **first.before})
+    optimizer.load_state_dict(first.state)
+    seen = Seen()
+    for step in range(STEPS):
+        batches = [
+            [share_of(case, rank, step, micro) for micro in range(case.accumulation)]
+            for rank in range(workers)
+        ]
+        total = sum(len(inputs) for micros in batches for inputs, _ in micros)
+        optimizer.zero_grad()
+        for micros in batches:
+            count = sum(len(inputs) for inputs, _ in micros)
+            for inputs, targets in micros:
+                (loss_of(model(inputs), targets) / case.accumulation * (count / total)).backward()
+        if case.clip:
+            seen.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        seen.after.append(values(model))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("workers", "case"),
+    [
+        (2, Case("gpt", 0.5, 2, True)),
+        pytest.param(3, Case("lstm", 0.75), marks=pytest.mark.soak),
+        pytest.param(2, Case("tied", 0.25, 1, True), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_a_group_in_tiers_trains_as_one_process_does(pool: WorkerPool, workers: int, case: Case) -> None:
+    settings = GroupingSettings(
+        1, by="joint", consistency="asp", regroup=False, score_for=score_for(Grouping([list(range(workers))]))
+    )
+    with ServedRun(workers, shards=2, grouping=settings) as served:
+        members: list[Seen] = pool.run(train, case, served.address, world=workers)
+    assert not served.failures
+    expected = plain(case, workers, members[0])
+    for member in members:
+        assert len(member.after) == STEPS
+        assert member.norms == members[0].norms
+        for ours, first, theirs in zip(member.after, members[0].after, expected.after, strict=True):
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], first[name]), name  # to the bit
+                assert (ours[name] - value).abs().max().item() <= TOLERANCE, name
+    assert members[0].norms == pytest.approx(expected.norms, abs=TOLERANCE)
