@@ -162,8 +162,9 @@ def test_what_is_kept_of_one_writing_changes_nothing_in_the_next(
     kind: type[torch.optim.Optimizer], settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contributions in any order, some nodes far behind, members that go, values that come from elsewhere:
-    each writing is what one makes that has kept nothing."""
+    each writing is what one makes that has kept nothing, where what comes late is shown at once."""
     saved = 0
+    monkeypatch.setattr("atoll.train.node.overlay._STAYS", 0.0)
     for seed in range(2):
         generator = random.Random(seed)
         model = PeerModel(kind, settings)
@@ -239,3 +240,144 @@ def test_contributions_are_held_no_longer_than_they_are_looked_at(pending: int) 
     overlay.write(into, waiting[1:])
     waiting.clear()
     assert [each() for each in held] == [None] * len(held)
+
+
+class SlowNode:
+    """An overlay behind a node that is `behind` iterations late, of three; it writes when the fast ones have
+    contributed, and when the slow one has and its iteration is applied."""
+
+    def __init__(self, behind: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        self.model = PeerModel(kind, [{"lr": 0.01}])
+        self.parameters = self.model.globals()
+        self.overlay, self.behind, self.iteration = Overlay(self.parameters), behind, 0
+        self.given: list[list[Contribution]] = []
+
+    def fast(self) -> None:
+        """The fast ones contribute to one iteration more."""
+        self.given.append([self.model.contribution(self.iteration, node) for node in range(3)])
+        self.iteration += 1
+
+    def slow(self) -> None:
+        """The slow one contributes to the first that is pending."""
+        now = self.parameters.iteration
+        self.parameters.apply(now, self.given[now])
+
+    def waiting(self) -> list[Pending]:
+        now = self.parameters.iteration
+        return [Pending(t, self.given[t][:2]) for t in range(now, self.iteration)]
+
+    def shown(self) -> dict[int, Tensor]:
+        """What the overlay writes; global parameters and state stay what they are."""
+        before = bytes(pack_globals(self.parameters))
+        into = {
+            chunk: torch.full_like(self.parameters.values(chunk), 7.0) for chunk in self.parameters.chunks
+        }
+        self.overlay.write(into, self.waiting())
+        assert bytes(pack_globals(self.parameters)) == before
+        return into
+
+    def hidden(self) -> Tensor:
+        """What would be written all at once, less what is."""
+        shown, whole = self.shown(), local(self.parameters, self.waiting())
+        return torch.cat([(whole[chunk] - shown[chunk]).double() for chunk in self.parameters.chunks])
+
+
+def test_what_comes_late_is_shown_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth at once, and a tenth of the rest with each iteration; in the end all of it, to the bit."""
+    monkeypatch.setattr("atoll.train.node.overlay._SHOWN", 20)
+    node = SlowNode(8)
+    for _ in range(8):
+        node.fast()
+        assert not node.hidden().any()  # nothing was late
+    before = torch.cat([node.shown()[chunk].double() for chunk in node.parameters.chunks])
+    node.slow()
+    hidden = node.hidden()
+    whole = local(node.parameters, node.waiting())
+    moved = torch.cat([whole[chunk].double() for chunk in node.parameters.chunks]) - before
+    torch.testing.assert_close(hidden, 0.9 * moved, rtol=0, atol=1e-6)
+    assert moved.abs().max() > 1e-3
+    for count in range(1, 20):
+        torch.testing.assert_close(node.hidden(), hidden)  # a writing alone shows nothing more
+        node.given[node.parameters.iteration].pop()  # from now on the slow one is none of them
+        node.slow()
+        node.fast()
+        hidden = node.hidden()
+        torch.testing.assert_close(hidden, 0.9 ** (count + 1) * moved, rtol=0, atol=1e-6)
+    assert hidden.any()
+    node.fast()
+    assert not node.hidden().any()
+
+
+def test_what_is_late_again_and_again_adds_up() -> None:
+    """Each one's part is a tenth, and a tenth of the rest with each iteration that follows."""
+    node, expected = SlowNode(8), torch.zeros(1, dtype=torch.float64)
+    for _ in range(8):
+        node.fast()
+    node.shown()
+    for _ in range(12):
+        old = local(node.parameters, node.waiting())
+        node.slow()
+        new = local(node.parameters, node.waiting())
+        late = torch.cat([(new[chunk] - old[chunk]).double() for chunk in node.parameters.chunks])
+        expected = expected + 0.9 * late
+        torch.testing.assert_close(node.hidden(), expected, rtol=0, atol=1e-5)
+        node.fast()
+        expected = 0.9 * expected
+        torch.testing.assert_close(node.hidden(), expected, rtol=0, atol=1e-5)
+    assert expected.abs().max() > 1e-3
+
+
+def test_where_nothing_is_pending_the_global_parameters_are_shown() -> None:
+    node = SlowNode(8)
+    for _ in range(8):
+        node.fast()
+    node.shown()
+    node.slow()
+    assert node.hidden().any()
+    while node.parameters.iteration < node.iteration:
+        node.slow()
+    assert_are(node.parameters, node.shown())
+    for _ in range(6):  # and nothing of it comes again
+        node.fast()
+        assert not node.hidden().any()
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+def test_behind_a_node_that_is_hardly_late_all_is_shown_at_once(behind: int) -> None:
+    node = SlowNode(behind)
+    for _ in range(behind):
+        node.fast()
+    for _ in range(12):
+        assert not node.hidden().any()
+        node.slow()
+        assert not node.hidden().any()
+        node.fast()
+
+
+def test_where_most_contributions_come_late_all_are_shown_at_once() -> None:
+    """On a slow network a node has its own alone, and then all the others'."""
+    model = PeerModel(torch.optim.AdamW, [{"lr": 0.01}])
+    parameters = model.globals()
+    overlay = Overlay(parameters)
+    given = [[model.contribution(t, node) for node in range(3)] for t in range(20)]
+    into = {chunk: torch.empty_like(parameters.values(chunk)) for chunk in parameters.chunks}
+    for now in range(12):
+        for here in (1, 3):
+            waiting = [Pending(now, given[now][:here])]
+            waiting += [Pending(t, given[t][:1]) for t in range(now + 1, now + 6)]
+            overlay.write(into, waiting)
+            whole = local(parameters, waiting)
+            assert all(torch.equal(into[chunk], whole[chunk]) for chunk in whole)
+        parameters.apply(now, given[now])
+
+
+def test_values_from_elsewhere_are_shown_at_once() -> None:
+    node = SlowNode(8)
+    for _ in range(8):
+        node.fast()
+    node.shown()
+    node.slow()
+    assert node.hidden().any()
+    one = trained_chunk(node.parameters)
+    node.parameters.set_values(one, node.parameters.values(one) + 0.25)
+    assert not node.hidden().any()

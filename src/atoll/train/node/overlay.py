@@ -13,6 +13,12 @@ into the processor's cache it is only the gradients that each step reads from me
 Where a node is far behind the others, many iterations are pending, and from one writing to the next only the
 newest change. A twin of the optimizer keeps what the steps before those have made then.
 
+What such a node contributes lies under all the steps that follow, and an optimizer with momentum carries it
+through them: at once it would move the parameters as far as in its turn by and by. So it is shown by and by:
+of what late contributions have made and what is not shown yet, a tenth at once, and a tenth of the rest with
+each iteration that becomes pending. Where nothing is pending, local parameters are the global ones, which
+know nothing of this.
+
 Source: S0, "Overlay".
 """
 
@@ -29,6 +35,8 @@ from atoll.train.node.globals import Contribution, GlobalParameters, Step, Whose
 
 OVERLAYS = ("all", "own", "none")  # sync.overlay: whose pending contributions the local parameters have
 _WORTH_KEEPING = 4  # steps: to copy values and state costs about two
+_STAYS = 0.9  # of what is not shown, with each iteration more: so a momentum of 0.9 would show it in its turn
+_SHOWN = 160  # iterations after which nothing is left of it: 0.9 ** 160 is below single precision's rounding
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Overlay:
         self._twin: ShardOptimizer | None = None
         self._since = self._replaced = 0  # the global iteration that the twin began with
         self._kept: list[tuple[int, Whose]] = []  # iterations that it has stepped from there
+        self._hidden: dict[int, Tensor] = {}  # by chunk: what late contributions have made, and is not shown
+        self._newest = self._late = 0  # iterations: the newest pending one, and that when one last came late
 
     @torch.no_grad()
     def write(self, into: Mapping[int, Tensor], waiting: Sequence[Pending]) -> None:
@@ -58,34 +68,73 @@ class Overlay:
         prepared = (parameters.prepare(each.iteration, each.contributions) for each in waiting)
         steps = [step for step in prepared if step is not None]
         have = self._made_of(steps)  # steps that the twin has made
-        keep = max(have, _settled(steps))  # and those that it is to have
+        late = self._made_before(steps) if have == 0 else 0  # and those that are to be made again
+        keep = max(have, late, _settled(steps))  # and those that it is to have
         begin, twin = have == 0, self._twin
         if keep and twin is None:
             twin = self._twin = parameters.twin()
         self._kept = []  # nothing is known of it if this fails
+        stays = self._see_to_hidden(steps, late > 0)
 
         def write(chunk: int, scratch: Scratch) -> None:
             optimizer = parameters.optimizer
             if not steps or not optimizer.trains(chunk):
                 into[chunk].copy_(parameters.values(chunk))
                 return
+            hidden = self._hidden.get(chunk)
+            if hidden is not None:
+                hidden.mul_(stays)
             if keep and twin is not None:
+                made, optimizer = twin.values(chunk), twin
+                if hidden is not None and late:
+                    old = scratch.part("values", made.numel(), made.dtype).copy_(made)
                 if begin:
-                    twin.copy(chunk, optimizer)
-                optimizer = twin
-                for step in steps[have:keep]:
-                    parameters.step_chunk(chunk, step, scratch, optimizer)
+                    twin.copy(chunk, parameters.optimizer)
+                for number, step in enumerate(steps[have:keep], start=have + 1):
+                    parameters.step_chunk(chunk, step, scratch, twin)
+                    if hidden is not None and number == late:
+                        hidden.add_(torch.sub(made, old, out=old), alpha=_STAYS)
             if keep == len(steps):
                 into[chunk].copy_(optimizer.values(chunk))
-                return
-            with optimizer.undone(chunk, scratch):
-                for step in steps[keep:]:
-                    parameters.step_chunk(chunk, step, scratch, optimizer)
-                into[chunk].copy_(optimizer.values(chunk))
+            else:
+                with optimizer.undone(chunk, scratch):
+                    for step in steps[keep:]:
+                        parameters.step_chunk(chunk, step, scratch, optimizer)
+                    into[chunk].copy_(optimizer.values(chunk))
+            if hidden is not None:
+                into[chunk].sub_(hidden)
 
         parameters.for_each_chunk(write)
         self._since, self._replaced = parameters.iteration, parameters.replaced
         self._kept = [(step.iteration, step.whose) for step in steps[:keep]]
+
+    def _see_to_hidden(self, steps: Sequence[Step], late: bool) -> float:
+        """Have memory for what is not shown, while there is any of it; which part of it stays so."""
+        before, self._newest = self._newest, steps[-1].iteration if steps else self._parameters.iteration
+        if late:
+            self._late = self._newest
+            for chunk in self._parameters.chunks:
+                if self._parameters.optimizer.trains(chunk) and chunk not in self._hidden:
+                    self._hidden[chunk] = torch.zeros_like(self._parameters.values(chunk))
+        replaced = self._replaced != self._parameters.replaced
+        if not steps or replaced or self._newest >= self._late + _SHOWN:
+            self._hidden.clear()
+        return _STAYS ** max(0, self._newest - before)
+
+    def _made_before(self, steps: Sequence[Step]) -> int:
+        """How many of these steps lead to where the twin has made them without what came late since; 0 where
+        that is not known, or where most of an iteration's contributions came since: so it is on a slow
+        network, where those who are late have not seen what they come under."""
+        if not self._kept or self._replaced != self._parameters.replaced:
+            return 0
+        here = self._parameters.made | {step.iteration: step.whose for step in steps}
+        for iteration, whose in self._kept:
+            if here.get(iteration, ()) != whose:
+                if 2 * len(whose) <= len(here.get(iteration, ())):
+                    return 0
+                break
+        last, _ = self._kept[-1]
+        return next((number for number, step in enumerate(steps, 1) if step.iteration == last), 0)
 
     def _made_of(self, steps: Sequence[Step]) -> int:
         """How many of these steps, from the first on, the twin has made of the global parameters as they are;
