@@ -91,6 +91,7 @@ def test_a_device_is_killed_and_its_node_comes_back(command: Command, killed: in
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)  # torchrun's agent alone gives a worker that stands still 30 s to end
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_device_stands_still_and_costs_its_node_alone(command: Command, wakes: bool) -> None:
     """SIGSTOP of a device that does not lead, whose CPU side answers all the while. The others leave its node
@@ -98,7 +99,7 @@ def test_a_device_stands_still_and_costs_its_node_alone(command: Command, wakes:
     comes first, when it is started again."""
     config = command.directory / "peers.toml"
     config.write_text(
-        '[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "30s"\n[groups]\ncount = 3\n'
+        '[run]\nstrategy = "peers"\nrestarts = 1\n[sync]\ntimeout = "20s"\n[groups]\ncount = 3\n'
     )
     launched = command.start(SCRIPT, workers=6, environment={"ATOLL_CONFIG": str(config)})
     wait_for(lambda: min(steps(command, worker) for worker in range(6)) > 8, "the first iterations")
@@ -118,10 +119,10 @@ def test_a_device_stands_still_and_costs_its_node_alone(command: Command, wakes:
     (line,) = [line for line in out.splitlines() if line.startswith("HELD ")]
     everyone = json.loads(line.removeprefix("HELD "))
     assert len({(iteration, epoch, held) for _, _, iteration, epoch, held in everyone}) == 1
-    assert err.count("node 1 was left out: ") == 1
+    assert err.count("warning: node 1 was left out: ") == 1
     assert not any(is_warned(command, 0, f"node {node} was left out") for node in (0, 2))
     if not wakes:
-        assert "node 1 cannot go on (worker 2 waited 40.0 s for worker 3 on " in err
+        assert "node 1 cannot go on (worker 2 waited 30.0 s for worker 3 on " in err
 
 
 def is_in(command: Command, node: int) -> bool:

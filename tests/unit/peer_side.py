@@ -54,6 +54,7 @@ class FakeSide:
         self.frozen: float | None = None  # what a late node's frozen parameters are
         self.later: list[DeviceMessage] = []  # what is said to who waits, one after the other
         self.holds_up = ""  # what keeps the global iteration where it is
+        self.meets = True  # it answers what is brought to meetings
         self.closed = False
 
     # As CpuSide
@@ -65,7 +66,7 @@ class FakeSide:
         elif isinstance(message, Release):
             assert not set(message.buffers) & set(self.free), "a buffer was released twice"
             self.free += message.buffers
-        elif isinstance(message, Meet):
+        elif isinstance(message, Meet) and self.meets:
             self.say(Met(number=message.number, nodes=[0], payloads=[message.payload]))
         elif isinstance(message, Want) and self.holds_up:
             self.say(Waiting(what=self.holds_up))

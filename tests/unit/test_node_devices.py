@@ -25,7 +25,18 @@ from atoll.train.node.devices import Devices, places_of
 from atoll.train.node.exchange import said_in
 from atoll.train.place import Place
 from atoll.train.rounds import Ring
-from atoll.wire.device import CaptureAt, Captured, Contribute, Freed, Release, Resumed, Returned, Want
+from atoll.wire.device import (
+    Awake,
+    CaptureAt,
+    Captured,
+    Contribute,
+    Freed,
+    LeftOut,
+    Release,
+    Resumed,
+    Returned,
+    Want,
+)
 
 SAMPLES = (4, 2)  # of the two devices' batches
 
@@ -202,6 +213,26 @@ def test_a_node_that_was_left_out_goes_on_with_all_its_devices(pool: WorkerPool,
     assert (other["lost"], other["resumed"], other["iterations"]) == (0, 0, [])
     for each in (leader, other):
         assert (each["values"], each["at"], each["meeting"]) == ({7.0}, 42, 10)
+
+
+def is_left_out(place: Place) -> tuple[int, str, int]:
+    """Before an iteration, and then in a meeting: how often the CPU side heard that the script is awake."""
+    with device(place, config()) as node:
+        node.lead(lambda side: side.say(LeftOut()))
+        node.backward()
+        awake = len(node.side.of(Awake))
+        node.lead(lambda side: (setattr(side, "meets", False), side.say(LeftOut())))  # type: ignore[func-returns-value]
+        line = said_by(node.session.barrier)
+        return awake, line, len(node.side.of(Awake))
+
+
+def test_devices_say_together_that_they_are_awake_and_not_in_a_meeting(pool: WorkerPool) -> None:
+    leader, other = pool.run(is_left_out, world=2)
+    assert (leader[0], leader[2], other[2]) == (1, 1, 0)
+    for _, line, _ in (leader, other):
+        assert line.startswith(
+            "GivenUpError: node 0: the others went on without this node while it was in the"
+        )
 
 
 class Chatty(threading.Thread):

@@ -21,11 +21,13 @@ from atoll.train.node import exchange, meetings
 from atoll.train.node.exchange import said_in
 from atoll.wire.device import (
     NO_MORE,
+    Awake,
     CaptureAt,
     Captured,
     Clip,
     Contribute,
     Freed,
+    LeftOut,
     Meet,
     Members,
     NodeAt,
@@ -383,8 +385,8 @@ def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
 
 
 def test_a_model_whose_parts_are_called_comes_back_too() -> None:
-    """No forward of the whole takes the return up: the end of a backward does. What was computed before is too
-    old, and weighs nothing."""
+    """No forward of the whole takes the return up: the end of a backward does. What was computed before is
+    too old, and weighs nothing."""
     script = script_at(41)
     node = Node(config())
 
@@ -406,6 +408,21 @@ def test_a_model_whose_parts_are_called_comes_back_too() -> None:
     step()
     assert (node.last().iteration, node.last().weight, node.session.iteration) == (42, 1.0, 43)
     node.session._leave()
+
+
+def test_one_that_is_left_out_in_a_meeting_does_not_come_in_again_by_itself(node: Node) -> None:
+    """Its script could not go on with the others; before an iteration it could."""
+    node.side.meets = False
+    node.side.say(LeftOut())
+    with pytest.raises(GivenUpError, match="went on without this node while it was in the barrier; start it"):
+        node.session.barrier()
+    assert node.side.of(Awake) == []
+
+
+def test_one_that_is_left_out_says_that_it_is_awake(node: Node) -> None:
+    node.side.say(LeftOut())
+    node.backward()
+    assert node.side.of(Awake) == [Awake()]
 
 
 def test_at_the_end_whoever_comes_is_let_in_at_once(node: Node) -> None:

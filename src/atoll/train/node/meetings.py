@@ -82,9 +82,12 @@ class NodeWorkers(MeetingWorkers):
         number = worker.coming_meeting = worker.next_meeting
         worker.next_meeting += 1
         worker.send(Meet(number=number, at=worker.at, what=what[:256], payload=payload))
+        worker.meets = True
         worker.wait(
-            lambda: number in self._met or worker.returned is not None, f"every node's part in {what}"
+            lambda: number in self._met or worker.left_out or worker.returned is not None,
+            f"every node's part in {what}",
         )
+        worker.meets = False
         worker.coming_meeting = worker.next_meeting
         met = self._met.pop(number, None)
         if met is None:

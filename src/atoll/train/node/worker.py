@@ -43,7 +43,7 @@ _SLICE_SECONDS = 0.2  # of a wait, between which the deadline is looked at
 _LEAVING_SECONDS = Settings.linger + 5.0  # for the CPU side to see the others take all, and say goodbye
 
 _OFTEN = ("round", "fetched")  # decisions that may come each iteration: for the journal alone
-_LEADERS = (Waiting, Figures, Told, LeftOut)  # what is the leader's alone to know
+_LEADERS = (Waiting, Figures, Told)  # what is the leader's alone to know
 
 Handler = Callable[[Any, list[int]], None]
 
@@ -84,7 +84,8 @@ class NodeWorker:
         self.door = ""  # of the CPU side, where a device that does not lead may ask it
         self.wanted: list[int] = []  # iterations before which this worker's state is asked for
         self.returned: Returned | None = None  # the others went on without this node; not acted on yet
-        self._left_out = False  # the same; the CPU side is to hear that the script would come back
+        self.left_out = False  # the same; the CPU side has not heard that the script is awake
+        self.meets = False  # the script is in a meeting, which it cannot leave to come back
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
         self._handlers: dict[type, Handler] = {}
         self._closed = False
@@ -217,10 +218,11 @@ class NodeWorker:
             return
         for message in msgspec.msgpack.decode(told, type=list[bytes]):
             self._handle(decode(message), [])
+        self._say_awake()  # the leader has said it
 
     def _say_awake(self) -> None:
-        if self._left_out:
-            self._left_out = False
+        if self.left_out and not self.meets:
+            self.left_out = False
             self.send(Awake())
 
     def _release(self) -> None:
@@ -304,7 +306,7 @@ class NodeWorker:
         self.asked()
 
     def _handle_left_out(self, _message: LeftOut, _descriptors: list[int]) -> None:
-        self._left_out = True
+        self.left_out = True
 
     def _handle_returned(self, message: Returned, _descriptors: list[int]) -> None:
         self.returned, self.incarnation = message, message.incarnation
