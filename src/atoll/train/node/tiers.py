@@ -166,7 +166,7 @@ def _check(memory: Memory) -> None:
     for key, given, why in (
         ("disk", budgets.disk, "the CPU side keeps all in host memory, and has no disk below it"),
         ("master", budgets.master, "the CPU side steps parameters in their own precision"),
-        ("step", budgets.pins.steps_on == "device", "the CPU side makes the optimizer's steps"),
+        ("step", budgets.pins.steps_on not in (None, "host"), "the CPU side makes the optimizer's steps"),
         ("sharding", budgets.pins.sharding, "a node's devices read whole chunks from its CPU side"),
     ):
         if given:
