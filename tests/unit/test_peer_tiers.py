@@ -325,6 +325,7 @@ def test_a_model_is_plain_after_the_session(lent: Lent) -> None:
         ),
         (Memory(device="12KiB", master=True), "memory.master: strategy 'peers' has none: the CPU side steps"),
         (Memory(device="12KiB", step="device"), "memory.step: strategy 'peers' has none: the CPU side makes"),
+        (Memory(device="12KiB", step="0.3"), "memory.step: strategy 'peers' has none: the CPU side makes"),
         (
             Memory(device="12KiB", sharding="symmetric"),
             "memory.sharding: strategy 'peers' has none: a node's",
