@@ -156,8 +156,9 @@ def check(
         assert not found, "\n".join(found)
 
 
-BSP = [Case("gpt", 0.5, 2, True), Case("lora", 0.75)]
+BSP = [Case("lora", 0.75, 2, True)]
 MORE = [
+    Case("gpt", 0.5, 2, True),
     Case("resnet", 0.5, 1, True),
     Case("lstm", 0.75, 2, True),
     Case("thrice", 0.25, 1, True),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,11 +38,14 @@ from torch import Tensor
 from atoll.core.config import Config
 from atoll.core.errors import AtollError, UserError
 from atoll.core.memory import Memory
+from atoll.memory import planning
 from atoll.memory.exchanged import Exchanged
+from atoll.moves.timeline import Bandwidths
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun
 from atoll.train.place import Place
 
+RATES = Bandwidths(to_device=10e9, to_host=8e9, host_steps=1e9, device_steps=1e9, shared=True)
 EDITS = [clips, edits_one_chunk, replaces_and_removes, gives_one_to_the_unused]
 without_tiers = served_session.config
 
@@ -52,8 +56,18 @@ def in_tiers(*arguments: Any, **sync: Any) -> Config:
     return msgspec.structs.replace(without_tiers(*arguments, **sync), memory=memory)
 
 
+@contextmanager
+def configured(config: Callable[..., Config]) -> Iterator[None]:
+    """The other module's sessions have this configuration, and bandwidths are not measured."""
+    with (
+        mock.patch.object(served_session, "config", config),
+        mock.patch.object(planning, "measure", return_value=RATES),
+    ):
+        yield
+
+
 def edits_in_tiers(place: Place, addresses: Sequence[str]) -> list[list[Tensor]]:
-    with mock.patch.object(served_session, "config", in_tiers):
+    with configured(in_tiers):
         found = [train(place, at, range(4), edit) for at, edit in zip(addresses, EDITS, strict=False)]
         return [*found, clips_by_session_then_edits(place, addresses[-1])]
 
@@ -78,7 +92,7 @@ def goes_on(place: Place, address: str, tiers: bool, load: str, save: str, steps
     for parameter in model.parameters() if place.rank or load else ():
         parameter.data.add_(0.1)  # worker 0's count, or the checkpoint's
     config = in_tiers if tiers else without_tiers
-    with mock.patch.object(served_session, "config", config), joined(address, place.rank) as session:
+    with configured(config), joined(address, place.rank) as session:
         session.prepare(model, optimizer)
         if load:
             session.load(load)
@@ -111,7 +125,7 @@ def writes(place: Place, address: str) -> str:
     """Swap an average in and out again, which is no change, and then write: what is said."""
     model, _ = make()
     optimizer = adam(model)
-    with mock.patch.object(served_session, "config", in_tiers), joined(address, place.rank, "asp") as session:
+    with configured(in_tiers), joined(address, place.rank, "asp") as session:
         session.prepare(model, optimizer)
         (tiers,) = session._state.tiers
         assert isinstance(tiers.fitted, Exchanged)
@@ -150,7 +164,7 @@ def test_what_a_script_writes_is_told_and_what_it_puts_back_is_not(pool: WorkerP
 def late(place: Place, address: str) -> str:
     """A run some of whose workers have budgets."""
     config = in_tiers if place.rank else without_tiers
-    with mock.patch.object(served_session, "config", config), joined(address, place.rank) as session:
+    with configured(config), joined(address, place.rank) as session:
         with pytest.raises(AtollError) as said:
             session.prepare(*make())
         return str(said.value)
