@@ -387,3 +387,34 @@ def test_the_search_is_under_a_second() -> None:
     plan = search_plan(profile, RATES, Budgets(device=2**31))
     assert time.process_time() - began < 1.0
     assert plan.predicted.moves["to_device"] > 0
+
+
+@pytest.mark.parametrize("sharding", ["symmetric", "asymmetric"])
+def test_what_travels_between_members_is_in_the_time(sharding: Any) -> None:
+    """40 MB of values, over a link that is the slowest part by far: they come for forward and backward, but
+    for what is cached, and gradients go once; of each the part that others hold."""
+    profile = profile_of([100_000] * 100, seconds=1e-5)
+    values, count, rate = 100 * 400_000, 4, 1e8
+    budgets = Budgets(device=values // 10, pins=Pins(sharding=sharding))
+    slow = msgspec.structs.replace(RATES, members=rate)
+    without = search_plan(profile, RATES, budgets, share=Share(0, count))
+    plan = search_plan(profile, slow, budgets, share=Share(0, count))
+    assert "not in it" in without.reason
+    assert "not in it" not in plan.reason
+    assert "what comes from other members" in plan.reason
+    came = plan.predicted.nbytes["from_members"]
+    assert "from_members" not in without.predicted.nbytes
+    once = values * (count - 1) / count
+    if sharding == "symmetric":
+        assert 2.7 * once < came < 3.1 * once
+    else:  # an owner takes in what all others have of a chunk
+        assert 1.7 * once < came - values * (count - 1) < 2.1 * once
+    # One after the other, but for what copies overlap, and what a step fetches for the next.
+    assert plan.predicted.seconds == pytest.approx(came / rate, rel=0.03)
+    fast = msgspec.structs.replace(RATES, members=1e15)
+    assert search_plan(profile, fast, budgets, share=Share(0, count)).predicted.seconds == pytest.approx(
+        without.predicted.seconds, rel=0.03
+    )
+    steps = msgspec.structs.replace(budgets, pins=Pins(steps_on=0.3))
+    with pytest.raises(UserError, match="step: a share is for one worker"):
+        search_plan(profile, slow, steps, share=Share(0, count))

@@ -154,3 +154,26 @@ def test_what_is_pinned_is_said_with_the_rest(plan: Plan) -> None:
     text = SCRIPT.replace('host="1GiB"', 'host="1GiB", resident="0.2"')
     (line,) = (line for line in plan(text, "48KiB", "1").splitlines() if "to pin it" in line)
     assert line.endswith(', memory.step = "host", memory.resident = "0.2"')
+
+
+def test_the_plan_of_one_of_several_workers(plan: Plan) -> None:
+    found = {}
+    for link in ("1Mbit/s", "100Gbit/s"):
+        text = plan(SCRIPT, "48KiB", "100", options=("--json", "--workers", "3", "--link", link))
+        found[link] = json.loads(text)["plan"]
+    slow, fast = (found[link]["predicted"] for link in found)
+    assert found["1Mbit/s"]["sharding"] == "symmetric"
+    assert slow["seconds"] > slow["nbytes"]["from_members"] / 125e3
+    assert fast["seconds"] < slow["seconds"] / 10
+    said = plan(SCRIPT, "48KiB", "100", options=("--workers", "3", "--link", "1Mbit/s"))
+    assert "from other members" in said
+    assert "  sharding    symmetric: one of 3 workers" in said
+    assert "what comes from other members is not in it" in plan(
+        SCRIPT, "48KiB", "100", options=("--workers", "3")
+    )
+    for options, wrong in (
+        (("--link", "1Gbit/s"), "--link is what goes between several workers"),
+        (("--workers", "2", "--link", "fast"), "--link: 'fast' is not a rate"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            plan(SCRIPT, "48KiB", "100", options=options)

@@ -16,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.core.errors import ConfigError, PrepareError, UserError
 from atoll.core.memory import Memory
+from atoll.memory import planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.planning import assumed_uses, choose, profile_of
 from atoll.memory.profile import Recorder
-from atoll.moves.search import Use, search_plan
+from atoll.memory.sharedplan import agree
+from atoll.moves.search import MemoryPlan, Use, search_plan
 from atoll.moves.timeline import Bandwidths
+from atoll.testing.members import Member, together
 
 RATES = Bandwidths(to_device=10e9, to_host=8e9, host_steps=1e9, device_steps=1e9, shared=True)
 
@@ -208,3 +211,24 @@ def test_bandwidths_are_measured_for_this_optimizer_and_leave_nothing(tmp_path: 
     assert not optimizer.state
     with pytest.raises(ConfigError, match=r"^disk: .*none: cannot be written to"):
         measure(torch.device("cpu"), optimizer, str(tmp_path / "none"))
+
+
+def test_members_measure_what_goes_between_them_and_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(member: Member) -> MemoryPlan:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return agree(model, optimizer, Memory(device="64KiB").budgets(), member)
+
+    given: list[float] = []
+
+    def choosing(*arguments: Any, network: float, **more: Any) -> MemoryPlan:
+        given.append(network)
+        return choose(*arguments, bandwidths=RATES, network=network, **more)
+
+    monkeypatch.setattr(planning, "choose", choosing)
+    plans = together(2, measured)
+    assert len(set(given)) == 1
+    assert given[0] > 0
+    for plan in plans:
+        assert plan.predicted.nbytes["from_members"] > 0
+        assert "not in it" not in plan.reason

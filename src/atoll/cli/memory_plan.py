@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from atoll.core.errors import AtollError, RunError, UserError
-from atoll.core.units import format_bytes, format_seconds
+from atoll.core.errors import AtollError, ConfigError, RunError, UserError
+from atoll.core.units import format_bytes, format_seconds, parse_rate
 from atoll.launch.worker import describe
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ _WAYS = {
     "to_host": "to the host",
     "from_disk": "from disk",
     "to_disk": "to disk",
+    "from_members": "from other members",
 }
 
 
@@ -37,20 +38,29 @@ def show_plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one object, in bytes and seconds.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, help="Plan for one of so many workers of a ring, alike.")
+    ] = 1,
+    link: Annotated[
+        str, typer.Option("--link", help="What goes between the workers each way, such as 10Gbit/s.")
+    ] = "",
 ) -> None:
     """Run SCRIPT up to its third step under its budgets, and print the plan with what it would take.
 
-    The script is ended there; what it prints goes to standard error.
+    The script is ended there; what it prints goes to standard error. With --workers it still runs alone, and
+    the plan is that of the first of so many.
     """
-    seen = _run(script, arguments or [])
+    if link and workers == 1:
+        raise UserError("--link is what goes between several workers; give --workers too")
+    seen = _run(script, arguments or [], workers, _network(link))
     if as_json:
         print(json.dumps(_as_object(seen), indent=2))
         return
-    for line in _lines(script, seen):
+    for line in _lines(script, seen, workers):
         print(line)
 
 
-def _run(script: str, arguments: list[str]) -> Seen:
+def _run(script: str, arguments: list[str], workers: int, network: float) -> Seen:
     from atoll.memory.observing import EnoughSeen, Observation
 
     path = Path(script)
@@ -59,7 +69,7 @@ def _run(script: str, arguments: list[str]) -> Seen:
     argv, first, out = sys.argv, sys.path[0], sys.stdout
     sys.argv, sys.path[0], sys.stdout = [script, *arguments], str(path.resolve().parent), sys.stderr
     try:
-        with Observation() as observation:
+        with Observation(workers, network) as observation:
             runpy.run_path(script, run_name="__main__")
     except EnoughSeen:
         pass
@@ -81,7 +91,15 @@ def _run(script: str, arguments: list[str]) -> Seen:
     return observation.seen
 
 
-def _lines(script: str, seen: Seen) -> Iterator[str]:
+def _network(link: str) -> float:
+    """Bytes/s; 0 where none was given."""
+    try:
+        return parse_rate(link) / 8 if link else 0.0
+    except ConfigError as error:
+        raise UserError(f"--link: {error}") from None
+
+
+def _lines(script: str, seen: Seen, workers: int) -> Iterator[str]:
     plan = seen.plan or seen.first
     predicted = plan.predicted
     yield f"{script}: {seen.budgets.describe()}"
@@ -91,15 +109,17 @@ def _lines(script: str, seen: Seen) -> Iterator[str]:
     else:
         yield f"  device      {blocks}: {plan.cache_blocks} of them a cache, {len(plan.resident)} chunks stay"
     yield f"  optimizer   {_steps_on(plan)}"
-    yield f"  sharding    {'none: one member' if plan.sharding == 'none' else plan.sharding}"
+    sharding = "none: one member" if workers == 1 else f"{plan.sharding}: one of {workers} workers"
+    yield f"  sharding    {sharding}"
     yield (
         f"  peaks       device {format_bytes(predicted.device_peak)}, "
         f"host {format_bytes(predicted.host_peak)}, disk {format_bytes(predicted.disk_peak)}"
     )
     moved = [
-        f"{format_bytes(predicted.nbytes[way])} {name} ({predicted.moves[way]} moves)"
+        f"{format_bytes(predicted.nbytes[way])} {name}"
+        + (f" ({predicted.moves[way]} moves)" if way in predicted.moves else "")
         for way, name in _WAYS.items()
-        if predicted.moves[way]
+        if predicted.nbytes.get(way)
     ]
     yield f"  a step      {', '.join(moved) or 'no moves'}"
     if seen.plan is None or seen.as_run is None:

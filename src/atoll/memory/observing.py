@@ -20,6 +20,7 @@ from atoll.memory.bandwidth import measure, settle
 from atoll.memory.engine import Engine
 from atoll.memory.planning import choose, measurable, profile_of
 from atoll.memory.profile import Recorder
+from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan
 from atoll.moves.timeline import Bandwidths
 
@@ -62,7 +63,10 @@ class EnoughSeen(BaseException):
 class Observation:
     """A context: within it the first `fit` is observed. Afterwards `seen` is what was found; None: no fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1, network: float = 0.0) -> None:
+        """The plan is searched for one of so many `workers`, between whom `network` bytes/s go each way."""
+        self._share = Share(0, workers) if workers > 1 else None
+        self._network = network
         self.seen: Seen | None = None
         self._fitted: Fitted | None = None
         self._steps, self._began = 0, 0.0
@@ -118,7 +122,15 @@ class Observation:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
         profile = profile_of(model, optimizer, self._uses, master=budgets.master)
-        plan = choose(model, optimizer, budgets, profile=profile, bandwidths=bandwidths)
+        plan = choose(
+            model,
+            optimizer,
+            budgets,
+            profile=profile,
+            bandwidths=bandwidths,
+            share=self._share,
+            network=self._network,
+        )
         as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)
         self.seen = Seen(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())
 

@@ -31,11 +31,13 @@ def choose(
     lent: int = 0,
     elsewhere: int | None = None,
     sums: bool = False,
+    network: float = 0.0,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
     second); with `share`, for one of several members; with `lent`, for one of so many devices to which
     others lend it, who step it; with `elsewhere`, where shards step it, and that many bytes
-    of host memory are staging; with `sums`, a group's sums lie beside a member's gradients.
+    of host memory are staging; with `sums`, a group's sums lie beside a member's gradients. `network`
+    bytes/s go between members, each way (0: not known).
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -48,6 +50,8 @@ def choose(
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
+    if network:
+        bandwidths = msgspec.structs.replace(bandwidths, members=network)
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)

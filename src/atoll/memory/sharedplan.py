@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 
 import msgspec
@@ -14,6 +15,9 @@ from atoll.memory import planning
 from atoll.memory.members import Members
 from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan
+
+_EXCHANGED = 2**18  # elements, of 4 bytes, of an exchange that is timed
+_TRIALS = 3  # of which the shortest counts; the first makes the connections
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -34,6 +38,7 @@ def agree(
     member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError,
     ConfigError and PrepareError, naming the member, on all alike."""
     share = Share(members.rank, members.count)
+    network = _network(members)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
     def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
@@ -42,7 +47,7 @@ def agree(
                 alike, "memory.step: a share is for one worker; members step in host memory what they own"
             )
         try:
-            plan = planning.choose(model, optimizer, given, share=share)
+            plan = planning.choose(model, optimizer, given, share=share, network=network)
         except AtollError as error:
             return None, _Word(alike, str(error))
         held = zlib.crc32(msgspec.msgpack.encode(plan.holding))
@@ -70,6 +75,21 @@ def agree(
                 raise PrepareError(f"member {member} finds other holders of chunks than member 0")
     assert plan is not None
     return plan
+
+
+def _network(members: Members) -> float:
+    """Bytes/s between the members, each way, the least that any of them finds: a timed exchange."""
+    if members.count == 1:
+        return 0.0
+    splits = [_EXCHANGED // members.count] * members.count
+    sent, into = torch.zeros(sum(splits)), torch.empty(sum(splits))
+    seconds = []
+    for _ in range(_TRIALS):
+        began = time.perf_counter()
+        members.exchange(sent, splits, into, "what goes between the members, measured").wait()
+        seconds.append(time.perf_counter() - began)
+    told = [float(word) for word in members.gather(repr(min(seconds)).encode(), "what they have measured")]
+    return 4 * (sum(splits) - splits[0]) / max(max(told), 1e-9)
 
 
 def _told(word: _Word, members: Members, what: str) -> list[_Word]:

@@ -17,7 +17,7 @@ from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
 from atoll.core.units import format_bytes, format_seconds
 from atoll.moves.owners import UNIT, Holding, Share, deal_whole, split_evenly
-from atoll.moves.timeline import DIRECTIONS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
+from atoll.moves.timeline import DIRECTIONS, MEMBERS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
 
 PAGE = 4096  # bytes: payloads in host memory begin on one
 SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
@@ -109,11 +109,13 @@ def search_plan(
     """The plan with the highest predicted throughput that keeps within `budgets`, and to their pins.
 
     `share`: the model is shared with other members, who step what they own in host memory, and this is one
-    member's plan; what the network takes is not in it. `lent`: the model is stepped elsewhere, in host memory
-    that is not this worker's, which lends its values to so many devices; the host's budget is not looked at.
-    Deterministic.
+    member's plan; what travels between them is in it where `bandwidths.members` is known. `lent`: the model
+    is stepped elsewhere, in host memory that is not this worker's, which lends its values to so many devices;
+    the host's budget is not looked at. Deterministic.
     Raises UserError that names the tier and the least budget that would do.
     """
+    if share is not None and isinstance(budgets.pins.steps_on, float):
+        raise UserError("memory.step: a share is for one worker; members step in host memory what they hold")
     shapes = [_Shape(profile, size, share, budgets.pins.sharding, lent) for size in _sizes(profile, budgets)]
     plans: list[tuple[MemoryPlan, _Shape]] = []
     refused: list[_LeastError] = []
@@ -212,7 +214,7 @@ class _Shape:
         self.staging_bytes = profile.staging_bytes
         if share is not None:
             holding = self.holding = self._held_by(share.count)
-            self.costs = [self._part(chunk, holding.part(chunk.id, share.rank)) for chunk in self.map.chunks]
+            self.costs = [self._held(chunk, holding, share.rank) for chunk in self.map.chunks]
             if share.count > 1:
                 self.staging_bytes = STAGES * max(self._arriving(chunk, holding) for chunk in self.map.chunks)
                 if self.sharding == "symmetric":
@@ -235,6 +237,19 @@ class _Shape:
         if self.sharding == "symmetric":
             return split_evenly(extents, groups)
         return deal_whole(extents, [sum(cost.payloads.values()) for cost in self.every], groups)
+
+    def _held(self, chunk: Chunk, holding: Holding, rank: int) -> ChunkCosts:
+        """The costs of a chunk for one of several members: what it holds, and what travels."""
+        costs, (begin, end) = self._part(chunk, holding.part(chunk.id, rank)), holding.part(chunk.id, rank)
+        size, others = itemsize(chunk.dtype), len(holding.members_of(chunk.id)) - 1
+        largest = max(part.numel for part in holding.parts[chunk.id])
+        # Each member sends what others hold, and takes in what they have of its own part.
+        summed = max(chunk.extent - (largest if len(holding.parts[chunk.id]) > 1 else 0), others * largest)
+        return msgspec.structs.replace(
+            costs,
+            arrives=(chunk.extent - (end - begin)) * size,
+            summed=summed * size if others and "gradient" in costs.payloads else 0,
+        )
 
     @staticmethod
     def _arriving(chunk: Chunk, holding: Holding) -> int:
@@ -609,7 +624,7 @@ def _reason(
     if plan.holding is not None:
         split = "chunks are split evenly over the members"
         told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
-        told += "; what comes from other members is not in it"
+        told += "" if rates.members else "; what comes from other members is not in it"
     told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
     told += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
@@ -628,6 +643,8 @@ def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere
         "copies to the device": predicted.nbytes["to_device"] / rates.to_device,
         "copies to the host": predicted.nbytes["to_host"] / rates.to_host,
     }
+    if MEMBERS in predicted.nbytes:
+        parts["what comes from other members"] = predicted.nbytes[MEMBERS] / rates.members
     if plan.disk_bytes:
         parts["reads from disk"] = predicted.nbytes["from_disk"] / rates.from_disk
         parts["writes to disk"] = predicted.nbytes["to_disk"] / rates.to_disk

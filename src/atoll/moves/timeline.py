@@ -16,18 +16,23 @@ import msgspec
 
 _STEPS = 3  # that are run; the last one's time and moves count
 DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
+MEMBERS = "from_members"  # what comes from other members, in bytes alone
 
 
 class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk: how many blocks of the device's arena it takes, the bytes of a move, the elements that are
     stepped here (0: none), and the bytes of the payloads that the host keeps of it, by kind.
-    `stepped_elsewhere`: another member steps it, or a shard."""
+    `stepped_elsewhere`: another member steps it, or a shard. `arrives` are the bytes of its values that come
+    from other members whenever it comes to the device, `summed` those that a member sends or takes in for the
+    sum of its gradients, whichever is most of any member."""
 
     blocks: int
     nbytes: int
     elements: int
     payloads: dict[str, int]  # "values", "master", "gradient", "state"
     stepped_elsewhere: bool = False
+    arrives: int = 0
+    summed: int = 0
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -40,8 +45,9 @@ class Call(msgspec.Struct, frozen=True):
 
 class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine moves and steps: bytes/s each way, elements/s that an optimizer steps, and the
-    seconds that a move takes whatever its size. `shared`: the device is the CPU, whose cores compute and
-    the host's steps share."""
+    seconds that a move takes whatever its size. `members`: bytes/s that go between the members of a group,
+    each way (0: not known, and taken to take no time). `shared`: the device is the CPU, whose cores compute
+    and the host's steps share."""
 
     to_device: float
     to_host: float
@@ -50,6 +56,7 @@ class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
     host_steps: float
     device_steps: float
     latency: float = 0.0
+    members: float = 0.0
     shared: bool = False
 
 
@@ -361,17 +368,36 @@ class _Clock:
                 room = max((self._used.get(c, 0.0) for c in victims), default=0.0)
                 # A chunk that is brought again lies where it was used; and it is stepped before.
                 after = max(room, there[index], self._stepped.get(chunk, 0.0))
-                end = self._move("to_device", self._chunks[chunk].nbytes, after)
+                end = self._arrive(chunk, after)
                 self._used[(chunk, "values")] = end
                 begin = max(begin, end)
             free["compute"] = begin + call.seconds
             for chunk in call.chunks:
                 self._used[chunk] = free["compute"]
             self._gradients(accesses[position], there, len(loads[position]))
+        self._sum()
         free["compute"] += (
             self._timeline.device_elements / rates.device_steps if self._timeline.device_elements else 0.0
         )
         self._steps(accesses, disk, len(calls))
+
+    def _arrive(self, chunk: int, after: float) -> float:
+        """Bring a chunk to the device: the thread that copies fetches first what other members hold of it."""
+        costs = self._chunks[chunk]
+        if costs.arrives and self._rates.members:
+            self._nbytes[MEMBERS] = self._nbytes.get(MEMBERS, 0) + costs.arrives
+            begin = max(self._free["to_device"], after)
+            self._free["to_device"] = begin + costs.arrives / self._rates.members
+        return self._move("to_device", costs.nbytes, after)
+
+    def _sum(self) -> None:
+        """When backward has ended, and the last gradient has left the device, the members sum what each holds
+        of the gradients, chunk by chunk; the script waits for it."""
+        summed = sum(self._chunks[c].summed for call in self._timeline.calls for c in call.gradients)
+        if summed and self._rates.members:
+            self._nbytes[MEMBERS] = self._nbytes.get(MEMBERS, 0) + summed
+            begin = max(self._free["compute"], self._free["to_host"])
+            self._free["compute"] = begin + summed / self._rates.members
 
     def _gradients(self, accesses: list[_Access], there: list[float], first: int) -> None:
         for access, room in zip(accesses[first:], there[first:], strict=True):
