@@ -244,6 +244,7 @@ REVIEWED: dict[str, str] = {
     "memory/sharing.py: Sharing.close: self._fetching.shutdown(wait=False, cancel_futures=True)": (
         "it does not wait"
     ),
+    "memory/sharedplan.py: _network: exchanged.wait()": "its waits are Channel.wait's (sync.timeout)",
     "memory/sharing.py: _Sum.wait: self._round.wait()": "its waits are Channel.wait's (sync.timeout)",
     "memory/sharing.py: Sharing._take_stage: self._condition.wait_for(lambda: self._stages, _DEADLINE), "
     "holding self._condition": _RELEASES,
