@@ -140,7 +140,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         choose(model, optimizer, Memory(device="20KiB", disk=f"{tmp_path}/none:1MiB").budgets())
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(PrepareError, match="LBFGS"):
-        choose(model, lbfgs, Memory(device="20KiB").budgets(), bandwidths=RATES)
+        choose(model, lbfgs, Memory(device="20KiB").budgets())
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Bandwidths
 from atoll.tensors.binding import specs_of
+from atoll.tensors.optimizer import elementwise_keys
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 
@@ -47,6 +48,8 @@ def choose(
     check_folder(budgets)
     if lent:
         optimizer = None
+    if optimizer is not None:
+        elementwise_keys(optimizer)  # or its line, before a step of it is timed
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
