@@ -16,6 +16,7 @@ from atoll.memory.fitted import Fitted, Moving, Resident
 from atoll.memory.initialising import InitialisedParameter
 from atoll.memory.lent import Flats, LentModel
 from atoll.memory.members import Members
+from atoll.memory.over import refuse_apart
 from atoll.memory.parameters import ChunkParameter
 from atoll.memory.payloads import Payloads
 from atoll.memory.sharded import Sharded
@@ -41,6 +42,9 @@ def plan(
     budgets = memory.budgets()
     _check(model, dict(model.named_parameters()))
     if members is None:
+        refuse_apart(
+            model, "and there are no others here: fit it with members, in a session of strategy ring"
+        )
         return planning.choose(model, optimizer, budgets, lent=lent)
     return agree(model, optimizer, budgets, members)
 

@@ -8,7 +8,7 @@ member tells in one word for all of a chunk's parameters of which it holds somet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import TrainedChunk
-from atoll.memory.payloads import MASTER, state_kind
-from atoll.memory.sharing import Sharing
+from atoll.memory.payloads import MASTER, Key, state_kind
 from atoll.memory.states import ChunkStates, Settings
+from atoll.moves.owners import Part
 from atoll.tensors.optimizer import State
 
 _MOST_BYTES = 2**20  # of one number: what is kept for a parameter as a whole is a scalar or little more
@@ -69,11 +69,31 @@ def _told(key: str, value: Any, name: str) -> Value:
     )
 
 
+class Holders(Protocol):
+    """Those who hold parts of chunks, and can be asked: `Sharing`, or another group's."""
+
+    @property
+    def count(self) -> int:
+        """Of sync points: what was asked before another one is old."""
+
+    def words(self, chunk: int) -> str:
+        """The chunk, for people."""
+
+    def others(self, chunk: int) -> Sequence[Part]:
+        """What they hold of it."""
+
+    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        """A payload, (numel,), with what they hold of elements `begin` to `end`."""
+
+    def description(self, chunk: int, holder: int) -> bytes:
+        """What is kept for its parameters, in a word of `described`."""
+
+
 class SharedStates:
     """What an optimizer's `Stepper` asks of the states of a chunk, for one of which others step a part; `own`
     is what is stepped here, None: nothing."""
 
-    def __init__(self, trained: TrainedChunk, sharing: Sharing, group: int, own: ChunkStates | None) -> None:
+    def __init__(self, trained: TrainedChunk, sharing: Holders, group: int, own: ChunkStates | None) -> None:
         self.trained, self.group, self._sharing, self._own = trained, group, sharing, own
         self._known: dict[int, Sequence[_Slot]] = {}  # by holder
         self._count = -1  # as of which count

@@ -52,10 +52,13 @@ class Members(Protocol):
         or at the end of its backward.
         """
 
-    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+    def exchange(
+        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+    ) -> Waitable:
         """Begin to send `tensor`, as above, in pieces of `splits` elements, the r-th to member r. `into`
-        takes what the members send to this one, itself included, by rank: `count` times as many elements as
-        its own split has. All members give the same splits."""
+        takes what `senders` send to this one, itself included, by rank: as many times the elements that its
+        own split has. Members that send to one another give the same splits; the others get nothing of
+        theirs."""
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         """Every member's word, by rank."""

@@ -11,6 +11,7 @@ from torch import nn
 from atoll.chunks import ParameterSpec
 from atoll.core.memory import Budgets, check_folder
 from atoll.memory.bandwidth import measure
+from atoll.memory.over import features_of
 from atoll.memory.stepping import state_dtypes, stepped_dtype
 from atoll.moves.owners import Share
 from atoll.moves.search import MemoryPlan, Profile, Use, search_plan
@@ -87,8 +88,13 @@ def profile_of(
 
 
 def specs_for(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterSpec, ...]:
-    """The model's parameters as the layout sees them: those of one param group share chunks."""
-    return tuple(specs_of(dict(model.named_parameters()), settings_of(optimizer)))
+    """The model's parameters as the layout sees them: those of one param group share chunks, and those that
+    the same members share."""
+    features = features_of(model)
+    return tuple(
+        msgspec.structs.replace(spec, feature=features.get(spec.name, ""))
+        for spec in specs_of(dict(model.named_parameters()), settings_of(optimizer))
+    )
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> Mapping[nn.Parameter, str]:

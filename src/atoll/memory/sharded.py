@@ -24,7 +24,9 @@ from atoll.memory import interrupts
 from atoll.memory.fitted import Moving
 from atoll.memory.foreign import SharedStates, described
 from atoll.memory.gradients import Gradients, TrainedChunk
+from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members
+from atoll.memory.othergroups import Held, groups_of, held_by_groups
 from atoll.memory.payloads import Payloads
 from atoll.memory.sharedgradients import SharedGradients
 from atoll.memory.sharing import Sharing
@@ -82,9 +84,16 @@ class Sharded(Moving):
             self.plan.holding,
             self._store,
             self.plan.staging_bytes,
+            self._grouping(chunks),
         )
         self._members.serve(self.sharing.read)
         return self.sharing
+
+    def _grouping(self, chunks: Sequence[TrainedChunk]) -> Grouping | None:
+        if self.plan.share is None:
+            return None
+        groups = self.chunk_map.groups
+        return Grouping(self.plan.share, [groups[each.chunk.group].feature for each in chunks])
 
     def _gradients_of(self, trained: Sequence[TrainedChunk]) -> Gradients:
         self.sharing.came = self._payload_came
@@ -143,6 +152,25 @@ class Sharded(Moving):
         self.gradients.check_summed()
         return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """By name, the groups of each parameter that they have of their own (`atoll.memory.over`)."""
+        return groups_of(self.sharing, list(self.engine.chunks.values()))
+
+    @property
+    def choices(self) -> list[tuple[str, str, str]]:
+        found: dict[str, list[str]] = {}
+        for name, groups in self.groups.items():
+            found.setdefault(str(groups), []).append(name)
+        said = "atoll.memory.over was given {} parameters, {!r} among them"
+        mine = [("memory.over", groups, said.format(len(names), names[0])) for groups, names in found.items()]
+        return [*super().choices, *mine]
+
+    def held_by_groups(self) -> Held:
+        """What the other groups hold of these; read as it is used, until the next sync point."""
+        stepped = set() if self._stepper is None else {each.chunk.id for each in self._trained}
+        return held_by_groups(self.sharing, list(self.engine.chunks.values()), stepped)
+
     def sync(self, what: str) -> None:
         """All members come here, and what their scripts have written is seen by all from here on."""
         self.engine.write_back()
@@ -165,15 +193,20 @@ class Sharded(Moving):
         return self.engine.next_used(chunks)
 
     def _agree_on_presence(self) -> None:
-        told = self.gradients.presence()
-        sums = self.sharing.agree([float(here) for here in told], f"optimizer.step() {self.sharing.steps}")
-        for number, count in enumerate(sums):
-            if 0 < count < self._members.count:
-                raise UserError(
-                    f"{count:g} of {self._members.count} members have a gradient of "
-                    f"{self.gradients.name(number)!r} after their mean was taken: what a script does "
-                    "to p.grad, it must do on all members alike"
-                )
+        grouping, trained = self.sharing.grouping, [each.chunk.id for each in self._trained]
+        present = [[float(here) for here in self.gradients.present(chunk)] for chunk in trained]
+        kinds = [grouping.kind(chunk) for chunk in trained]
+        told = [place for each in zip(kinds, present, strict=True) for place in grouping.spread(*each)]
+        heard = iter(self.sharing.agree(told, f"optimizer.step() {self.sharing.steps}"))
+        for kind, each in zip(kinds, self._trained, strict=True):
+            counts = grouping.heard(kind, heard, len(each.names))
+            for group, members in zip(counts, grouping.groups(kind), strict=True):
+                for name, count in zip(each.names, group, strict=True):
+                    if 0 < count < len(members):
+                        raise UserError(
+                            f"{count:g} of {len(members)} members have a gradient of {name!r} after their "
+                            "mean was taken: what a script does to p.grad, it must do on all members alike"
+                        )
 
     def _count_writes(self) -> None:
         """For autograd, what others alone step is written into here too."""

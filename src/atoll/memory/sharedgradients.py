@@ -10,13 +10,17 @@ to the next sync point, since members' scripts do not run in step.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import grad_scaler
+from torch.nn.utils import clip_grad
 
 from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
@@ -27,6 +31,8 @@ from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
+_FRAMES = 8  # from where p.grad is read to the function that reads it
+_ABSENT = -1.0  # in the place of a norm: there is no gradient
 _PIECE = 2**20  # elements that are summed at once in double precision, which takes a copy of them
 
 
@@ -226,6 +232,7 @@ class _SharedChunk(ChunkGradients):
             yield self._sharing.sum(chunk, flat, what)
             self._add_earlier(flat)
         self._is_mean(agreed)
+        self.release()  # of what another group alone has gradients
 
     def _add_earlier(self, flat: Tensor) -> None:
         if self._aside is not None:
@@ -377,6 +384,15 @@ class SharedGradients(Gradients):
             raise UserError(f"{self._sharing.words(chunk)} is frozen, and has no gradient")
         return self._chunks[chunk].for_others()
 
+    def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
+        if self._sharing.grouping.is_apart and (caller := _of_all_gradients(sys._getframe(1))):
+            raise UserError(
+                f"{caller} sees this group's gradients alone, and some parameters are others in other groups "
+                "(atoll.memory.over); clip by clip_grad_norm_ of the session, or of what memory.fit gave, "
+                "and train without a GradScaler"
+            )
+        return super().grad_of(parameter)
+
     def close(self) -> None:
         """Let go of all gradients: what is summed is with its holders alone."""
         for handle in self._handles:
@@ -397,22 +413,41 @@ class SharedGradients(Gradients):
 
         Gives the sum of `samples`. Raises UserError where weights sum to 0 though there are gradients.
         """
-        chunks = list(self._chunks.values())
-        come = [weight > 0 and here for each in chunks for here in each.come]
-        told = [weight, samples, float(any(any(each.come) for each in chunks)), *map(float, come)]
-        what = f"the gradients of step {self._sharing.steps}"
-        total, samples, with_gradients, *there = self._sharing.agree(told, what)
+        chunks, grouping = list(self._chunks.values()), self._sharing.grouping
+        kinds = [grouping.kind(each.trained.chunk.id) for each in chunks]
+        told = [samples, weight, float(any(any(each.come) for each in chunks))]
+        for kind in grouping.kinds:
+            told += grouping.spread(kind, [weight])
+        for kind, each in zip(kinds, chunks, strict=True):
+            told += grouping.spread(kind, [float(weight > 0 and here) for here in each.come])
+        heard = iter(self._sharing.agree(told, f"the gradients of step {self._sharing.steps}"))
+        samples, total, with_gradients = next(heard), next(heard), next(heard)
         if total <= 0 and with_gradients:
             raise UserError(
                 f"step {self._sharing.steps}: the members' weights sum to {total:g}; session.weight must be "
                 "above 0 on a worker that has gradients"
             )
+        scales = {}
+        for kind in grouping.kinds:
+            (of_group,) = grouping.heard(kind, heard, 1)[grouping.own(kind)]
+            scales[kind] = weight / of_group if of_group > 0 else 0.0
+        there = [
+            grouping.heard(kind, heard, len(each.come)) for kind, each in zip(kinds, chunks, strict=True)
+        ]
         with torch.no_grad():  # around all: sums end in another order than that of their blocks
-            self._sum(chunks, [value > 0 for value in there], weight / total if total > 0 else 0.0)
+            self._sum(chunks, there, scales)
         self._sharing.passed()
         return samples
 
-    def _sum(self, chunks: Sequence[_SharedChunk], there: Sequence[bool], scale: float) -> None:
+    def _sum(
+        self,
+        chunks: Sequence[_SharedChunk],
+        there: Sequence[Sequence[Sequence[float]]],
+        scales: Mapping[str, float],
+    ) -> None:
+        """`there`: for each chunk how many members of each of its groups have a gradient, by slot. All take
+        part in the sums of a chunk of which any group has some."""
+        grouping = self._sharing.grouping
         under_way: deque[tuple[ExitStack, Waitable]] = deque()
 
         def end_first() -> None:
@@ -421,14 +456,13 @@ class SharedGradients(Gradients):
             under_way.popleft()
             stack.close()
 
-        start = 0
         try:
-            for each in chunks:
-                agreed = there[start : start + len(each.come)]
-                start += len(each.come)
-                if any(agreed):
+            for each, groups in zip(chunks, there, strict=True):
+                kind = grouping.kind(each.trained.chunk.id)
+                agreed = [count > 0 for count in groups[grouping.own(kind)]]
+                if any(any(counts) for counts in groups):
                     stack = ExitStack()
-                    under_way.append((stack, stack.enter_context(each.sum(agreed, scale))))
+                    under_way.append((stack, stack.enter_context(each.sum(agreed, scales[kind]))))
                     if len(under_way) == _UNDER_WAY:
                         end_first()
                 else:
@@ -449,15 +483,6 @@ class SharedGradients(Gradients):
                     f"the gradient of {name!r} is this member's own: call Fitted.reduce(weight, samples) on "
                     "all members when the backward has ended, before clipping and optimizer.step()"
                 )
-
-    def presence(self) -> list[bool]:
-        """Of all parameters of all chunks, in order: which have a gradient."""
-        return [here for each in self._chunks.values() for here in each.present]
-
-    def name(self, number: int) -> str:
-        """The parameter at this place of `presence`."""
-        names = [name for each in self._chunks.values() for name in each.trained.names]
-        return names[number]
 
     def step_made(self) -> None:
         """A step was begun on all members."""
@@ -488,27 +513,43 @@ class SharedGradients(Gradients):
 
     def _norms(self, norm_type: float) -> dict[int, Tensor]:
         self.check_summed()
-        counted: list[tuple[_SharedChunk, int]] = []
-        own: list[float] = []  # what this member tells of each; NaN is a norm, so 0 where it holds nothing
+        own: list[
+            float
+        ] = []  # what this member tells of each slot; NaN is a norm, so 0 where it holds nothing
         for each in self._chunks.values():
             measured = each.measured(norm_type)
-            for slot, here in enumerate(each.present):
-                if here:
-                    counted.append((each, slot))
-                    own.append(float(measured.get(slot, 0.0)))
+            own += [
+                float(measured.get(slot, 0.0)) if here else _ABSENT for slot, here in enumerate(each.present)
+            ]
         what = f"the norms of the gradients of step {self._sharing.steps}"
         word = torch.tensor(own, dtype=torch.float64).numpy().tobytes()  # which holds all dtypes' values
         rows = [_heard(told, len(own), what) for told in self._sharing.members.gather(word, what)]
-        holding, norms = self._sharing.holding, {}
-        for column, (each, slot) in enumerate(counted):
-            chunk, place = each.trained.chunk, each.trained.chunk.slots[slot]
+        norms: dict[int, Tensor] = {}
+        columns = zip(*rows, strict=True)  # what each member tells of a slot
+        for each in self._chunks.values():
+            for slot, column in zip(range(len(each.present)), columns, strict=False):
+                norms.update(self._norms_of(each.trained, slot, column, norm_type))
+        return norms
+
+    def _norms_of(
+        self, trained: TrainedChunk, slot: int, told: Sequence[float], norm_type: float
+    ) -> dict[int, Tensor]:
+        """Of a slot's gradient, in each group that has one of its own, in order of parameters and groups: by
+        what the members tell of what they hold."""
+        chunk, place = trained.chunk, trained.chunk.slots[slot]
+        groups = self._sharing.grouping.groups(self._sharing.grouping.kind(chunk.id))
+        own = self._sharing.holding.members_of(chunk.id)
+        norms = {}
+        for number, group in enumerate(groups):
+            names = dict(zip(own, group, strict=True))  # who holds there what a member holds here
             parts = [
-                float(rows[part.member][column])
-                for part in holding.parts[chunk.id]
+                told[names[part.member]]
+                for part in self._sharing.holding.parts[chunk.id]
                 if part.begin < place.offset + place.numel and place.offset < part.end
             ]
-            norm = combined(parts, norm_type)
-            norms[place.parameter] = torch.tensor(norm, dtype=torch.float64).to(each.trained.dtype)
+            if told[group[0]] != _ABSENT:
+                norm = torch.tensor(combined(parts, norm_type), dtype=torch.float64)
+                norms[place.parameter * self._sharing.members.count + number] = norm.to(trained.dtype)
         return norms
 
     def all_finite(self) -> bool:
@@ -544,6 +585,20 @@ def partial_norm(part: Tensor, norm_type: float) -> Tensor:
     for piece in torch.split(part, _PIECE):
         total += torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) ** norm_type
     return total
+
+
+def _of_all_gradients(frame: FrameType | None) -> str:
+    """The function of torch's that reads a gradient here and asks something of all of them together."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        code = frame.f_code
+        if code.co_filename == clip_grad.__file__ and code.co_name == "clip_grad_norm_":
+            return "torch.nn.utils.clip_grad_norm_"
+        if code.co_filename == grad_scaler.__file__:
+            return "torch.amp.GradScaler"
+        frame = frame.f_back
+    return ""
 
 
 def combined(parts: Sequence[float], norm_type: float) -> float:

@@ -13,7 +13,8 @@ from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, U
 from atoll.core.memory import Budgets
 from atoll.memory import planning
 from atoll.memory.members import Members
-from atoll.moves.owners import Share
+from atoll.memory.over import share_among
+from atoll.moves.owners import Holding
 from atoll.moves.search import MemoryPlan
 
 _EXCHANGED = 2**18  # elements, of 4 bytes, of an exchange that is timed
@@ -37,7 +38,15 @@ def agree(
     """This member's plan. All stays on the devices only if it does on each; else chunks have the size that
     member 0 has found, and who finds its own budgets too small for it says so to all. Raises UserError,
     ConfigError and PrepareError, naming the member, on all alike."""
-    share = Share(members.rank, members.count)
+    share = share_among(model, members)
+    if share.apart:  # whole copies would be summed over all members alike
+        if budgets.pins.steps_on == "device":
+            raise ConfigError(
+                "memory.step: with atoll.memory.over chunks are stepped in host memory; leave it at auto, or "
+                "write host"
+            )
+        pins = msgspec.structs.replace(budgets.pins, steps_on="host")
+        budgets = msgspec.structs.replace(budgets, pins=pins)
     network = _network(members)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
@@ -50,7 +59,7 @@ def agree(
             plan = planning.choose(model, optimizer, given, share=share, network=network)
         except AtollError as error:
             return None, _Word(alike, str(error))
-        held = zlib.crc32(msgspec.msgpack.encode(plan.holding))
+        held = _checksum(plan.holding, members.count)
         return plan, _Word(alike, "", plan.chunk_bytes, plan.fits, plan.sharding, held)
 
     plan, word = found(budgets)
@@ -74,7 +83,18 @@ def agree(
             if each.holding != words[0].holding:
                 raise PrepareError(f"member {member} finds other holders of chunks than member 0")
     assert plan is not None
-    return plan
+    return msgspec.structs.replace(plan, share=share)
+
+
+def _checksum(holding: Holding | None, count: int) -> int:
+    """Of what all members find alike: who holds what of the chunks that all share."""
+    if holding is None:
+        return 0
+    shared = [
+        parts if len(group) == count else len(parts)
+        for group, parts in zip(holding.groups, holding.parts, strict=True)
+    ]
+    return zlib.crc32(msgspec.msgpack.encode(shared))
 
 
 def _network(members: Members) -> float:
@@ -86,7 +106,9 @@ def _network(members: Members) -> float:
     seconds = []
     for _ in range(_TRIALS):
         began = time.perf_counter()
-        exchanged = members.exchange(sent, splits, into, "what goes between the members, measured")
+        exchanged = members.exchange(
+            sent, splits, into, range(members.count), "what goes between the members, measured"
+        )
         exchanged.wait()
         seconds.append(time.perf_counter() - began)
     told = [float(word) for word in members.gather(repr(min(seconds)).encode(), "what they have measured")]

@@ -19,10 +19,11 @@ from torch import Tensor
 from atoll.chunks import Chunk
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.memory.arena import Arena, Block
+from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members, Waitable
 from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.store import Store
-from atoll.moves.owners import Holding, Part
+from atoll.moves.owners import Holding, Part, Share
 from atoll.moves.search import STAGES
 
 FETCHING = 16  # fetches at once, beside those of the threads that want a chunk
@@ -63,9 +64,12 @@ class Sharing:
         holding: Holding,
         store: Store,
         staging_bytes: int,
+        grouping: Grouping | None = None,
     ) -> None:
         self.members, self.store, self.rank = members, store, members.rank
         self.holding, self._names = holding, list(names)
+        everybody = Share(members.rank, members.count)
+        self.grouping = Grouping(everybody, [""] * len(chunks)) if grouping is None else grouping
         self._extents = [chunk.extent for chunk in chunks]
         self._parts = [holding.part(chunk.id, self.rank) for chunk in chunks]
         self._others = [
@@ -254,7 +258,7 @@ class Sharing:
 
     def _fetch_part(self, key: Key, memory: Tensor, part: Part) -> None:
         with torch.inference_mode(False):  # on whatever thread
-            self._fetch(part.member, key, memory[part.begin : part.end])
+            self.fetch(part.member, key, memory[part.begin : part.end])
 
     def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
         """A payload, (numel,), in memory of its own, with what others hold of elements `begin` to `end`; what
@@ -273,7 +277,8 @@ class Sharing:
         self._latest = latest
         return latest.memory
 
-    def _fetch(self, holder: int, key: Key, into: Tensor) -> None:
+    def fetch(self, holder: int, key: Key, into: Tensor) -> None:
+        """Fill `into` with the first of what a member holds of a payload."""
         chunk, kind = key
         what = f"{self.words(chunk)} as of step {self.steps}"
         if kind != VALUES:
@@ -284,11 +289,11 @@ class Sharing:
     def description(self, chunk: int, holder: int) -> bytes:
         """What the holder's `described` gives; empty where nothing is kept for its part."""
         size = torch.empty(1, dtype=torch.int64)
-        self._fetch(holder, (chunk, "described.size"), size)
+        self.fetch(holder, (chunk, "described.size"), size)
         if not int(size):
             return b""
         word = torch.empty(int(size), dtype=torch.uint8)
-        self._fetch(holder, (chunk, "described"), word)
+        self.fetch(holder, (chunk, "described"), word)
         return word.numpy().tobytes()
 
     def sum(self, chunk: int, flat: Tensor, what: str) -> Waitable:
@@ -428,8 +433,9 @@ class _Sum(Waitable):
         self._parts = sharing.holding.parts[chunk]
         self._stage = sharing._take_stage(chunk, None)
         self._stage.holds = None
+        self._senders = sharing.holding.members_of(chunk)
         # Of one holder's chunk as much at once as it has room for from all members; of others all.
-        room = self._stage.block.memory.nbytes // flat.itemsize // sharing.members.count
+        room = self._stage.block.memory.nbytes // flat.itemsize // len(self._senders)
         step = room if len(self._parts) == 1 else flat.numel()
         self._rounds = iter([(i, min(i + step, flat.numel())) for i in range(0, flat.numel(), step)])
         self._begin(*next(self._rounds))
@@ -442,8 +448,8 @@ class _Sum(Waitable):
             splits[part.member] = last - first
             if part.member == members.rank:
                 self._own = self._flat[first:last]
-        self._into = self._stage.block.view(members.count * self._own.numel(), self._flat.dtype)
-        self._round = members.exchange(self._flat[begin:end], splits, self._into, self._what)
+        self._into = self._stage.block.view(len(self._senders) * self._own.numel(), self._flat.dtype)
+        self._round = members.exchange(self._flat[begin:end], splits, self._into, self._senders, self._what)
 
     def wait(self) -> None:
         while True:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -11,11 +13,27 @@ import msgspec
 UNIT = 64
 
 
+Groups: TypeAlias = "tuple[tuple[int, ...], ...]"  # that share like chunks: each member is in one of them
+
+
 class Share(msgspec.Struct, frozen=True):
-    """A member of a group that shares a model: `rank` of `count`."""
+    """A member of a group that shares a model: `rank` of `count`.
+
+    `apart` says of chunk groups, by their feature, which members share them: those of one name are other
+    chunks in each of these groups. All members share the rest.
+    """
 
     rank: int
     count: int
+    apart: dict[str, Groups] = {}
+
+    def groups_of(self, feature: str) -> Groups:
+        """The groups of members that share chunks of this feature, each group chunks of its own."""
+        return self.apart.get(feature, (tuple(range(self.count)),))
+
+    def group_of(self, feature: str, member: int) -> int:
+        """The number of the group among those that this member is in."""
+        return next(i for i, group in enumerate(self.groups_of(feature)) if member in group)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -87,15 +105,17 @@ def deal_whole(extents: Sequence[int], nbytes: Sequence[int], groups: Sequence[S
 
 
 def owners_of(nbytes: Sequence[int], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """For each chunk the member of its group that owns it: the largest first, each to who has least so far,
-    by the bytes that a chunk takes at home. The same sizes give the same owners everywhere.
+    """For each chunk the member of its group that owns it: the largest first, each to who has least so far of
+    those of this group, by the bytes that a chunk takes at home. The same sizes give the same owners
+    everywhere.
 
-    Where all chunks are of one group, no member gets more than the mean and one chunk.
+    Of the chunks of one group no member gets more than the mean and one chunk.
     """
     owners = [0] * len(nbytes)
-    loads: dict[int, int] = {member: 0 for group in groups for member in group}
+    loads: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)  # what others share counts apart
     for chunk in sorted(range(len(nbytes)), key=lambda chunk: (-nbytes[chunk], chunk)):
-        owner = min(groups[chunk], key=lambda member: (loads[member], member))
+        group = tuple(groups[chunk])
+        owner = min(group, key=lambda member: (loads[group, member], member))
         owners[chunk] = owner
-        loads[owner] += nbytes[chunk]
+        loads[group, owner] += nbytes[chunk]
     return tuple(owners)

@@ -96,6 +96,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     holding: Holding | None = None  # who holds what of each chunk; None with one member
     steps_share: float = 0.0
     staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
+    share: Share | None = None  # this member, and which members share what; None with one member
 
 
 def search_plan(
@@ -213,7 +214,7 @@ class _Shape:
         self.holding: Holding | None = None
         self.staging_bytes = profile.staging_bytes
         if share is not None:
-            holding = self.holding = self._held_by(share.count)
+            holding = self.holding = self._held_by(share)
             self.costs = [self._held(chunk, holding, share.rank) for chunk in self.map.chunks]
             if share.count > 1:
                 self.staging_bytes = STAGES * max(self._arriving(chunk, holding) for chunk in self.map.chunks)
@@ -231,8 +232,9 @@ class _Shape:
             ]
         self.calls = _calls(profile, self.map)
 
-    def _held_by(self, members: int) -> Holding:
-        groups = [range(members)] * len(self.map.chunks)
+    def _held_by(self, share: Share) -> Holding:
+        features = [self.map.groups[chunk.group].feature for chunk in self.map.chunks]
+        groups = [share.groups_of(each)[share.group_of(each, share.rank)] for each in features]
         extents = [chunk.extent for chunk in self.map.chunks]
         if self.sharding == "symmetric":
             return split_evenly(extents, groups)

@@ -95,15 +95,18 @@ class Member:
             total += part
         tensor.copy_(total)
 
-    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+    def exchange(
+        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+    ) -> Waitable:
         assert tensor.is_contiguous()
         assert tensor.numel() == sum(splits)
-        assert into.numel() == self.count * splits[self.rank]
+        assert into.numel() == len(senders) * splits[self.rank]
         self.bytes_sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
         all_splits = self._group.meet(self.rank, list(splits), what)
-        assert all_splits == [all_splits[0]] * self.count
+        assert all(all_splits[rank] == list(splits) for rank in senders)
+        assert not any(s[self.rank] for rank, s in enumerate(all_splits) if rank not in senders)
         sent = self._group.meet(self.rank, tensor.clone(), what)
-        into.copy_(torch.cat([torch.split(each, list(splits))[self.rank] for each in sent]))
+        into.copy_(torch.cat([torch.split(sent[rank], list(splits))[self.rank] for rank in senders]))
         tensor.fill_(float("nan"))  # whose parts nobody is to read as they were
         return _Done()
 

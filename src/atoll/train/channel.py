@@ -172,10 +172,11 @@ class Channel:
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
 
-    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor) -> Work:
+    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int]) -> Work:
         """Begin to send `tensor` in pieces of `splits` elements, the r-th to the worker of rank r; `into`
-        takes the pieces for this one, by rank. All give the same splits."""
-        own = [splits[self.place.rank]] * self.place.world
+        takes the pieces that `senders` have for this one, by rank. Those who send to one another give the
+        same splits."""
+        own = [splits[self.place.rank] if rank in senders else 0 for rank in range(self.place.world)]
         return self._begin("alltoall_base", into, tensor, own, list(splits), dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:

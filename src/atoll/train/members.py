@@ -132,9 +132,11 @@ class WorkerMembers:
         self.sent += self._channel.sends(tensor.nbytes)
         self._channel.wait(self._channel.sum(tensor), what)
 
-    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, what: str) -> Waitable:
+    def exchange(
+        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+    ) -> Waitable:
         self.sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
-        return _Collective(self._channel, self._channel.exchange(tensor, splits, into), what)
+        return _Collective(self._channel, self._channel.exchange(tensor, splits, into, senders), what)
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         return self._channel.gather(word, what)

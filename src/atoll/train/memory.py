@@ -20,6 +20,7 @@ from atoll.memory.fit import Fitted, fit, fit_exchanged, plan, plan_exchanged
 from atoll.memory.fitted import Moving
 from atoll.memory.planning import specs_for
 from atoll.memory.sharded import Sharded
+from atoll.moves.owners import Groups
 from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
@@ -114,6 +115,17 @@ class Tiers:
     def fit(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the model train in chunks from now on."""
         self.fitted = fit(model, optimizer, memory=self._memory, members=self._members, plan=self._plan)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether other workers may hold a part of the model."""
+        return self._connect is not None
+
+    def groups_of(self, feature: str) -> Groups:
+        """The groups of workers that have parameters of this feature (memory/over.py), each its own; alone,
+        there is one."""
+        share = None if self._plan is None else self._plan.share
+        return ((0,),) if share is None else share.groups_of(feature)
 
     @property
     def shared(self) -> Sharded | None:

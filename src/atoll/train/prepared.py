@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from atoll.chunks import ChunkMap, lay_out
 from atoll.core.config import Config
 from atoll.core.errors import BindingError, NonFiniteGradientError, PrepareError
 from atoll.memory.exchanged import Exchanged
+from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
 from atoll.tensors.optimizer import StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
+from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
 from atoll.train.clipping import GradientNorm
 from atoll.train.exchange import Exchange, MeanSteps
@@ -66,6 +68,10 @@ class Prepared:
         _refuse_sparse(self.module)
         self.parameters = dict(self.module.named_parameters())
         check_bindable(self.parameters)
+        if tiers is None or not tiers.has_members:
+            refuse_apart(
+                self.module, "and takes a ring's workers under budgets of memory: strategy 'ring', [memory]"
+            )
         _to_device(self.module, self.parameters, device)
         settings = _settings(optimizer, self.parameters)
         specs = specs_of(self.parameters, settings)
@@ -89,10 +95,13 @@ class Prepared:
             others = [chunk.flat for chunk in self.chunks if chunk.chunk.id not in brought]
             workers.take_from_first(others, "worker 0's parameters")
         else:
-            beside = [p for c in self.chunks if c.chunk.id not in brought for p in c.parameters]
-            for parameter in beside:  # one by one: all may not be in memory at once
-                with torch.no_grad():
-                    workers.take_from_first([parameter], "worker 0's parameters")
+            assert tiers is not None
+            features = features_of(self.module)
+            for chunk in self.chunks:
+                if chunk.chunk.id not in brought:
+                    for name, parameter in zip(chunk.names, chunk.parameters, strict=True):
+                        # One by one: all may not be in memory at once.
+                        take_from_groups(workers, parameter, tiers.groups_of(features.get(name, "")))
         workers.take_from_first(self.module.buffers(), "worker 0's buffers")
         self.norm = GradientNorm(self.parameters)
         self.trained = {name for chunk in trained for name in chunk.names}
@@ -158,6 +167,22 @@ class Prepared:
     def _shared(self) -> Sharded | None:
         """The model, where several members hold it together."""
         return None if self.tiers is None else self.tiers.shared
+
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """By name, the groups of each parameter that they have of their own (`atoll.memory.over`)."""
+        return {} if self._shared is None else self._shared.groups
+
+    @property
+    def held_by_groups(self) -> dict[str, Any]:
+        """What the other groups hold of these, for a checkpoint."""
+        return {} if self._shared is None else self._shared.held_by_groups()
+
+    @property
+    def stepped_names(self) -> list[str]:
+        """The names of the optimizer's parameters, in the order of its state_dict."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [names.get(id(p), "") for group in self.optimizer.param_groups for p in group["params"]]
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients by their global norm; returns the norm before (strategy `peers`: of this node's

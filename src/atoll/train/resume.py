@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import CheckpointError
+from atoll.memory.othergroups import check_held, of_member
 from atoll.tensors.checkpoint import pack, read_checkpoint, unpack, write_checkpoint
 from atoll.train.leased_sampler import LeasedSampler
 from atoll.train.memory import Tiers
@@ -70,6 +71,8 @@ class TrainingState:
         failure = ""
         if self._workers.is_first:
             trees = {"optimizer": [p.optimizer.state_dict() for p in self.prepared], "state": state}
+            if any(held := [prepared.held_by_groups for prepared in self.prepared]):
+                trees["groups"] = held
             try:
                 write_checkpoint(path, model=self._models(), trees=trees)
             except CheckpointError as error:
@@ -86,6 +89,7 @@ class TrainingState:
             checkpoint = read_checkpoint(path, lazily=any(_lies_elsewhere(p.module) for p in self.prepared))
             model, trees = checkpoint.model, checkpoint.trees
             self._check(model, trees, str(path))
+            model = self._of_own_groups(model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
         except CheckpointError as error:
@@ -98,6 +102,24 @@ class TrainingState:
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         self._load_random(state["random"])
+
+    def _of_own_groups(self, model: dict[str, Any], trees: dict[str, Any], where: str) -> dict[str, Any]:
+        """The model as this worker's groups have it, and its optimizers' state in `trees`, where groups have
+        parameters of their own. Raises CheckpointError where those of the checkpoint are others."""
+        held = trees.get("groups", [{}] * len(self.prepared))
+        for index, (prepared, its) in enumerate(zip(self.prepared, held, strict=True)):
+            check_held(its, prepared.groups, where)
+            if its:
+                own = of_member(
+                    its,
+                    self._workers.place.rank,
+                    _of_model(model, index),
+                    trees["optimizer"][index],
+                    prepared.stepped_names,
+                )
+                model = {**model, **{_prefix(index) + name: value for name, value in own[0].items()}}
+                trees["optimizer"][index] = own[1]
+        return model
 
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """What is in `model` and `trees` of the models, optimizers, schedulers and registered objects."""

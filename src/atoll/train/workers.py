@@ -164,21 +164,25 @@ class Workers:
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by worker 0's values; shapes and dtypes are the same everywhere."""
+        self.take_from(0, tensors, what)
+
+    def take_from(self, root: int, tensors: Iterable[Tensor], what: str) -> None:
+        """The same by the values of the worker of rank `root` of a ring."""
         held = list(tensors)
         if self.channel is not None:
-            self._round(what, lambda: self._take_from_first(held, what))
+            self._round(what, lambda: self._take_from(root, held, what))
 
-    def _take_from_first(self, tensors: Sequence[Tensor], what: str) -> None:
+    def _take_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
         channel = self.channel
         if channel is None:
             return
-        first = self.place.rank == 0
+        first = self.place.rank == root
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
             # A copy: a broadcast that is given up may go on writing into what it was given.
             host = tensor.detach().to("cpu", copy=not first).contiguous()
-            channel.wait(channel.broadcast(_sendable(host)), what)
+            channel.wait(channel.broadcast(_sendable(host), root), what)
             if not first:
                 tensor.copy_(host)
 

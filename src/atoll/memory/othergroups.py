@@ -1,0 +1,158 @@
+"""What other groups of members hold of the parts of a model that are not everybody's (memory/over.py), for a
+checkpoint, which has the values of all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import CheckpointError
+from atoll.memory.foreign import SharedStates
+from atoll.memory.gradients import TrainedChunk
+from atoll.memory.payloads import VALUES, Key
+from atoll.memory.sharing import Sharing
+from atoll.moves.owners import Part
+from atoll.tensors.lazy import LazyTensor
+
+# For each parameter that groups have of their own, by name: the groups, and each one's value and optimizer
+# state; None in the place of that group which the checkpoint's model and optimizer are of.
+Held: TypeAlias = dict[str, dict[str, Any]]
+
+
+class OtherGroup:
+    """Chunks of one kind as another group has them: of these, this member holds nothing."""
+
+    def __init__(self, sharing: Sharing, kind: str, group: int) -> None:
+        self._sharing = sharing
+        self._holding = sharing.grouping.seen_by(kind, sharing.holding, group)
+        self._latest: tuple[Key, int, Tensor, set[int]] | None = None  # payload, count, memory, who has sent
+
+    @property
+    def count(self) -> int:
+        return self._sharing.count
+
+    def words(self, chunk: int) -> str:
+        return self._sharing.words(chunk)
+
+    def others(self, chunk: int) -> Sequence[Part]:
+        return self._holding.parts[chunk]
+
+    def description(self, chunk: int, holder: int) -> bytes:
+        return self._sharing.description(chunk, holder)
+
+    def fetched(self, key: Key, numel: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        """As `Sharing.fetched`."""
+        if self._latest is None or self._latest[:2] != (key, self.count):
+            with torch.inference_mode(False):
+                self._latest = key, self.count, torch.empty(numel, dtype=dtype), set()
+        _, _, memory, there = self._latest
+        for part in self.others(key[0]):
+            first, last = part.overlap(begin, end)
+            if first < last and part.member not in there:
+                with torch.inference_mode(False):
+                    self._sharing.fetch(part.member, key, memory[part.begin : part.end])
+                there.add(part.member)
+        return memory
+
+    def value(self, trained: TrainedChunk, slot: int) -> Tensor:
+        """A copy of a parameter's value there, on the CPU."""
+        place = trained.chunk.slots[slot]
+        key, end = (trained.chunk.id, VALUES), place.offset + place.numel
+        flat = self.fetched(key, trained.extent, trained.dtype, place.offset, end)
+        return trained.part(flat, slot).clone()
+
+
+def held_by_groups(sharing: Sharing, chunks: Sequence[TrainedChunk], trained: Collection[int]) -> Held:
+    """What each group holds, but for this member's own: tensors that are read as they are used. `trained` are
+    the chunks that an optimizer steps."""
+    held: Held = {}
+    for kind in sharing.grouping.kinds:
+        groups, own = sharing.grouping.groups(kind), sharing.grouping.own(kind)
+        if len(groups) == 1:
+            continue
+        others = [None if i == own else OtherGroup(sharing, kind, i) for i in range(len(groups))]
+        for each in chunks:
+            if sharing.grouping.kind(each.chunk.id) != kind:
+                continue
+            states = [
+                None if other is None or each.chunk.id not in trained else SharedStates(each, other, 0, None)
+                for other in others
+            ]
+            for slot, name in enumerate(each.names):
+                held[name] = {
+                    "groups": [list(group) for group in groups],
+                    "values": [other and _value(other, each, slot) for other in others],
+                    "states": [its and _state(its, each, slot) for its in states],
+                }
+    return held
+
+
+def _value(other: OtherGroup, each: TrainedChunk, slot: int) -> Tensor:
+    return LazyTensor(partial(other.value, each, slot), each.likes[slot].shape, each.dtype)
+
+
+def _state(states: SharedStates, each: TrainedChunk, slot: int) -> dict[str, Any]:
+    shape = each.likes[slot].shape
+    elements = {
+        key: LazyTensor(partial(states.elements, slot, key), shape, dtype)
+        for key, dtype in states.kept(slot).items()
+    }
+    return {**states.numbers(slot), **elements}
+
+
+def groups_of(sharing: Sharing, chunks: Sequence[TrainedChunk]) -> dict[str, list[list[int]]]:
+    """By name, the groups of each parameter that they have of their own."""
+    found = {}
+    for each in chunks:
+        groups = sharing.grouping.groups(sharing.grouping.kind(each.chunk.id))
+        if len(groups) > 1:
+            found.update({name: [list(group) for group in groups] for name in each.names})
+    return found
+
+
+def check_held(held: Mapping[str, Any], groups: Mapping[str, list[list[int]]], where: str) -> None:
+    """Raise CheckpointError, naming the first parameter, unless these are the groups that the checkpoint was
+    written by."""
+    for name in [*groups, *held]:
+        there, here = held.get(name, {}).get("groups"), groups.get(name)
+        if there != here:
+            raise CheckpointError(
+                f"{where}: {name!r} is of {_words(there)}, and of {_words(here)} here (atoll.memory.over); "
+                "prepare the same groups, or load model.safetensors alone, which has worker 0's"
+            )
+
+
+def _words(groups: object) -> str:
+    return "all workers alike" if groups is None else f"the groups {groups}"
+
+
+def of_member(
+    held: Mapping[str, Any],
+    rank: int,
+    model: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    names: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint's model and optimizer as this member's group is to load them. `names` are the optimizer's
+    parameters, in the order of its groups."""
+    values, states = dict(model), dict(optimizer["state"])
+    numbers = {name: index for index, name in enumerate(names)}
+    for name, value, state in _chosen(held, rank):
+        if value is None:  # its own are in the model and the optimizer
+            continue
+        values[name] = value
+        if name in numbers:
+            states.pop(numbers[name], None)
+            if state:
+                states[numbers[name]] = state
+    return values, {**optimizer, "state": states}
+
+
+def _chosen(held: Mapping[str, Any], rank: int) -> Iterator[tuple[str, Any, Any]]:
+    for name, each in held.items():
+        group = next(i for i, members in enumerate(each["groups"]) if rank in members)
+        yield name, each["values"][group], each["states"][group]

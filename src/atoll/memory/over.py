@@ -1,0 +1,147 @@
+"""Parts of a model that only some of the members share: experts that lie with one group, and other experts of
+the same names with another. Source: S2, part 3."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from torch import nn
+
+from atoll.core.errors import PrepareError, RunError, UserError
+from atoll.memory.members import Members
+from atoll.memory.parameters import place_of
+from atoll.moves.owners import Groups, Share
+
+_MARK = "_atoll_over"  # an attribute of a parameter: the members that share it
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says of the parameters that it has given one call's members."""
+
+    members: tuple[int, ...]
+    names: int  # a checksum
+    first: str  # the first name, for people
+    count: int
+
+
+def over(part: nn.Module | Iterable[nn.Parameter], ranks: Iterable[int]) -> None:
+    """Let the parameters of `part` be shared by the workers of `ranks` alone, this one among them.
+
+    Called on every worker, before `session.prepare` or `fit`, with the same part of the model; the lists of
+    all workers are groups that each worker is in one of, all of one size. Each group has values of its own.
+    Gradients of these parameters are the mean over the group, by its members' weights. Raises UserError for
+    ranks that are none, and for parameters that were given others before, or lie in chunks already.
+    """
+    given = list(ranks) if isinstance(ranks, Iterable) else []
+    are_ranks = all(type(rank) is int and rank >= 0 for rank in given)
+    if not given or not are_ranks or len(set(given)) < len(given):
+        raise UserError(
+            f"atoll.memory.over: ranks are a list of different whole numbers from 0 on, not {given or ranks}"
+        )
+    members = tuple(sorted(given))
+    parameters = list(part.parameters() if isinstance(part, nn.Module) else part)
+    if not parameters or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
+        raise UserError("atoll.memory.over: give it a module that has parameters, or parameters")
+    for parameter in parameters:
+        if place_of(parameter) is not None:
+            raise UserError("atoll.memory.over: this model is prepared already; call it before that")
+        if over_of(parameter) not in ((), members):
+            raise UserError(
+                f"atoll.memory.over: a parameter of shape {tuple(parameter.shape)} is over "
+                f"{list(over_of(parameter))} already, and cannot be over {given} too"
+            )
+    for parameter in parameters:
+        setattr(parameter, _MARK, members)
+
+
+def over_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The members that `over` has given it; empty: all."""
+    found: tuple[int, ...] = vars(parameter).get(_MARK, ())
+    return found
+
+
+def features_of(model: nn.Module) -> dict[str, str]:
+    """By the names of those parameters that were given members: what tells those of one list from those of
+    another. It is the same on all members, whose lists are not."""
+    found: dict[tuple[int, ...], str] = {}
+    features = {}
+    for name, parameter in model.named_parameters():
+        members = over_of(parameter)
+        if members:
+            features[name] = found.setdefault(members, f"over {len(found)}")
+    return features
+
+
+def refuse_apart(model: nn.Module, why: str) -> None:
+    """Raise PrepareError, naming the first, if any parameter was given members."""
+    for name, parameter in model.named_parameters():
+        if over_of(parameter):
+            raise PrepareError(
+                f"atoll.memory.over has given {name!r} the workers {list(over_of(parameter))}, {why}"
+            )
+
+
+def share_among(model: nn.Module, members: Members) -> Share:
+    """This member's part, and which members share what, once all have said the same; a collective. Raises
+    PrepareError, on all alike, where they have not."""
+    own: dict[str, list[str]] = {}
+    lists: dict[str, tuple[int, ...]] = {}
+    parameters = dict(model.named_parameters())
+    for name, feature in features_of(model).items():
+        own.setdefault(feature, []).append(name)
+        lists[feature] = over_of(parameters[name])
+    words = [
+        _Word(lists[feature], zlib.crc32("\0".join(names).encode()), names[0], len(names))
+        for feature, names in own.items()
+    ]
+    told = []
+    what = "what the members have given atoll.memory.over"
+    for member, word in enumerate(members.gather(msgspec.msgpack.encode(words), what)):
+        try:
+            told.append(msgspec.msgpack.decode(word, type=list[_Word]))
+        except msgspec.MsgspecError as error:
+            raise RunError(f"member {member}'s word on {what}: {error}") from None
+    _check_alike(told)
+    apart = {feature: _groups([word[i] for word in told]) for i, feature in enumerate(own)}
+    return Share(members.rank, members.count, apart)
+
+
+def _check_alike(told: Sequence[Sequence[_Word]]) -> None:
+    first = [(word.names, word.count) for word in told[0]]
+    for member, words in enumerate(told):
+        if [(word.names, word.count) for word in words] != first:
+            raise PrepareError(
+                f"atoll.memory.over: member {member} has given it {_words(words)}, and member 0 "
+                f"{_words(told[0])}; give it the same parts of the model on all members"
+            )
+
+
+def _words(words: Sequence[_Word]) -> str:
+    parts = [f"{word.count} parameters from {word.first!r} on" for word in words]
+    return " and ".join(parts) or "nothing"
+
+
+def _groups(words: Sequence[_Word]) -> Groups:
+    """The groups that the members' lists make. Raises PrepareError where they make none."""
+    what = f"atoll.memory.over of {words[0].first!r}"
+    for member, word in enumerate(words):
+        given = list(word.members)
+        if member not in given:
+            raise PrepareError(f"{what}: member {member} gives {given}, and is not among them itself")
+        if given[-1] >= len(words):
+            raise PrepareError(f"{what}: member {member} gives {given}, and there are {len(words)} members")
+        for other in given:
+            if words[other].members != word.members:
+                theirs = list(words[other].members)
+                raise PrepareError(
+                    f"{what}: member {member} gives {given}, and member {other} {theirs}; all members of a "
+                    "list give the same"
+                )
+        if len(given) != len(words[0].members):
+            raise PrepareError(
+                f"{what}: member {member} gives {given}, and member 0 {list(words[0].members)}; the lists "
+                "are to be equally long"
+            )
+    return tuple(sorted({word.members for word in words}))
