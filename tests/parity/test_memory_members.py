@@ -336,6 +336,48 @@ def test_states_of_the_optimizer_are_seen_by_all_and_load_everywhere(name: str) 
     assert same(found[1][1], values_of(model))
 
 
+class WithNothing(nn.Module):
+    """Parameters without elements before, between and behind others, and one smaller than a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (0, 300, 0, 1, 90, 0)
+        self.parts = nn.ParameterList([nn.Parameter(torch.full((size,), 0.5)) for size in sizes])
+
+    def forward(self) -> Tensor:
+        return torch.cat([part.flatten() for part in self.parts]).square().sum()
+
+
+@BOTH
+def test_parameters_without_elements_are_trained_and_have_a_state(sharding: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = WithNothing()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, fitted: Sharded | None) -> Any:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            if fitted is not None:
+                fitted.reduce()
+            optimizer.step()
+        return plainly(optimizer.state_dict())
+
+    def body(member: Member) -> tuple[Any, list[Tensor]]:
+        model, optimizer = make()
+        budget = Memory(device="4KiB", chunk="4096", step="host", sharding=sharding)
+        with fit(model, optimizer, memory=budget, members=member) as fitted:
+            assert isinstance(fitted, Sharded)
+            state = train(model, optimizer, fitted)
+        return state, values_of(model)
+
+    plain, optimizer = make()
+    wanted = train(plain, optimizer, None)
+    for state, values in together(3, body):
+        check_same_states(state, wanted)
+        torch.testing.assert_close(values, values_of(plain))
+
+
 def plainly(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.clone()
@@ -370,6 +412,16 @@ def check_gone(fitted: Sharded, rank: int) -> None:
             gradient.norm()
 
 
+def edit(model: Any, step: int) -> None:
+    """What a script makes of all gradients, and of some: each member sees at once what its own has made."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    if step != 1:  # after which gradients are to be gone, and what scripts have views of stays
+        model.head.weight.grad.view(-1)[::2] *= 3
+    model.positions.grad = torch.ones_like(model.positions) * 0.01
+    model.tokens.weight.grad = None
+
+
 @BOTH
 def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
     script = Script("gpt", (1.0, 1.0))
@@ -380,9 +432,9 @@ def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             script.backward(model, member.rank, step, fitted)
             seen.append([p.grad.clone() for p in model.parameters()])
-            model.head.weight.grad.mul_(0.5)
-            model.positions.grad = torch.ones_like(model.positions) * 0.01
-            model.tokens.weight.grad = None
+            edit(model, step)
+            seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
             optimizer.step()
             if step == 1:
                 check_gone(fitted, member.rank)
@@ -396,9 +448,9 @@ def test_gradients_as_scripts_read_and_write_them(sharding: str) -> None:
         for rank in range(2):
             script.backward(model, rank, step, None)
         seen.append([p.grad.clone() for p in model.parameters()])
-        model.head.weight.grad.mul_(0.5)
-        model.positions.grad = torch.ones_like(model.positions) * 0.01
-        model.tokens.weight.grad = None
+        edit(model, step)
+        seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
     for told, values in found:
         assert same(told, seen)

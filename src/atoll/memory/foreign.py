@@ -127,12 +127,9 @@ class SharedStates:
 
     def _told(self, slot: int) -> _Slot:
         """What a member that holds some of the parameter says of it."""
-        place = self.trained.chunk.slots[slot]
-        holder = next(
-            part.member
-            for part in self._sharing.others(self.trained.chunk.id)
-            if part.begin < place.offset + max(place.numel, 1) and place.offset < part.end
-        )
+        begin, end = self.trained.place(slot)
+        others = self._sharing.others(self.trained.chunk.id)
+        holder = next(part.member for part in others if part.begin < end and begin < part.end)
         return self._slots(holder)[slot]
 
     def _slots(self, holder: int) -> Sequence[_Slot]:

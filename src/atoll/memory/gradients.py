@@ -58,6 +58,15 @@ class TrainedChunk:
         place = self.chunk.slots[slot]
         return flat[place.offset : place.offset + place.numel]
 
+    def place(self, slot: int) -> tuple[int, int]:
+        """From where to where a slot lies; of one without elements, an element beside it: who holds that
+        keeps what is kept of the slot."""
+        place = self.chunk.slots[slot]
+        if place.numel:
+            return place.offset, place.offset + place.numel
+        last = max(self.extent - 1, 0)
+        return min(place.offset, last), min(place.offset, last) + 1
+
 
 class Slot:
     """One parameter's gradient, as a proxy asks for it."""

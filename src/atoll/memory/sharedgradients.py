@@ -51,9 +51,7 @@ class _SharedSlot(Slot):
         like, device = chunk.trained.likes[index], chunk.trained.device
         with torch.inference_mode(False), torch.no_grad():
             lent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-            if index in chunk.edits:
-                lent.copy_(chunk.edits[index])
-            elif not overwrites:
+            if not overwrites:
                 chunk.copy_mean(index, lent)
         before = lent._version
         yield lent
@@ -94,10 +92,11 @@ class _SharedChunk(ChunkGradients):
         # The mean as others may still read it, where this member has let go of it since: at which count.
         self._former: tuple[int, Tensor] | None = None
         self.is_stepped = False  # since it was summed: who holds it may let go of it at any time
-        # By slot, of what the script has changed since the last sync point: the part as it was, for others,
-        # and where they hold some of it, the whole as it is, for this member's script.
+        # Of what the script has changed since the last sync point: by slot, this member's part as it was, for
+        # others; and which slots, of those that others hold some of, count for this member's script as they
+        # lie in the payload, whole.
         self.originals: dict[int, Tensor] = {}
-        self.edits: dict[int, Tensor] = {}
+        self.edits: set[int] = set()
         # The payload, between the script's thread and those that answer others:
         self._lock = threading.RLock()
 
@@ -168,7 +167,7 @@ class _SharedChunk(ChunkGradients):
 
     def forget(self, index: int) -> None:
         super().forget(index)
-        self.edits.pop(index, None)
+        self.edits.discard(index)
         self.come[index] = self.earlier[index] = False
 
     def release(self) -> None:
@@ -189,6 +188,9 @@ class _SharedChunk(ChunkGradients):
         """What the script has changed may be seen by all."""
         self.originals.clear()
         self.edits.clear()
+        if self.is_mean and not self.is_mine and self.filled:
+            self.filled = False
+            self.payloads.drop(self.key)
 
     def measured(self, norm_type: float) -> dict[int, Tensor]:
         """By slot, of what this member holds of those that are present: the norm, where it is all of it; else
@@ -289,7 +291,7 @@ class _SharedChunk(ChunkGradients):
     def copy_mean(self, index: int, into: Tensor) -> None:
         """Copy the mean, wherever it is, into a tensor of the parameter's shape and device."""
         self.check_readable(index)
-        if self.is_whole(index):
+        if self.is_whole(index) or index in self.edits:
             with self.settled() as flat:
                 into.copy_(self.trained.part(flat, index))
             return
@@ -303,34 +305,23 @@ class _SharedChunk(ChunkGradients):
 
     def write(self, index: int, values: Tensor) -> None:
         """The script has changed the mean."""
-        if not self.own_numel(index):
-            return
         # Which waits for the step, and then locks: the step locks too.
         with self.settled(writes=True) as flat:
-            self._keep_original(flat, index)
-            self.trained.part(flat, index).copy_(values)  # beyond this member's part, nobody reads it
+            self._note_change(flat, index)
+            self.trained.part(flat, index).copy_(values)
             self.norms.pop(index, None)
-        self._keep_edit(index, values)
-
-    def _keep_edit(self, index: int, values: Tensor) -> None:
-        """Keep what the script has made of a gradient, in host memory, where it cannot be had otherwise."""
-        if self.is_whole(index):
-            return
-        like = self.trained.likes[index]
-        with torch.inference_mode(False), torch.no_grad():
-            if index not in self.edits:
-                self.edits[index] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-            self.edits[index].copy_(values)
 
     def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
-        if self.is_mean and self.own_numel(index):
-            self._keep_original(flat, index)
-            self._keep_edit(index, kept)
+        if self.is_mean:
+            self._note_change(flat, index)
         super().take_in(flat, index, kept)
 
-    def _keep_original(self, flat: Tensor, index: int) -> None:
-        if self.present[index]:
+    def _note_change(self, flat: Tensor, index: int) -> None:
+        """The script changes a slot of the mean, all of which counts for it until all members meet."""
+        if self.present[index] and self.own_numel(index):
             self.originals.setdefault(index, self.own(flat, index).clone())
+        if not self.is_whole(index):
+            self.edits.add(index)
 
     def for_others(self) -> Tensor:
         """A copy of this member's part of the mean as the last sync point has left it."""

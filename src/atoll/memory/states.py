@@ -110,8 +110,8 @@ class ChunkStates:
 
     def has(self, slot: int) -> bool:
         """Whether any of a slot is held here; of one without elements, its place."""
-        place = self.trained.chunk.slots[slot]
-        return place.offset < self.end and place.offset + max(place.numel, 1) > self.begin
+        begin, end = self.trained.place(slot)
+        return begin < self.end and end > self.begin
 
     def _bounds(self, first: int, last: int) -> tuple[int, int]:
         """Where these slots lie in the payloads that are here."""
