@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from member_lives import outcomes
 from safetensors.torch import load_file
 from test_members_session import CONFIG, WIDTH, close, seen, told
 from torch import Tensor, nn
 
 import atoll
 from atoll.core.memory import Memory
+from atoll.tensors import checkpoint
 from atoll.testing.pool import WorkerPool
 from atoll.train.place import Place
 from atoll.train.session import Session
@@ -144,3 +149,48 @@ def test_mistakes_are_one_line_on_all(pool: WorkerPool, part: Any, said: str) ->
     for line in pool.run(told, part, world=2):
         assert said in line
         assert "\n" not in line
+
+
+def dies_as_it_is_read(place: Place, folder: str) -> None:
+    """Worker 3, while worker 0 writes the file of groups: it holds a part of what comes there."""
+    model, optimizer = build(place.rank, PAIRS)
+    with atoll.join(CONFIG, place=place) as session:
+        session.prepare(model, optimizer, memory=BUDGET)
+        steps(session, model, optimizer, 0, 1)
+        session.save(folder)
+        steps(session, model, optimizer, 1, 2)
+        (tiers,) = session._state.tiers
+        assert tiers.shared is not None
+        assert tiers._members is not None
+        assert place.store is not None
+        store, read, write = place.store, tiers.shared.sharing.read, checkpoint.write_tensors
+
+        def tell(path: Path, held: Any) -> Any:
+            if path.name == "groups.safetensors":
+                store.set("writing", "1")
+            return write(path, held)
+
+        def die(key: Any, count: int) -> Any:
+            if store.check(["writing"]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return read(key, count)
+
+        if place.rank == 0:
+            checkpoint.write_tensors = tell
+        if place.rank == 3:
+            tiers._members.serve(die)
+        session.save(folder)
+
+
+@pytest.mark.soak
+def test_a_worker_that_dies_while_a_checkpoint_is_written_leaves_the_older_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    part = functools.partial(dies_as_it_is_read, folder=str(folder))
+    for rank, (said, _) in outcomes(part, 4, silent=3).items():
+        assert "\n" not in said, rank
+        assert "worker 3" in said or "lost touch with" in said, (rank, said)
+    assert (folder.parent / ".checkpoint.writing").exists()  # it was in the middle of it
+    older = checkpoint.read_checkpoint(folder)
+    assert older.trees["state"]["iteration"] == 1
+    names = {f"expert.{number}.{what}" for number in (0, 2, 4) for what in ("weight", "bias")}
+    assert set(older.trees["groups"][0]) == names
