@@ -353,9 +353,9 @@ class Moving(Fitted):
             finally:
                 self._end()
 
-    def end(self) -> None:
-        """At the end of a session: `close` where the budgets hold the plain model and its optimizer's state,
-        else `let_go`."""
+    def end(self, *, stays: bool) -> None:
+        """At the end of a session: `close` where the budgets hold the plain model and its optimizer's state;
+        else all `stays` in its tiers, to be used on, or is let go of (whose steps were made elsewhere)."""
         if self.engine.is_closed:
             return
         if self._stepper is not None:
@@ -363,6 +363,8 @@ class Moving(Fitted):
         whole, room = self._plain_bytes(), self._room_for_plain()
         if whole <= room:
             self.close()
+            return
+        if stays:
             return
         self.let_go(
             "this model was trained in chunks by a session that has ended, and as a plain one, with its "

@@ -94,6 +94,8 @@ class Tiers:
     """The budgets that one model is to train in, with the other members of a ring or alone: `connect` makes
     the members known to one another, which is a collective; None: there are no others."""
 
+    _steps_here = True  # a worker that is alone makes the optimizer's steps itself
+
     def __init__(self, memory: Memory, connect: Callable[[], WorkerMembers] | None) -> None:
         self._memory, self._connect = memory, connect
         self._members: WorkerMembers | None = None
@@ -158,13 +160,13 @@ class Tiers:
 
     def close(self) -> None:
         """Part from the other members: what they hold cannot be had any more. Alone, give the model back as a
-        plain one, where its budgets hold that."""
+        plain one where its budgets hold that; else it stays as it is."""
         if self.shared is not None:
             self.shared.abandon()
         elif self._members is not None:
             self._members.close()
         elif isinstance(self.fitted, Moving):
-            self.fitted.end()
+            self.fitted.end(stays=self._steps_here)
 
     def describe(self) -> list[tuple[str, str, str]]:
         """What was decided ("memory"), as `device 1.0 MiB: 16 blocks of 64.0 KiB, everything fits`, and
@@ -180,6 +182,8 @@ class Tiers:
 
 class ServedTiers(Tiers):
     """The budgets of a worker whose model is stepped at the shards of a parameter server."""
+
+    _steps_here = False
 
     def __init__(self, memory: Memory, served: Served, config: Config) -> None:
         super().__init__(memory, None)

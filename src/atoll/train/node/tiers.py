@@ -88,6 +88,8 @@ class PeersInTiers(Peers):
 class LentTiers(Tiers):
     """The budgets of the one model of strategy `peers`."""
 
+    _steps_here = False
+
     def __init__(self, memory: Memory, config: Config, peers: PeersInTiers) -> None:
         super().__init__(memory, None)
         self._config, self._peers = config, peers
