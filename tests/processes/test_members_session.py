@@ -415,7 +415,8 @@ def raises(place: Place) -> None:
 def test_a_worker_that_is_gone_ends_the_others_in_a_line(part: Callable[[Place], None]) -> None:
     for rank, (said, seconds) in outcomes(part, 3, silent=2).items():
         # Or by a member that has ended by now, for this reason:
-        gone = rf"RefusedError: worker {rank} cannot have worker \d's chunk .*: (member \d has gone|.*was let go of)"
+        why = r"(member \d has gone|.*was let go of)"
+        gone = rf"RefusedError: worker {rank} cannot have worker \d's chunk .*: {why}"
         lost = f"PeerLostError: worker {rank} lost touch with another worker, waiting for "
         assert re.match(f"{lost}|{gone}", said), said
         assert "\n" not in said
