@@ -214,13 +214,29 @@ def a_model() -> nn.Module:
     return nn.Linear(3, 1)
 
 
-def saves_and_loads(place: Place, folder: str) -> list[Any]:
-    """Four iterations, a checkpoint, two more; then all again from the checkpoint, here and alone."""
+def assert_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state["param_groups"] == expected["param_groups"]
+    assert list(state["state"]) == list(expected["state"])
+    for number, theirs in expected["state"].items():
+        ours = state["state"][number]
+        assert set(ours) == set(theirs)
+        assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
+def saves_and_loads(place: Place, folder: str, state: dict[str, Any]) -> list[Any]:
+    """Four iterations, a checkpoint, two more; then all again from the checkpoint, here and alone. The
+    optimizer has a `state` before the session has it, and loads none after."""
     found = []
     with atoll.join(settings(stale_max=2), place=place) as session:
         model = a_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.load_state_dict(state)
         session.prepare(model, optimizer)
+        assert_same_state(optimizer.state_dict(), state)
+        other = {**state, "param_groups": [{**group, "lr": 9.0} for group in state["param_groups"]]}
+        with pytest.raises(UserError, match="at the node's CPU side.* load it before session.prepare"):
+            optimizer.load_state_dict(other)
+        assert_same_state(optimizer.state_dict(), state)
         for step in range(4):
             one_step(session, model, optimizer, step)
         session.save(folder)
@@ -239,13 +255,18 @@ def saves_and_loads(place: Place, folder: str) -> list[Any]:
 def test_a_checkpoint_is_of_one_iteration_and_loads_on_nodes_and_alone(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    first, second = pool.run(saves_and_loads, str(tmp_path / "saved"), world=2)
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(3):
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+    first, second = pool.run(saves_and_loads, str(tmp_path / "saved"), optimizer.state_dict(), world=2)
     for one, other in zip(first, second, strict=True):
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True)
         )
     assert all(torch.equal(a, b) for a, b in zip(first[0], first[1], strict=True))
-    assert first[3] == [5.0]
+    assert first[3] == [3.0 + 5.0]
     with atoll.join(Config(), place=Place()) as session:
         model = a_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -253,7 +274,7 @@ def test_a_checkpoint_is_of_one_iteration_and_loads_on_nodes_and_alone(
         session.load(tmp_path / "saved")
         assert session.iteration == 4
         assert all(torch.equal(a, b) for a, b in zip(first[0], model.parameters(), strict=True))
-        assert optimizer.state_dict()["state"][0]["step"].item() == 4.0
+        assert optimizer.state_dict()["state"][0]["step"].item() == 3.0 + 4.0
 
 
 def with_another_model(place: Place) -> None:

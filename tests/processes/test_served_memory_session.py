@@ -26,6 +26,7 @@ from test_served_session import (
     joined,
     loss_of,
     make,
+    one_line,
     plain,
     plain_steps,
     replaces_and_removes,
@@ -86,6 +87,19 @@ def test_bsp_steps_with_gradients_as_the_script_leaves_them(pool: WorkerPool) ->
     assert not any(run.failures for run in runs)
 
 
+class Keeper:
+    """A script's own object that has its optimizer's state in its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": copy.deepcopy(self.optimizer.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 def goes_on(place: Place, address: str, tiers: bool, load: str, save: str, steps: range) -> dict[str, Any]:
     """Load unless there is nothing to, train, save; the optimizer's state."""
     model, optimizer = make("adam")
@@ -94,6 +108,7 @@ def goes_on(place: Place, address: str, tiers: bool, load: str, save: str, steps
     config = in_tiers if tiers else without_tiers
     with configured(config), joined(address, place.rank) as session:
         session.prepare(model, optimizer)
+        session.register(keeper=Keeper(optimizer))
         if load:
             session.load(load)
         for step in steps:
@@ -105,7 +120,7 @@ def goes_on(place: Place, address: str, tiers: bool, load: str, save: str, steps
 
 
 def test_a_checkpoint_goes_on_with_tiers_and_without_them(pool: WorkerPool, tmp_path: Path) -> None:
-    """At other counts of workers and shards, and in plain torch."""
+    """At other counts of workers and shards, and in plain torch; an object of the script's loads too."""
     model, stepper = make("adam")
     load, done = "", 0
     for number, (tiers, workers, shards) in enumerate([(True, 2, 2), (False, 1, 1), (True, 3, 1)]):
@@ -119,6 +134,51 @@ def test_a_checkpoint_goes_on_with_tiers_and_without_them(pool: WorkerPool, tmp_
         other.load_state_dict(load_file(tmp_path / str(number) / "model.safetensors"))
         assert_alike([values(other)], values(model), 1e-9)
         load, done = save, steps.stop
+
+
+def loads_its_own(place: Place, addresses: Sequence[str], saved: dict[str, Any]) -> list[Any]:
+    """Load into the optimizer before the session has it, and in vain after; for budgets and without, what is
+    said and the state and parameters after two steps."""
+    found = []
+    for config, address in zip((in_tiers, without_tiers), addresses, strict=True):
+        model, optimizer = make("adam")
+        optimizer.load_state_dict(saved)
+        with configured(config), joined(address, place.rank) as session:
+            session.prepare(model, optimizer)
+            taken_over = copy.deepcopy(optimizer.state_dict())
+            other = {**saved, "param_groups": [{**g, "lr": 9.0} for g in saved["param_groups"]]}
+            for step in range(2):
+                with pytest.raises(UserError) as refused:
+                    optimizer.load_state_dict(other)
+                optimizer.zero_grad()
+                loss_of(model, share(session.rank, step)).backward()
+                optimizer.step()
+            found.append([str(refused.value), taken_over, copy.deepcopy(optimizer.state_dict())])
+        found[-1].append(values(model))
+        optimizer.load_state_dict(other)  # it is the script's again
+        assert all(group["lr"] == 9.0 for group in optimizer.param_groups)
+    return found
+
+
+def test_a_script_loads_its_optimizer_before_prepare_and_is_told_so_after(pool: WorkerPool) -> None:
+    model, stepper = make("adam")
+    plain_steps(model, stepper, [0], range(5, 8))
+    stepper.param_groups[0]["lr"] = 0.02
+    saved = copy.deepcopy(stepper.state_dict())
+    model, stepper = make("adam")
+    stepper.load_state_dict(copy.deepcopy(saved))
+    plain_steps(model, stepper, [0, 1], range(2))
+    with ServedRun(2, shards=2) as tiered, ServedRun(2, shards=1) as plainly:
+        pool.submit(loads_its_own, [tiered.address, plainly.address], saved, world=2)
+        for worker in pool.collect():
+            for said, taken_over, after, ours in worker:
+                assert one_line(said).startswith("optimizer.load_state_dict after session.prepare: under")
+                assert "'server' its state lives at the shards" in said
+                assert "load it before session.prepare" in said
+                assert "session.load" in said
+                assert_same_state(taken_over, saved)
+                assert_same_state(after, stepper.state_dict())
+                assert_alike([ours], values(model), 1e-9)
 
 
 def writes(place: Place, address: str) -> str:

@@ -191,7 +191,8 @@ def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -
 
     for number, state in saved["state"].items():
         state["momentum_buffer"] = lazily(number, state["momentum_buffer"])
-    lent.optimizer.load_state_dict(saved)
+    with lent.session._state.prepared[0].loading():
+        lent.optimizer.load_state_dict(saved)
     assert reads == []
     assert lent.optimizer.param_groups[0]["lr"] == 0.25
     lent.session._strategy.loaded()
@@ -199,6 +200,22 @@ def test_an_optimizers_state_that_is_loaded_is_not_read_before_it_is_brought() -
     set_up = lent.side.of(SetUp)[-1]
     assert set_up.packed > 0
     assert set_up.hyperparameters[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("blocks", [3, 20])
+def test_a_script_s_load_state_dict_is_refused_whole_as_long_as_the_session_lasts(blocks: int) -> None:
+    lent = Lent(blocks=blocks, momentum=0.9)
+    lent.step()
+    saved = torch.optim.SGD(lent.plain.parameters(), lr=0.125, momentum=0.5).state_dict()
+    with pytest.raises(UserError, match="peers.* at the node's CPU side.* load it before session.prepare"):
+        lent.optimizer.load_state_dict(saved)
+    assert lent.optimizer.param_groups[0]["lr"] == RATE
+    lent.step()
+    assert lent.side.of(Contribute)[-1].hyperparameters[0]["momentum"] == 0.9
+    assert lent.is_plain()
+    lent.session._leave()
+    lent.optimizer.load_state_dict(saved)
+    assert lent.optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_what_is_not_cleared_stays_and_is_added_to_in_the_next_slot(lent: Lent) -> None:

@@ -13,7 +13,8 @@ is a gradient, and the step count. So a parameter whose gradient is None is skip
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -303,8 +304,9 @@ class RemoteOptimizer(ParameterOptimizer):
     """An optimizer whose steps are made elsewhere: its own code runs on no parameter.
 
     `make(accepted)` makes a step, after the pre-hooks and before `hooks.after`. `fetch()` gives the state of
-    each parameter when the script asks for the optimizer's state_dict; `loaded()` is told of a
-    load_state_dict.
+    each parameter when the script asks for the optimizer's state_dict. `home` says where it lives: a
+    load_state_dict raises UserError with it, but for the session's own (`loading`), since nothing would bring
+    there what a script loads.
     """
 
     def __init__(
@@ -314,15 +316,33 @@ class RemoteOptimizer(ParameterOptimizer):
         *,
         make: Callable[[bool], None],
         fetch: Callable[[], dict[nn.Parameter, State]],
-        loaded: Callable[[], None],
+        home: str,
     ) -> None:
         super().__init__(optimizer, hooks)
-        self._make, self._fetch, self._loaded = make, fetch, loaded
-        self._accepted = True
+        self._make, self._fetch, self._home = make, fetch, home
+        self._accepted, self._is_loading = True, False
         self._handles += [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._check_load()),
         ]
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within it the session loads, which brings what is loaded to where the steps are made."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def _check_load(self) -> None:
+        """Before a load has changed anything, also of the param groups."""
+        if not self._is_loading:
+            raise UserError(
+                f"optimizer.load_state_dict after session.prepare: {self._home}, where this would not come; "
+                "load it before session.prepare, which takes the state over, or go on from a checkpoint "
+                "(session.load, session.resume)"
+            )
 
     def takes_states(self, take: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let `take` have the states of a state_dict that is loaded; it gives what the optimizer loads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
-from atoll.tensors.optimizer import StepHooks, elementwise_keys
+from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
 from atoll.train.backward import BackwardEnd
@@ -151,6 +152,11 @@ class Prepared:
     def steps_elsewhere(self) -> bool:
         """Whether the trained parameters and the optimizer's state live elsewhere: at shards."""
         return self._strategy.brings_parameters
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Within it the session puts state back, with `Strategy.loaded` or newer state to follow: the
+        optimizer's `load_state_dict` may be called, also where its steps are made elsewhere."""
+        return self.stepper.loading() if isinstance(self.stepper, RemoteOptimizer) else nullcontext()
 
     def close(self) -> None:
         """Take the hooks off the model; its parameters and gradients stay where they are. What other members

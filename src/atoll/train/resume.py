@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -124,17 +125,20 @@ class TrainingState:
     def _put_back(self, model: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """What is in `model` and `trees` of the models, optimizers, schedulers and registered objects."""
         state = trees["state"]
-        for index, prepared in enumerate(self.prepared):
-            if prepared.steps_elsewhere and "held" in state:
-                _load_beside(prepared, _of_model(model, index), trees["optimizer"][index])
-            else:
-                prepared.module.load_state_dict(_of_model(model, index))
-                prepared.optimizer.load_state_dict(trees["optimizer"][index])
-            for name, scheduler in _by_class(schedulers_of(prepared.optimizer)).items():
-                if name in state["schedulers"][index]:
-                    scheduler.load_state_dict(state["schedulers"][index][name])
-        for name, saved in state["registered"].items():
-            self.registered[name].load_state_dict(saved)
+        with ExitStack() as loads:
+            for prepared in self.prepared:  # what is registered may load an optimizer too
+                loads.enter_context(prepared.loading())
+            for index, prepared in enumerate(self.prepared):
+                if prepared.steps_elsewhere and "held" in state:
+                    _load_beside(prepared, _of_model(model, index), trees["optimizer"][index])
+                else:
+                    prepared.module.load_state_dict(_of_model(model, index))
+                    prepared.optimizer.load_state_dict(trees["optimizer"][index])
+                for name, scheduler in _by_class(schedulers_of(prepared.optimizer)).items():
+                    if name in state["schedulers"][index]:
+                        scheduler.load_state_dict(state["schedulers"][index][name])
+            for name, saved in state["registered"].items():
+                self.registered[name].load_state_dict(saved)
         self.iteration = state["iteration"]
 
     # From one worker's memory to another's

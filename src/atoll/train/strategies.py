@@ -185,7 +185,7 @@ class Served:
             training.hooks,
             make=model.make_step,
             fetch=model.fetch_state,
-            loaded=lambda: None,
+            home=f"under strategy {training.config.run.strategy!r} its state lives at the shards",
         )
         return model.exchange, stepper
 

@@ -77,7 +77,7 @@ class Peers:
             training.hooks,
             make=model.make_step,
             fetch=model.fetch_state,
-            loaded=lambda: None,
+            home="under strategy 'peers' its state lives at the node's CPU side",
         )
 
     def _model_of(self, training: Training) -> PeerModel:
