@@ -475,6 +475,155 @@ def test_gradients_that_a_script_changes_more_than_once(sharding: str) -> None:
     compare(Centred("gpt", (1.0, 1.0), sgd), 0.5, steps=2, sharding=sharding)
 
 
+class Doubled(Script):
+    """In double precision, so that what is left out of a sum is seen far above what is rounded."""
+
+    def build(self) -> tuple[Any, torch.optim.Optimizer]:
+        model = build(self.family, self.seed).double()
+        return model, self.make([p for p in model.parameters() if p.requires_grad])
+
+
+def set_to_zero(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def let_go(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=True)
+
+
+def zero_each(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def zero_some(model: Any, optimizer: Any) -> None:
+    """Every other one: chunks have some of which the mean goes on."""
+    for parameter in list(model.parameters())[::2]:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def set_each(model: Any, optimizer: Any) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        ramp = torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+        parameter.grad = (ramp + number) / (100 * parameter.numel())
+
+
+def zero_then_set(model: Any, optimizer: Any) -> None:
+    set_to_zero(model, optimizer)
+    set_each(model, optimizer)
+
+
+def let_go_of_one_and_set_it(model: Any, optimizer: Any) -> None:
+    for parameter in (model.head.weight, model.norm.bias):
+        parameter.grad = None
+        parameter.grad = torch.full_like(parameter, 0.01)
+
+
+def let_go_of_some(model: Any, optimizer: Any) -> None:
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = None
+
+
+def halve(model: Any, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def halve_a_view(model: Any, optimizer: Any) -> None:
+    """Which the script goes on to have."""
+    optimizer.views = [parameter.grad.view(-1) for parameter in model.parameters()]
+    for view in optimizer.views:
+        view[::2].mul_(0.5)
+
+
+def clip_by_torch(model: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+REDUCED, LOCAL = "a backward that is reduced", "a backward under no_sync"
+LOCAL_OF_ONE = "member 0 alone has a backward, and of some parameters alone"
+Event = str | Callable[[Any, Any], None]
+COURSES: dict[str, list[Event]] = {
+    "none": [REDUCED, LOCAL, REDUCED],
+    "reduced": [REDUCED, REDUCED, LOCAL, REDUCED],
+    "zeros": [REDUCED, LOCAL, set_to_zero, REDUCED],
+    "zeros-twice": [REDUCED, LOCAL, set_to_zero, LOCAL, set_to_zero, LOCAL, REDUCED],
+    "zeros-of-the-mean": [REDUCED, REDUCED, set_to_zero, LOCAL, REDUCED],
+    "let-go": [REDUCED, LOCAL, let_go, REDUCED],
+    "let-go-after-zeros": [REDUCED, LOCAL, set_to_zero, let_go, LOCAL, REDUCED],
+    "zero_": [REDUCED, LOCAL, zero_each, REDUCED],
+    "zero_-of-some": [REDUCED, LOCAL, zero_some, LOCAL, REDUCED],
+    "set": [REDUCED, LOCAL, set_each, REDUCED],
+    "set-after-zeros": [REDUCED, LOCAL, zero_then_set, LOCAL, REDUCED],
+    "set-after-none": [REDUCED, LOCAL, let_go_of_one_and_set_it, REDUCED],
+    "halved": [REDUCED, halve, LOCAL, REDUCED],
+    "halved-by-a-view": [REDUCED, halve_a_view, LOCAL, REDUCED],
+    "clipped": [REDUCED, clip_by_torch, LOCAL, REDUCED],
+    "halved-and-clipped": [REDUCED, halve, clip_by_torch, LOCAL, REDUCED, clip_by_torch],
+    "zeros-where-one-has-more": [REDUCED, LOCAL_OF_ONE, set_to_zero, REDUCED],
+    "set-where-one-has-more": [REDUCED, LOCAL_OF_ONE, set_each, REDUCED],
+    "set-where-one-has-the-first": [LOCAL_OF_ONE, REDUCED, let_go, LOCAL_OF_ONE, set_each, REDUCED],
+    "set-where-one-has-all": [REDUCED, let_go_of_some, LOCAL_OF_ONE, set_each, REDUCED],
+    "none-where-one-has-more": [REDUCED, LOCAL_OF_ONE, REDUCED],
+    "zeros-and-nothing-after": [REDUCED, LOCAL, set_to_zero, LOCAL_OF_ONE, "reduce"],
+    "stepped-and-set": [REDUCED, "step", let_go, set_each, "reduce", LOCAL, REDUCED],
+}
+
+
+class Course(Doubled):
+    """A step in which each member goes through some events; `plain` and `train` compare its end."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__("gpt", (1.0, 1.0), lambda parameters: torch.optim.SGD(parameters, lr=1e-2))
+        self.events = events
+
+    def go(self, model: Any, optimizer: Any, ranks: list[int], fitted: Sharded | None) -> None:
+        for number, event in enumerate(self.events):
+            if not isinstance(event, str):
+                event(model, optimizer)
+            elif event == "step":
+                optimizer.step()
+            elif event != "reduce":
+                for rank in ranks if event != LOCAL_OF_ONE else ranks[: ranks[0] == 0]:
+                    self.one(event, model, rank, number).mul(0.5 if fitted is None else 1.0).backward()
+            if event in (REDUCED, "reduce") and fitted is not None:
+                fitted.reduce()
+        optimizer.step()
+        optimizer.views = []
+
+    def one(self, event: str, model: Any, rank: int, number: int) -> Tensor:
+        if event != LOCAL_OF_ONE:
+            return self.loss(model, rank, number)
+        return model.head.weight.square().sum() + model.blocks[1](model.positions[None]).square().mean()
+
+
+ALSO_ASYMMETRIC = ("zeros", "halved-by-a-view", "zeros-where-one-has-more", "set-where-one-has-all")
+
+
+def _all_courses() -> list[Any]:
+    soak = [pytest.param(name, "asymmetric", marks=pytest.mark.soak) for name in COURSES]
+    rest = [each for each in soak if each.values[0] not in ALSO_ASYMMETRIC]
+    plain = [(name, "symmetric") for name in COURSES]
+    return [*plain, *((name, "asymmetric") for name in ALSO_ASYMMETRIC), *rest]
+
+
+@pytest.mark.parametrize(("name", "sharding"), _all_courses())
+def test_gradients_that_come_after_a_mean_and_what_the_script_makes_of_it(name: str, sharding: str) -> None:
+    script = Course(COURSES[name])
+    model, optimizer = script.build()
+    before = values_of(model)
+    script.go(model, optimizer, [0, 1], None)
+    found = share_between(
+        script, 0.5, lambda m, model, opt, fitted: script.go(model, opt, [m.rank], fitted), sharding=sharding
+    )
+    for _, values in found:
+        torch.testing.assert_close(values, values_of(model), rtol=1e-9, atol=1e-12)
+    assert same(found[0][1], found[1][1])
+    assert not same(before, found[0][1])
+
+
 class Slow(torch.optim.SGD):
     """Whose chunks are stepped long after `step()` has returned."""
 
@@ -619,9 +768,26 @@ def no_weight(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> No
     fitted.reduce(0.0)
 
 
+def no_second_reduction(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    script = Script("gpt", (1.0, 1.0))
+    script.backward(model, member.rank, 0, fitted)
+    script.loss(model, member.rank, 1).backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
+def read_too_early(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> None:
+    script = Script("gpt", (1.0, 1.0))
+    script.backward(model, member.rank, 0, fitted)
+    script.loss(model, member.rank, 1).backward()
+    model.head.weight.grad.mul_(0.5)
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "said"),
     [
+        (no_second_reduction, UserError, r"the gradient of '.*' is set aside for .* call Fitted.reduce"),
+        (read_too_early, UserError, r"^head.weight.grad: gradients have come after the members' mean, and"),
         (no_reduction, UserError, r"the gradient of '.*' is this member's own: call Fitted.reduce"),
         (another_presence, UserError, r"1 of 2 members have a gradient of 'head.weight' after their mean"),
         (other_steps, RunError, r"members are in different places: \['here', 'optimizer.step\(\) 0'\]"),

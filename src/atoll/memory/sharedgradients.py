@@ -44,7 +44,7 @@ class _SharedSlot(Slot):
     @contextmanager
     def lend(self, *, overwrites: bool = False) -> Iterator[Tensor]:
         chunk, index = self._chunk, self._index
-        if index in chunk.kept or (not chunk.is_mean and not any(chunk.earlier)):
+        if index in chunk.kept or chunk.is_own(index):
             with super().lend(overwrites=overwrites) as gradient:
                 yield gradient
             return
@@ -76,7 +76,8 @@ class _SharedChunk(ChunkGradients):
     First they are this member's own: `come` says of which slots. After `sum` the payload is the mean from
     `begin` to `end`, this member's part, the rest of it is nothing, and `is_mean` is set. Where more come
     then, members set their parts of the mean aside (`earlier` says of which slots) until they are added to
-    the next.
+    the next. What a script sets a gradient to meanwhile takes the place of what was set aside, and of what
+    has come since: so a member that has set it aside and one to which nothing has come do the same.
     """
 
     slot_kind = _SharedSlot
@@ -129,6 +130,15 @@ class _SharedChunk(ChunkGradients):
     def counted(self, flat: Tensor, slot: int) -> Tensor:
         return self.own(flat, slot) if self.is_mean else super().counted(flat, slot)
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether there is a mean, in the payload or set aside: all members have one, or none has."""
+        return self.is_mean or any(self.earlier)
+
+    def is_own(self, slot: int) -> bool:
+        """Whether a slot's gradient is what has come to this member, and nothing else."""
+        return not self.is_mean and not self.earlier[slot]
+
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
         """Add a gradient that has come here."""
         del measures  # it is the mean's norm that counts
@@ -145,6 +155,9 @@ class _SharedChunk(ChunkGradients):
 
     def _set_aside(self) -> None:
         """More comes after the mean."""
+        if self.kept:
+            with self.settled():  # takes in what the script has changed in views
+                pass
         for index in list(self.kept):
             self.slots[index].leave()
         self.earlier = list(self.present)
@@ -157,7 +170,8 @@ class _SharedChunk(ChunkGradients):
         self.forget_changes()
 
     def replace(self, index: int, gradient: Tensor) -> None:
-        if not self.is_mean:
+        self.wait(self.trained.chunk.id)  # as above
+        if not self.has_mean:
             super().replace(index, gradient)
             return
         if self.present[index]:
@@ -254,8 +268,9 @@ class _SharedChunk(ChunkGradients):
             self.payloads.drop(self.key)
 
     def drop_come(self) -> None:
-        """What has come here counts for nobody: this member weighs nothing."""
-        if not any(self.come):
+        """What has come here counts for nobody: this member weighs nothing, or its script has set all of that
+        to something else. What was set aside is the mean again."""
+        if not any(self.come) and not any(self.earlier):
             return
         for index, come in enumerate(self.come):
             if come:
@@ -270,13 +285,13 @@ class _SharedChunk(ChunkGradients):
 
     def is_readable(self, index: int) -> bool:
         """Whether this member can read the gradient without asking another."""
-        if index in self.kept:
+        if index in self.kept or self.is_own(index):
             return True
-        return not any(self.earlier) and (not self.is_mean or self.is_whole(index) or index in self.edits)
+        return self.is_mean and (self.is_whole(index) or index in self.edits)
 
     def check_readable(self, index: int) -> None:
         name = self.trained.names[index]
-        if any(self.earlier):
+        if self.earlier[index]:
             raise UserError(
                 f"{name}.grad: gradients have come after the members' mean, and are not in it yet; read it "
                 "when the backward has ended that is outside of no_sync"
@@ -304,12 +319,21 @@ class _SharedChunk(ChunkGradients):
         into.copy_(self.trained.part(whole, index))
 
     def write(self, index: int, values: Tensor) -> None:
-        """The script has changed the mean."""
+        """The script has changed the mean, or set what is to be in the place of one that was set aside."""
         # Which waits for the step, and then locks: the step locks too.
         with self.settled(writes=True) as flat:
-            self._note_change(flat, index)
+            if self.is_mean:
+                self._note_change(flat, index)
             self.trained.part(flat, index).copy_(values)
+            if not self.is_mean:
+                self._put_aside(flat, index)
             self.norms.pop(index, None)
+
+    def _put_aside(self, flat: Tensor, index: int) -> None:
+        if self._aside is not None and self.own_numel(index):
+            first, last = self.bounds(index)
+            self._aside[first - self.begin : last - self.begin].copy_(flat[first:last])
+        self.earlier[index], self.come[index] = True, False
 
     def take_in(self, flat: Tensor, index: int, kept: Tensor) -> None:
         if self.is_mean:
@@ -466,12 +490,15 @@ class SharedGradients(Gradients):
             raise
 
     def check_summed(self) -> None:
-        """Raise UserError where gradients have come that no `reduce` has seen."""
+        """Raise UserError where gradients have come that no `reduce` has seen, or a mean is set aside for
+        such."""
         for each in self._chunks.values():
-            if any(each.come):
-                name = each.trained.names[each.come.index(True)]
+            what = "is this member's own" if any(each.come) else "is set aside for what came after its mean"
+            waiting = each.come if any(each.come) else each.earlier
+            if any(waiting):
+                name = each.trained.names[waiting.index(True)]
                 raise UserError(
-                    f"the gradient of {name!r} is this member's own: call Fitted.reduce(weight, samples) on "
+                    f"the gradient of {name!r} {what}: call Fitted.reduce(weight, samples) on "
                     "all members when the backward has ended, before clipping and optimizer.step()"
                 )
 
