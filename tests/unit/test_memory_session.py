@@ -227,6 +227,7 @@ def test_clipping_that_is_given_parameters_says_how_it_is_called(memory: Memory 
         ({}, Config(), "paris", r"sites with shards of their own \(run.sites\)"),
         ({"master": True}, Config(), "", "memory.master: .* leave memory.master out"),
         ({"step": "device"}, Config(), "", "memory.step: .* leave memory.step out"),
+        ({"step": "0.3"}, Config(), "", "memory.step: .* leave memory.step out"),
     ],
 )
 def test_what_cannot_be_under_server_is_refused_in_one_line(
@@ -247,14 +248,16 @@ def test_what_cannot_be_under_server_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("sync", "said"),
+    ("sync", "step", "said"),
     [
-        (Sync(consistency="bsp"), "sync.consistency 'bsp' is not there yet; choose 'asp' or 'ssp'"),
-        (Sync(consistency="asp", uplink="members"), "sync.uplink 'members' is not there yet"),
-        (Sync(consistency="asp", pipeline=1), "sync.pipeline keeps a second copy"),
+        (Sync(consistency="bsp"), "auto", "sync.consistency 'bsp' is not there yet; choose 'asp' or 'ssp'"),
+        (Sync(consistency="asp", uplink="members"), "auto", "sync.uplink 'members' is not there yet"),
+        (Sync(consistency="asp", pipeline=1), "auto", "sync.pipeline keeps a second copy"),
+        (Sync(consistency="asp"), "device", "memory.step: .* leave memory.step out"),
+        (Sync(consistency="ssp"), "0.3", "memory.step: .* leave memory.step out"),
     ],
 )
-def test_what_cannot_be_in_groups_is_refused_in_one_line(sync: Sync, said: str) -> None:
+def test_what_cannot_be_in_groups_is_refused_in_one_line(sync: Sync, step: str, said: str) -> None:
     class Other(Grouped):
         def __init__(self) -> None:
             pass
@@ -265,7 +268,7 @@ def test_what_cannot_be_in_groups_is_refused_in_one_line(sync: Sync, said: str) 
 
     config = Config(run=Run(strategy="ps-hra"), sync=sync)
     with pytest.raises(UserError, match=said) as refused:
-        tiers_for(config, Memory(device="1GiB"), Other(), None, 0, late=False)
+        tiers_for(config, Memory(device="1GiB", step=step), Other(), None, 0, late=False)
     assert "strategy 'ps-hra'" in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -190,7 +190,7 @@ class ServedTiers(Tiers):
         self._served, self._chunk_bytes = served, config.chunk_bytes
         check_served(config, served.site)
         budgets = memory.budgets()
-        for key, given in (("master", budgets.master), ("step", budgets.pins.steps_on == "device")):
+        for key, given in (("master", budgets.master), ("step", budgets.pins.steps_on not in (None, "host"))):
             if given:
                 raise UserError(
                     f"memory.{key}: under strategy {config.run.strategy!r} the shards make the steps; leave "
