@@ -155,6 +155,7 @@ class Watch:
             assert late[2] <= 1.1 * memory, (self.names[pid], held)
 
 
+@pytest.mark.soak
 def test_training_over_a_link_that_loses_in_bursts(labs: Labs) -> None:
     """Keys, hub, shard, and datagrams of which 3 % are lost, in bursts of 8."""
     (found, _), out = train(labs, LINK, steps=40)

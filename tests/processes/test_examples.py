@@ -72,6 +72,7 @@ def test_gpt_under_atoll_run_ends_when_its_minutes_are_over(tmp_path: Path) -> N
     assert summary["last"]["held_out"] == pytest.approx(number_before("this model", said), abs=1e-3)
 
 
+@pytest.mark.soak
 def test_gpt_in_a_group_ends_with_its_windows_and_says_who_was_in_it(tmp_path: Path) -> None:
     launcher = [
         *ATOLL_RUN,

@@ -46,7 +46,7 @@ def worker_of(command: Command, worker: int) -> psutil.Process:
 @pytest.mark.parametrize(
     "killed",
     [
-        pytest.param(3, id="one that does not lead its node"),
+        pytest.param(3, id="one that does not lead its node", marks=pytest.mark.soak),
         pytest.param(2, id="the leader", marks=pytest.mark.soak),
         pytest.param(None, id="the CPU side", marks=pytest.mark.soak),
     ],

@@ -117,6 +117,7 @@ def steps(command: Command, worker: int) -> int:
     return len(said(command, worker, "stepdone"))
 
 
+@pytest.mark.soak
 def test_a_node_is_killed_and_comes_back_with_the_hub_dead(command: Command) -> None:
     launched = command.start(SCRIPT, workers=3, environment=configured(command.directory))
     wait_for(lambda: min(steps(command, node) for node in range(3)) > 8, "the first iterations")

@@ -84,6 +84,7 @@ def decisions(command: Command) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_with_uneven_speeds_and_a_death_each_sample_of_an_epoch_counts_once(command: Command) -> None:
     """And another run, which the shell takes part in, does not disturb: its hub, keys, name and rank are none
     of those that the command starts."""

@@ -309,6 +309,7 @@ def one_flaps(folder: Path) -> None:
         assert len(made.decisions("groups")) <= 2 + lasted / RULES.interval
 
 
+@pytest.mark.soak
 def test_other_parts_are_lost_and_speeds_change(tmp_path: Path) -> None:
     cases: dict[str, Run] = {
         "group": partial(a_group_dies, "asp"),

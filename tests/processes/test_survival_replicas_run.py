@@ -40,6 +40,7 @@ def in_sync(command: Command, shard: int) -> int:
     return sum(each["choice"] == "its standby is in sync" for each in told)
 
 
+@pytest.mark.soak
 def test_both_processes_of_a_shard_are_killed_one_after_the_other(command: Command) -> None:
     """Under asp, and the hub's directory has no part in it."""
     process = start(

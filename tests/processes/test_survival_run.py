@@ -165,6 +165,7 @@ def stop(command: Command, *words: str) -> None:
     process.send_signal(signal.SIGSTOP)
 
 
+@pytest.mark.soak
 def test_a_shard_that_stands_still_for_ever_is_named_killed_and_started_again(command: Command) -> None:
     """As soon as the hub has given it up, which is after the patience that it has measured."""
     options = ["shards = 2", "[hub]", "patience = '60s'", "[chunks]", "size = '2KiB'"]
@@ -202,6 +203,7 @@ def test_a_hub_that_stands_still_for_ever_is_started_again(command: Command) -> 
     assert counts == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
 
 
+@pytest.mark.soak
 def test_a_worker_that_stands_still_for_ever_is_left_out_and_the_run_ends(command: Command) -> None:
     process = start(command, STEADY.replace("STEPS", "100"), "[hub]", "patience = '2s'")
     wait_for(lambda: command.steps() > 3, "a few steps")

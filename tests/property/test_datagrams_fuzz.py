@@ -289,6 +289,7 @@ def test_the_quick_checks_let_nothing_pass_that_the_others_refuse(monkeypatch: p
     assert 150 < found["data"] < 1450
 
 
+@pytest.mark.soak
 def test_memory_does_not_grow() -> None:
     rng = np.random.default_rng(4)
     frames, sizes = genuine(rng, 500)
