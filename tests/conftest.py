@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,3 +26,13 @@ def pool() -> Iterator[WorkerPool]:
     torch.set_num_threads(1)  # as the workers do: the order of a sum depends on it
     with WorkerPool() as workers:
         yield workers
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Nothing is collected meanwhile: to look through what thousands of tests have left takes a second, which
+    is not the time of what is measured."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -375,6 +375,7 @@ def test_a_disk_that_the_host_is_a_cache_of_is_read_and_written_each_step() -> N
     assert whole.predicted.seconds < plan.predicted.seconds
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_the_search_is_under_a_second() -> None:
     """GPT-2 XL's shapes, in this process's own time."""
     width, layers = 1600, 48

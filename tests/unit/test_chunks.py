@@ -92,6 +92,7 @@ def test_most_bytes_lie_in_chunks_of_the_common_size(model: str) -> None:
     assert alike >= layout.nbytes / 2
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_a_model_with_thousands_of_parameters_is_laid_out_in_a_second() -> None:
     """A mixture of experts: 48 layers of 64 experts with 3 matrices each."""
     specs = [

@@ -69,6 +69,7 @@ def regular_waste(layout: ChunkMap) -> float:
     return 1 - layout.used_bytes / total
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models_waste_at_most_a_thousandth(model: str) -> None:
     """Of the blocks, by S2's measure and of what is stored; found in less than a second."""
@@ -202,6 +203,7 @@ def test_a_model_of_no_parameters_has_no_chunks() -> None:
     assert layout.block_waste == 0
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_many_small_parameters_are_laid_out_soon() -> None:
     specs = [spec(f"p{index}", 1 + index % 977) for index in range(20_000)]
     begin = time.process_time()

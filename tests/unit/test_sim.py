@@ -407,6 +407,7 @@ def test_a_seed_decides_everything() -> None:
     assert digest(1) != digest(2)
 
 
+@pytest.mark.usefixtures("no_collections")
 def test_twenty_megabytes_are_simulated_faster_than_they_would_be_sent() -> None:
     world = World(replace(BAD, queue=10**7))
     frames = np.zeros((180, 1400), np.uint8)  # 2 ms of a gigabit
