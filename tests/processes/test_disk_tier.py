@@ -60,8 +60,8 @@ def test_what_is_written_is_read_and_no_name_is_in_the_folder(disk: DiskFile) ->
         assert transfer.done
     assert all(bool((a == b).all()) for a, b in zip(sources, targets, strict=True))
     assert list((disk.folder).iterdir()) == []
-    # All of it was promised by the file system before the first write.
-    assert path_of(disk).stat().st_size == os.fstat(disk._file).st_blocks * 512 == 8 * BLOCK
+    # All of it was promised by the file system before the first write, which may take a block for itself.
+    assert path_of(disk).stat().st_size == 8 * BLOCK <= os.fstat(disk._file).st_blocks * 512
 
 
 def test_a_block_may_be_written_again_with_another_size(disk: DiskFile) -> None:
