@@ -73,15 +73,18 @@ def forget_peak() -> None:
 
 
 def activations(make: Any, shape: tuple[int, ...]) -> int:
-    """What forward and backward of the plain model take of the process beside the parameters, where each
-    gradient goes as it comes: an input of the formula."""
+    """The most that forward and backward of the plain model take of the process beside the parameters, where
+    each gradient goes as it comes: an input of the formula."""
     keep_freed_memory(budget=DEVICE + HOST)
     model = make()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    give_back_freed_memory()  # else some of what they take was in the process before
     before = status("VmRSS")
     forget_peak()
-    step(model, shape)
+    for _ in range(STEPS):
+        step(model, shape)
+        give_back_freed_memory()
     return status("VmHWM") - before
 
 

@@ -312,16 +312,14 @@ def test_addresses_that_cannot_be_listened_at(server: Served, keys: tuple[Path, 
 
 
 def test_the_port_for_transfers_is_taken() -> None:
-    with socket.socket() as holder, socket.socket() as beside:
+    with socket.socket() as beside:
         for _ in range(50):
-            holder.bind(("127.0.0.1", 0))
-            port = holder.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
+            with contextlib.suppress(OSError, OverflowError), socket.socket() as holder:
+                holder.bind(("127.0.0.1", 0))
+                port = holder.getsockname()[1]
                 beside.bind(("127.0.0.1", port + 1))
                 beside.listen()
                 break
-            holder.close()
-        holder.close()
         said = mistake("serve", "--listen", f"127.0.0.1:{port}")
     assert said == (
         f"link server: another process has TCP port {port + 1} of 127.0.0.1 already, to which transfers come "

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.chunks import ChunkMap, ParameterSpec, lay_out
 from atoll.core.config import Config
@@ -25,7 +25,7 @@ from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.optimizer import ParameterOptimizer
 from atoll.train.members import WorkerMembers
-from atoll.train.reducer import Calls, Reducer
+from atoll.train.reducer import Calls, Reducer, ReducingAtEnd
 from atoll.train.rounds import Ring
 from atoll.train.servedtiers import ServedInTiers, check_served, staging_bytes
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Stepper, Strategy, Training
@@ -239,7 +239,7 @@ class MembersInTiers(Alone):
         return reducer, _TieredOptimizer(training.optimizer, training.hooks)
 
 
-class MembersReducer(Reducer):
+class MembersReducer(ReducingAtEnd):
     """Sums gradients that lie in chunks to the members that hold those, when a backward has ended.
 
     `fit` takes each gradient into its chunk before the hooks of this see that it has come.
@@ -248,20 +248,6 @@ class MembersReducer(Reducer):
     def __init__(self, chunks: Sequence[BoundChunk], calls: Calls, tiers: Tiers) -> None:
         super().__init__(chunks, calls)
         self._tiers = tiers
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for bound in chunks
-            for parameter in bound.parameters
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
-
-    def _came(self, _parameter: Tensor) -> None:
-        self._calls.arm()
-        self.unsent = True
 
     def reduce(self) -> None:
         own, shared = self._contribute(), self._tiers.shared

@@ -155,6 +155,27 @@ class Reducer:
         return [parameter.grad for parameter in bound.parameters]
 
 
+class ReducingAtEnd(Reducer):
+    """Gradients that something else keeps as they come: nothing leaves before their backward has ended."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+            for bound in self._chunks
+            for parameter in bound.parameters
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+    def _came(self, _parameter: Tensor) -> None:
+        self._calls.arm()
+        self.unsent = True
+
+
 class SendingReducer(Reducer):
     """Gradients on their way to others: brought into messages as they come, and sent when complete.
 

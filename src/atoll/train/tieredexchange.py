@@ -28,7 +28,7 @@ from atoll.train.exchange import (
     bytes_of,
     values_of,
 )
-from atoll.train.reducer import Calls
+from atoll.train.reducer import Calls, ReducingAtEnd
 from atoll.train.samples import Contribution
 from atoll.wire.messages import (
     AnyMessage,
@@ -214,7 +214,7 @@ class _Tiered(Exchange):
         return bytes_of(flat)
 
 
-class TieredMean(_Tiered, WorkerMean):
+class TieredMean(ReducingAtEnd, _Tiered, WorkerMean):
     """bsp: after backward `p.grad` is the mean over workers, in the tiers where this worker's own was."""
 
     def __init__(
@@ -226,20 +226,6 @@ class TieredMean(_Tiered, WorkerMean):
         self._all_edited = False  # clipped after the script had changed some
         self._connect(connection, lazy=False)
         self._asking = Asking(connection, "mean", self._pull_of)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for bound in self._chunks
-            for parameter in bound.parameters
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
-
-    def _came(self, _parameter: Tensor) -> None:
-        self._calls.arm()
-        self.unsent = True
 
     def _pull_of(self, chunk: int) -> PullMean:
         incarnation = self.connection.shards.incarnation

@@ -35,7 +35,7 @@ from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
 from atoll.train.node.ring import OfDevices
 from atoll.train.node.strategy import PeerModel, Peers
-from atoll.train.reducer import Calls
+from atoll.train.reducer import Calls, ReducingAtEnd
 from atoll.train.ring import Agreement
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
@@ -350,7 +350,7 @@ class LentExchange(PeerExchange):
         return [] if self.fitted is None else self.fitted.changed()
 
 
-class LentNodeExchange(OfDevices, LentExchange):
+class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
     """Of a node of several devices: each has gradients of its own in host memory, and when a backward has
     ended they become the node's mean, chunk by chunk, on the devices' ring. The leader's lie in the slot."""
 
@@ -358,20 +358,6 @@ class LentNodeExchange(OfDevices, LentExchange):
         super().__init__(chunks, calls)
         self._ring = ring
         self._reference = 1.0  # the last iteration's sum of weights
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for bound in chunks
-            for parameter in bound.parameters
-        ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().close()
-
-    def _came(self, _parameter: Tensor) -> None:
-        self._calls.arm()
-        self.unsent = True
 
     def reduce(self) -> None:
         self._come()
