@@ -310,6 +310,7 @@ def test_speeds_that_drift_make_other_groups(folder: Path) -> None:
             return run.clients[0].grouping == 2
 
         wait_for(drifts, "a grouping for the speeds that there are")
+        run.told(2, 0, 1)
         answers = run.moved(0, 1)
         assert [each.workers for each in answers] == [[0], [1]]
         assert "worker 1 computes 2.5 samples/s, where it was 10" in run.hub.decisions("groups")[-1].reason
