@@ -113,6 +113,8 @@ def test_members_are_killed_at_points_of_an_iteration(tmp_path: Path) -> None:
 IN_TIERS = [
     some_die("asp", "leader", Fault(1, "group.committed", LEADS), tiers=True),
     some_die("asp", "leader", Fault(2, "ring.all_sent"), tiers=True),
+    some_die("asp", "members", Fault(0, "group.pushed", DOES_NOT), tiers=True),
+    some_die("bsp", "members", Fault(3, "group.handed"), tiers=True),
 ]
 
 
@@ -132,10 +134,11 @@ OF_LEADERS = ("group.committed", "group.stepped")  # and under `leader` also gro
 OF_RINGS = ("ring.sent", "ring.all_sent", "ring.agreed", "ring.confirmed", "ring.published", "ring.stepped")
 
 
-def faults_at(consistency: str, uplink: str) -> list[Fault]:
+def faults_at(consistency: str, uplink: str, *, tiers: bool = False) -> list[Fault]:
     """One who speaks to the log, and one who does not, at each point of an iteration that they reach."""
     faults = []
-    for point in IN_STEP if consistency == "bsp" else ASYNCHRONOUS:
+    reached = IN_STEP if consistency == "bsp" else ASYNCHRONOUS
+    for point in (*reached, "group.handed") if tiers and consistency == "bsp" else reached:
         alone = point in OF_LEADERS or (point, uplink) == ("group.pushed", "leader")
         faults += [
             Fault(len(faults) % WORKERS, point, leads) for leads in ((LEADS,) if alone else (LEADS, DOES_NOT))
@@ -153,18 +156,22 @@ def faults_at(consistency: str, uplink: str) -> list[Fault]:
 def test_members_are_killed_at_every_point(tmp_path: Path, consistency: str, uplink: str) -> None:
     faults = faults_at(consistency, uplink)
     known = {fault.point for fault in faults} | set(MOVING) | {"ring.broken", "ring.formed"}
-    assert {point for point in points.POINTS if point.startswith(("group.", "ring."))} <= known | {
-        "group.stepped"
-    }
+    of_some = {"group.stepped", "group.handed"}  # bsp, and under budgets
+    assert {point for point in points.POINTS if point.startswith(("group.", "ring."))} <= known | of_some
     faults += [Fault(who, point) for point in MOVING for who in (0, 3)]
     all_survive(tmp_path, dict(some_die(consistency, uplink, fault) for fault in faults))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_members_under_budgets_are_killed_at_every_point(tmp_path: Path) -> None:
-    faults = [*faults_at("asp", "leader"), *(Fault(who, point) for point in MOVING for who in (0, 3))]
-    all_survive(tmp_path, dict(some_die("asp", "leader", fault, tiers=True) for fault in faults))
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+@pytest.mark.parametrize("uplink", ["leader", "members"])
+def test_members_under_budgets_are_killed_at_every_point(
+    tmp_path: Path, consistency: str, uplink: str
+) -> None:
+    faults = faults_at(consistency, uplink, tiers=True)
+    faults += [Fault(who, point) for point in MOVING for who in (0, 3)]
+    all_survive(tmp_path, dict(some_die(consistency, uplink, fault, tiers=True) for fault in faults))
 
 
 # -- other parts, and other ways to be lost -----------------------------------------------------------------
@@ -346,7 +353,11 @@ def test_other_parts_are_lost_under_budgets(tmp_path: Path) -> None:
     of_shards = ["shard.staged", "shard.journalled", "shard.logged", "shard.stepped", "shard.answered"]
     cases: dict[str, Run] = {
         "group": partial(a_group_dies, "asp", tiers=True),
+        "group, bsp": partial(a_group_dies, "bsp", tiers=True),
         "again": partial(one_comes_again, "asp", tiers=True),
+        "again, bsp": partial(one_comes_again, "bsp", tiers=True),
         "shards": partial(shards_die, "asp", "leader", of_shards, tiers=True),
+        "shards, members": partial(shards_die, "asp", "members", of_shards, tiers=True),
+        "shards, bsp": partial(shards_die, "bsp", "members", of_shards, tiers=True),
     }
     all_survive(tmp_path, cases)

@@ -98,7 +98,9 @@ EXTENTS = ((0, 10, torch.float32), (1, 1, torch.float64), (2, 7, torch.float64),
 
 def chunks() -> list[Any]:
     return [
-        SimpleNamespace(chunk=SimpleNamespace(id=number, extent=extent), flat=torch.empty(0, dtype=dtype))
+        SimpleNamespace(
+            chunk=SimpleNamespace(id=number, extent=extent), flat=torch.empty(0, dtype=dtype), dtype=dtype
+        )
         for number, extent, dtype in EXTENTS
     ]
 
@@ -107,6 +109,29 @@ def made(kind: Wanted, ring: Any) -> Uplink:
     """An uplink that spreads answers: it sends nothing."""
     sends: Any = SimpleNamespace()
     return Uplink(kind, ring, sends, chunks(), LossyPushes((), {}, LinkOptions(), lambda _dtype: 1))
+
+
+@pytest.mark.parametrize("kind", ["leader", "members"])
+@pytest.mark.parametrize("able", [(), (1, 3)])
+def test_a_chunk_at_a_time_all_have_whole_what_some_are_answered(kind: Any, able: tuple[int, ...]) -> None:
+    values = {number: torch.arange(extent).to(dtype) + 100 * number for number, extent, dtype in EXTENTS}
+
+    def act(channel: Channel) -> list[torch.Tensor]:
+        uplink = made(kind, SimpleNamespace(place=channel.place, world=4, agreement=channel))
+        role = uplink.role(5, able)
+        assert role.talks == (channel.place.rank in ([role.leader] if kind == "leader" else able or range(4)))
+        whole = []
+        for bound in chunks():
+            flat = values[bound.chunk.id]
+            run = flat[slice(*run_of(flat.numel(), *role.share))].clone() if role.talks else None
+            whole.append(uplink.whole(role, bound, run, "it"))
+            assert kind == "members" or run is None or whole[-1] is run  # there is no second one
+        return whole
+
+    for whole in over_gloo(4, act):
+        for got, flat in zip(whole, values.values(), strict=True):
+            assert got.dtype == flat.dtype
+            assert torch.equal(got, flat)
 
 
 @pytest.mark.parametrize("kind", ["leader", "members"])

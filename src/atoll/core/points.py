@@ -56,6 +56,7 @@ POINTS: dict[str, str] = {
     "enter.restored": "the newcomer goes on from there",
     "group.pushed": "who speaks for a group has sent its contribution, and not committed it",
     "group.committed": "and has committed it",
+    "group.handed": "bsp, under budgets: a chunk of the mean over all groups is in this member's tiers",
     "group.answered": "this member has what the shards answered, or waits for who has",
     "group.stepped": "bsp: who speaks for a group has said how to step",
     "group.leaving": "a worker is about to ask for another group; the number is of iterations made",

@@ -73,11 +73,6 @@ class Outgoing:
     begun_in: int = -1  # the ring's generation in which its exchange began; -1: it has not
     sent_in: int = -1  # likewise, in which this member sent its part
 
-    def push(self, uplink: Uplink, role: Role, generation: int, along: Mapping[int, Tensor] | None) -> None:
-        """Send this member's part, in the ring of that generation; `along` as `Uplink.push` has it."""
-        self.sent_in = generation
-        uplink.push(role, self.iteration, self.flats, self.present, self.own.weight, along)
-
 
 class GroupReducer(RingReducer, Exchange):
     """What both kinds of groups' exchange have: the ring, the uplink, and the data that all members used."""
@@ -169,15 +164,12 @@ class GroupReducer(RingReducer, Exchange):
 
         def act() -> tuple[Answer, dict[int, Tensor]]:
             role = self.uplink.role(0)
-            runs = None
-            if role.talks:
-                self.parameters.pull(0, share=role.share)
-                runs = self.parameters.collect()
+            values = self._fetch(role, 0, what)
             word = None
             if role.leads:
                 answer = Answer(self.parameters.clock, 0.0, Committed(iteration=0))
                 word = msgspec.msgpack.encode(answer)
-            return self._told_by(role, word, what), self.uplink.spread(role, runs, what)
+            return self._told_by(role, word, what), values
 
         answer, values = self._ring.round(what, act)
         self.parameters.adopt(values)
@@ -231,6 +223,40 @@ class GroupReducer(RingReducer, Exchange):
         self.exchange_seconds += sum(each.seconds_waited for each in waited) - before
         self.bytes_sent, self.uplink.bytes_sent = self.bytes_sent + self.uplink.bytes_sent, 0
 
+    # What goes to the shards, and what they answer
+
+    def _send_part(self, outgoing: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
+        """Send this member's part of a contribution, and commit it where it speaks to the log; `along` as
+        `Uplink.push` has it."""
+        outgoing.sent_in = self._ring.generation
+        self._push(outgoing, role, along)
+        points.reach("group.pushed", outgoing.iteration)
+        if role.leads:
+            self._send_commit(outgoing)
+            points.reach("group.committed", outgoing.iteration)
+
+    def _push(self, outgoing: Outgoing, role: Role, along: Mapping[int, Tensor] | None) -> None:
+        """The chunks of it."""
+        self.uplink.push(
+            role, outgoing.iteration, outgoing.flats, outgoing.present, outgoing.own.weight, along
+        )
+
+    def _fetch(self, role: Role, clock: int, what: str, *, newest: bool = False) -> dict[int, Tensor]:
+        """Parameters as `NewParameters.pull` asks for them, for `adopt`. A collective of the ring."""
+        if role.talks:
+            self.parameters.pull(clock, newest=newest, share=role.share)
+        return self._spread(role, self._collect(role, what), what)
+
+    def _collect(self, role: Role, what: str) -> dict[int, Tensor] | None:
+        """This member's runs of the parameters that were asked for, where it talks; where these go on at once
+        to all members, `what` is waited for."""
+        del what
+        return self.parameters.collect() if role.talks else None
+
+    def _spread(self, role: Role, runs: Mapping[int, Tensor] | None, what: str) -> dict[int, Tensor]:
+        """What came of that, on all members: see `Uplink.spread`."""
+        return self.uplink.spread(role, runs, what)
+
     def _told_by(self, role: Role, word: bytes | None, what: str) -> Answer:
         return msgspec.msgpack.decode(self.uplink.tell(role, word, what), type=Answer)
 
@@ -273,7 +299,13 @@ class GroupReducer(RingReducer, Exchange):
             self._told = self._heard = counted.grouping
 
     @property
+    def _flats(self) -> dict[int, Tensor]:
+        """The group's mean, by chunk, 1-D."""
+        return {chunk_id: chunk.published.flat for chunk_id, chunk in self._gradients.items()}
+
+    @property
     def _present(self) -> dict[int, list[bool]]:
+        """Where it has a gradient."""
         return {
             bound.chunk.id: [parameter.grad is not None for parameter in bound.parameters]
             for bound in self._chunks
@@ -319,12 +351,7 @@ class GroupExchange(GroupReducer):
         what = "the newest parameters"
 
         def act() -> dict[int, Tensor]:
-            role = self.uplink.role(self.steps)
-            runs = None
-            if role.talks:
-                self.parameters.pull(self.steps, newest=True, share=role.share)
-                runs = self.parameters.collect()
-            return self.uplink.spread(role, runs, what)
+            return self._fetch(self.uplink.role(self.steps), self.steps, what, newest=True)
 
         self.parameters.adopt(self._ring.round(what, act))
 
@@ -412,11 +439,7 @@ class GroupExchange(GroupReducer):
             return
         self._counted = None
         self.parameters.expect(outgoing.iteration + 1, share=role.share)
-        outgoing.push(self.uplink, role, self._ring.generation, along)
-        points.reach("group.pushed", outgoing.iteration)
-        if role.leads:
-            self._send_commit(outgoing)
-            points.reach("group.committed", outgoing.iteration)
+        self._send_part(outgoing, role, along)
 
     def _finish(self, outgoing: Outgoing) -> None:
         """The exchange, up to the parameters that come of it."""
@@ -433,13 +456,13 @@ class GroupExchange(GroupReducer):
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
         role = self._role(outgoing)
         self._begin(outgoing, role, self._along(outgoing, what))
-        runs = self.parameters.collect() if role.talks else None
+        runs = self._collect(role, what)
         word = None
         if role.leads:
             counted = self._wait_counted(outgoing.iteration)
             word = msgspec.msgpack.encode(Answer(self.parameters.clock, self.parameters.staleness, counted))
         points.reach("group.answered", outgoing.iteration)
-        return self._told_by(role, word, what), self.uplink.spread(role, runs, what)
+        return self._told_by(role, word, what), self._spread(role, runs, what)
 
 
 class GroupMeanExchange(GroupReducer, MeanSteps):
@@ -454,9 +477,8 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
     def _group_is_whole(self, own: Contribution) -> None:
         self._committed = self.steps
-        flats = {chunk_id: chunk.published.flat for chunk_id, chunk in self._gradients.items()}
         used, self._used = self._used, []
-        outgoing = Outgoing(self.steps, flats, self._present, self._of_group, used, self._able)
+        outgoing = Outgoing(self.steps, self._flats, self._present, self._of_group, used, self._able)
         what = f"the mean of iteration {self.steps} over all groups"
         with self._timed():
             answer, values = self._ring.round(what, lambda: self._exchange(outgoing, what), self.steps)
@@ -471,26 +493,14 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
         self._take_word(answer.counted)
 
     def _exchange(self, outgoing: Outgoing, what: str) -> tuple[MeanAnswer, dict[int, Tensor]]:
-        role, shards = self.uplink.role(outgoing.iteration), self.connection.shards
+        role = self.uplink.role(outgoing.iteration)
         along = self._along(outgoing, what)
-        runs: dict[int, Tensor] | None = None
-        word = None
         if role.talks:
             self._means.clear()
             self._mean_runs, self._counted, self._mean_share = {}, None, role.share
-            outgoing.push(self.uplink, role, self._ring.generation, along)
-            points.reach("group.pushed", outgoing.iteration)
-            if role.leads:
-                self._send_commit(outgoing)
-                points.reach("group.committed", outgoing.iteration)
-            shards.wait(
-                lambda: len(self._means) == len(self._gradients),
-                lambda: sorted(
-                    {self.connection.shard_of[c] for c in self._gradients if c not in self._means}
-                ),
-                self._what,
-            )
-            runs = self._mean_runs
+            self._send_part(outgoing, role, along)
+        runs = self._collect_mean(role, what)
+        word = None
         if role.leads:
             first = next(iter(self._means.values()))
             word = msgspec.msgpack.encode(
@@ -501,10 +511,23 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
                     counted=self._wait_counted(outgoing.iteration),
                 )
             )
-        shards.answered(CONTRIBUTION)
+        self.connection.shards.answered(CONTRIBUTION)
         points.reach("group.answered", outgoing.iteration)
         answer = msgspec.msgpack.decode(self.uplink.tell(role, word, what), type=MeanAnswer)
-        return answer, self.uplink.spread(role, runs, what)
+        return answer, self._spread(role, runs, what)
+
+    def _collect_mean(self, role: Role, what: str) -> dict[int, Tensor] | None:
+        """As `_collect`, of the mean."""
+        del what
+        if not role.talks:
+            return None
+        shard_of = self.connection.shard_of
+        self.connection.shards.wait(
+            lambda: len(self._means) == len(self._gradients),
+            lambda: sorted({shard_of[chunk] for chunk in self._gradients if chunk not in self._means}),
+            self._what,
+        )
+        return self._mean_runs
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
@@ -524,15 +547,11 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
 
         def act() -> dict[int, Tensor]:
             role = self.uplink.role(self.steps)
-            runs = None
             edits = self._send_edited(edited, send=role.leads)
             if role.leads:
                 self._say_step(accepted, hyperparameters, edited, edits)
                 points.reach("group.stepped", self.steps)
-            if role.talks:
-                self.parameters.pull(self.steps + 1, share=role.share)
-                runs = self.parameters.collect()
-            return self.uplink.spread(role, runs, what)
+            return self._fetch(role, self.steps + 1, what)
 
         with self._timed():
             values = self._ring.round(what, act, self.steps)
@@ -551,11 +570,13 @@ class GroupMeanExchange(GroupReducer, MeanSteps):
             return
         if (message.share, message.shares) != self._mean_share:
             return  # what this member asked for before another was lost
-        # The shard has answered, so what was sent from this memory has been received, and counts.
         if not any(self.connection.shard_of[chunk_id] == shard for chunk_id in self._means):
-            shards = self.connection.shards
-            rest = self.uplink.pull_mean(self.uplink.role(self.steps), self.steps)
-            shards.answered(CONTRIBUTION, shard, instead=rest)
+            self._shard_answers(shard)
         self.lossy.answered(message.iteration, message.chunk, message.lost)
         self._mean_runs[message.chunk] = values_of(payload, chunk.bound, shard, self._mean_share).clone()
         self._means[message.chunk] = message
+
+    def _shard_answers(self, shard: int) -> None:
+        """So what was sent to it from the gradients' memory has been received, and counts."""
+        rest = self.uplink.pull_mean(self._mean_share, self.steps)
+        self.connection.shards.answered(CONTRIBUTION, shard, instead=rest)

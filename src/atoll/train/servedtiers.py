@@ -25,7 +25,7 @@ from atoll.train.exchange import Connection, Exchange, bytes_of
 from atoll.train.reducer import Reducer
 from atoll.train.strategies import Grouped, Served, ServedModel, Stepper, Training, numbers_of
 from atoll.train.tieredexchange import UNDER_WAY, TieredAsync, TieredMean, values_from
-from atoll.train.tieredgroups import TieredGroup
+from atoll.train.tieredgroups import TieredGroup, TieredGroupMean
 from atoll.wire.messages import AnyMessage, PullState, State
 
 
@@ -43,11 +43,7 @@ def check_served(config: Config, site: str) -> None:
     """Raise UserError for what a worker of a parameter server, or of a group, cannot have together with
     budgets of memory."""
     sync, why = config.sync, ""
-    if config.run.strategy == "ps-hra" and sync.consistency == "bsp":
-        why = "sync.consistency 'bsp' is not there yet; choose 'asp' or 'ssp'"
-    elif config.run.strategy == "ps-hra" and sync.uplink == "members":
-        why = "sync.uplink 'members' is not there yet; choose 'leader' or 'auto'"
-    elif sync.lazy:
+    if sync.lazy:
         why = "sync.lazy stages a second copy of the parameters; leave it false"
     elif sync.pipeline:
         why = "sync.pipeline keeps a second copy of the gradients in flight; leave it 0"
@@ -90,10 +86,11 @@ class ServedInTiers:
         return exchange, stepper
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
+        is_bsp = training.config.sync.consistency == "bsp"
         if isinstance(self._served, Grouped):
-            kind = partial(TieredGroup, held=self._tiers.held)
-            return self._served.make_group_exchange(kind, training, connection, "leader")
-        of_worker = TieredMean if training.config.sync.consistency == "bsp" else TieredAsync
+            kind = partial(TieredGroupMean if is_bsp else TieredGroup, held=self._tiers.held)
+            return self._served.make_group_exchange(kind, training, connection)
+        of_worker = TieredMean if is_bsp else TieredAsync
         return of_worker(training.chunks, connection, training.calls, self._tiers.held)
 
     def loaded(self) -> None:

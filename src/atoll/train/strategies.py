@@ -38,7 +38,6 @@ from atoll.train.ring import Boundary, RingReducer
 from atoll.train.rounds import Ring
 from atoll.train.served_workers import ServedWorkers
 from atoll.train.service import Service
-from atoll.train.uplink import Wanted
 from atoll.wire.messages import (
     AnyMessage,
     PullState,
@@ -240,12 +239,11 @@ class Grouped(Served):
         self._models[0].arrive(what)
 
     def _make_exchange(self, training: Training, connection: Connection) -> Exchange:
-        sync = training.config.sync
-        kind = GroupMeanExchange if sync.consistency == "bsp" else GroupExchange
-        return self.make_group_exchange(kind, training, connection, sync.uplink)
+        kind = GroupMeanExchange if training.config.sync.consistency == "bsp" else GroupExchange
+        return self.make_group_exchange(kind, training, connection)
 
     def make_group_exchange(
-        self, kind: Callable[..., GroupReducer], training: Training, connection: Connection, uplink: Wanted
+        self, kind: Callable[..., GroupReducer], training: Training, connection: Connection
     ) -> GroupReducer:
         """The model's exchange, of this `kind`."""
         sync = training.config.sync
@@ -254,7 +252,7 @@ class Grouped(Served):
             self._ring,
             connection,
             training.calls,
-            uplink=uplink,
+            uplink=sync.uplink,
             message_bytes=message_bytes_for(training.chunk_map),
             grouping=lambda: self._regrouping().known(),
             told=lambda grouping: self._regrouping().move(grouping),

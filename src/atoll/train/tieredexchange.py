@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from atoll.train.exchange import (
     AsyncExchange,
     Connection,
     Exchange,
+    MeanSteps,
     NewParameters,
     WorkerMean,
     bytes_of,
@@ -55,16 +57,8 @@ class Asking:
     def begin(self, chunks: Iterable[int]) -> None:
         """Ask for these, and for nothing that was asked for before."""
         self.stop()
-        self._waiting.extend(self.order(chunks))
+        self._waiting.extend(in_turn(chunks, self._connection.shard_of))
         self._more()
-
-    def order(self, chunks: Iterable[int]) -> list[int]:
-        """These, in the order in which they are asked for."""
-        by_shard: dict[int, list[int]] = {}
-        for chunk in chunks:
-            by_shard.setdefault(self._connection.shard_of[chunk], []).append(chunk)
-        longest = max(map(len, by_shard.values()), default=0)
-        return [held[turn] for turn in range(longest) for held in by_shard.values() if turn < len(held)]
 
     def stop(self) -> None:
         """Ask for nothing any more."""
@@ -72,6 +66,13 @@ class Asking:
         for chunk in self._asked:
             self._connection.shards.answered((self._kind, chunk))
         self._asked.clear()
+
+    def next(self, chunk: int, arrived: dict[int, Tensor], what: str | Callable[[], str]) -> Tensor:
+        """Wait until a chunk is in `arrived`, and take it from there; another one is asked for."""
+        shard = self._connection.shard_of[chunk]
+        self._connection.shards.wait(lambda: chunk in arrived, lambda: [shard], what)
+        self.has_come(chunk)
+        return arrived.pop(chunk)
 
     def has_come(self, chunk: int) -> None:
         """It is dealt with: ask for another one."""
@@ -85,6 +86,15 @@ class Asking:
             self._asked.add(chunk)
             shard = self._connection.shard_of[chunk]
             self._connection.shards.send(shard, self._ask(chunk), until=(self._kind, chunk))
+
+
+def in_turn(chunks: Iterable[int], shard_of: Mapping[int, int]) -> list[int]:
+    """These, in the order in which they are asked for: one of each shard, and again."""
+    by_shard: dict[int, list[int]] = {}
+    for chunk in chunks:
+        by_shard.setdefault(shard_of[chunk], []).append(chunk)
+    longest = max(map(len, by_shard.values()), default=0)
+    return [held[turn] for turn in range(longest) for held in by_shard.values() if turn < len(held)]
 
 
 class TieredParameters(NewParameters):
@@ -104,6 +114,8 @@ class TieredParameters(NewParameters):
             incarnation=self._connection.shards.incarnation,
             clock=self._asked,
             newest=self._newest,
+            share=self._share[0],
+            shares=self._share[1],
             chunks=[chunk],
         )
 
@@ -125,10 +137,16 @@ class TieredParameters(NewParameters):
         self._newest = False
 
     def discard(self) -> None:
-        self._drops = True
-        try:
+        with self.dropping():
             self._asking.begin(self._chunks)
             super().discard()
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Within it, what comes is put nowhere: it is what the parameters are."""
+        self._drops = True
+        try:
+            yield
         finally:
             self._drops = False
 
@@ -214,7 +232,50 @@ class _Tiered(Exchange):
         return bytes_of(flat)
 
 
-class TieredMean(ReducingAtEnd, _Tiered, WorkerMean):
+class TieredMeanSteps(MeanSteps):
+    """bsp: what a script makes of a mean that lies in tiers, where it is told what was changed."""
+
+    _held: Holder
+    _bounds: dict[int, BoundChunk]  # by chunk
+    _all_edited = False  # clipped after the script had changed some
+
+    def clip(self, clip: Callable[[], float]) -> None:
+        edited = self._edited()
+        coefficient = clip()
+        if edited:
+            self._all_edited = True  # `step` sends all of it
+        else:
+            self._scale_at_step *= coefficient
+
+    def _edited(self) -> list[int]:
+        held = self._held()
+        return [
+            chunk_id
+            for chunk_id, bound in self._bounds.items()
+            if self._all_edited or held.edited(bound.parameters)
+        ]
+
+    def _gradients_seen(self) -> list[tuple[Tensor | None, int]]:
+        return []  # the tiers see it
+
+    def _has_mean(self) -> bool:
+        held = self._held()
+        for bound in self._bounds.values():
+            present = held.present(bound.parameters)
+            if any(present) and bool(gradient_from(held, bound, present).any()):
+                return True
+        return False
+
+    def _made_of_mean(self, chunk_id: int) -> tuple[Sequence[bool], Tensor]:
+        held, bound = self._held(), self._bounds[chunk_id]
+        present = held.present(bound.parameters)
+        return present, gradient_from(held, bound, present)
+
+    def _edit_of(self, chunk_id: int, _flat: Tensor) -> Payload:
+        return Made(lambda: bytes_of(self._made_of_mean(chunk_id)[1]))
+
+
+class TieredMean(ReducingAtEnd, _Tiered, TieredMeanSteps, WorkerMean):
     """bsp: after backward `p.grad` is the mean over workers, in the tiers where this worker's own was."""
 
     def __init__(
@@ -223,7 +284,6 @@ class TieredMean(ReducingAtEnd, _Tiered, WorkerMean):
         super().__init__(chunks, calls)
         self._held, self._nonfinite = held, []
         self._bounds = {bound.chunk.id: bound for bound in self._chunks}
-        self._all_edited = False  # clipped after the script had changed some
         self._connect(connection, lazy=False)
         self._asking = Asking(connection, "mean", self._pull_of)
 
@@ -265,40 +325,6 @@ class TieredMean(ReducingAtEnd, _Tiered, WorkerMean):
 
     def own_nonfinite(self) -> list[str]:
         return list(self._nonfinite)
-
-    # What the script makes of the mean
-
-    def clip(self, clip: Callable[[], float]) -> None:
-        edited = self._edited()
-        coefficient = clip()
-        if edited:
-            self._all_edited = True  # `step` sends all of it
-        else:
-            self._scale_at_step *= coefficient
-
-    def _edited(self) -> list[int]:
-        held = self._held()
-        return [
-            chunk_id
-            for chunk_id, bound in self._bounds.items()
-            if self._all_edited or held.edited(bound.parameters)
-        ]
-
-    def _has_mean(self) -> bool:
-        held = self._held()
-        for bound in self._chunks:
-            present = held.present(bound.parameters)
-            if any(present) and bool(gradient_from(held, bound, present).any()):
-                return True
-        return False
-
-    def _made_of_mean(self, chunk_id: int) -> tuple[Sequence[bool], Tensor]:
-        held, bound = self._held(), self._bounds[chunk_id]
-        present = held.present(bound.parameters)
-        return present, gradient_from(held, bound, present)
-
-    def _edit_of(self, chunk_id: int, _flat: Tensor) -> Payload:
-        return Made(lambda: bytes_of(self._made_of_mean(chunk_id)[1]))
 
 
 class TieredAsync(_Tiered, AsyncExchange):

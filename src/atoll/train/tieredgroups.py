@@ -3,35 +3,36 @@
 Each member has tiers of its own, with all values and gradients. The ring sums gradients chunk by chunk, into
 a payload beside the member's own, which stay until the group agrees that the iteration is whole: where a
 member was lost, they are summed anew. One member, drawn anew for each exchange, sends the group's mean to the
-shards and fetches the new values, which it hands on chunk by chunk; each goes into the tiers as it comes.
+shards and fetches what comes of it, or each its own share (train/uplink.py). What has come is handed on chunk
+by chunk, and goes into all members' tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from atoll.core import points
-from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.exchange import CONTRIBUTION, Connection, NewParameters, bytes_of, values_of
-from atoll.train.groupexchange import Answer, GroupExchange, Outgoing
+from atoll.train.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer, Outgoing
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.ring import Agreement, RingReducer
 from atoll.train.samples import Contribution
 from atoll.train.tieredexchange import (
+    Asking,
     Holder,
     Stepping,
+    TieredMeanSteps,
     TieredParameters,
     gradient_from,
+    in_turn,
 )
 from atoll.train.uplink import Role
-from atoll.wire.messages import AnyMessage, Committed, Hyperparameters, Parameters, Push
+from atoll.wire.messages import AnyMessage, Hyperparameters, Mean, Parameters, PullMean
 
 
 class _Likes:
@@ -75,45 +76,42 @@ class StagedMessage(Message):
 
 
 class GroupParameters(TieredParameters):
-    """New parameters that one member fetches, and hands on."""
+    """New parameters that members fetch, and hand on."""
 
     def __init__(self, chunks: Sequence[BoundChunk], connection: Connection, held: Holder) -> None:
         super().__init__(chunks, connection, held)
         self._fetches = self._begun = False
         self._arrived: dict[int, Tensor] = {}
 
-    def ask(self, clock: int, *, newest: bool = False) -> None:
-        """Fetch the parameters with which this group goes on: `next` gives them, in the order of `order`."""
-        self.pull(clock, newest)
+    def begin(self) -> None:
+        """Ask for what is expected: `next` gives it, in the order in which chunks are asked for."""
         self._arrived.clear()
         self._fetches = True
         self._asking.begin(self._chunks)
 
     def next(self, chunk_id: int) -> Tensor:
-        """A chunk's values, (extent,), once they are here."""
-        shards = self._connection.shards
-        shard = self._connection.shard_of[chunk_id]
-        shards.wait(lambda: chunk_id in self._arrived, lambda: [shard], self._what)
+        """This member's run of a chunk, 1-D, once it is here."""
+        values = self._asking.next(chunk_id, self._arrived, self._what)
         self._staged[chunk_id] = None
-        self._asking.has_come(chunk_id)
-        return self._arrived.pop(chunk_id)
+        return values
 
-    def order(self) -> list[int]:
-        """The chunks, as they are asked for: alike on all members."""
-        return self._asking.order(self._chunks)
-
-    def become(self, chunk_id: int, values: Tensor) -> None:
+    def become(self, bound: BoundChunk, values: Tensor) -> None:
         """Let a chunk's parameters have these values; `adopt` says that all have come."""
+        if self._drops:
+            return
         if not self._begun:
             self.check_unchanged()
             self._held().begin_values()
             self._begun = True
-        self._put(self._chunks[chunk_id], values)
+        self._put(bound, values)
+
+    def _done(self) -> None:
+        self._fetches = False
+        self._arrived.clear()
+        super()._done()
 
     def adopt(self, values: Mapping[int, Tensor]) -> None:
         assert not values
-        self._fetches = False
-        self._arrived.clear()
         self._connection.shards.answered(CONTRIBUTION)  # where another one spoke in the end
         self.discarded()
         if self._begun:
@@ -129,8 +127,10 @@ class GroupParameters(TieredParameters):
         known = message.chunk in self._arrived or message.chunk in self._staged
         if self._asked is None or message.asked != self._asked or bound is None or known:
             return
+        if (message.share, message.shares) != self._share:
+            return  # what this member asked for before another was lost
         self.clock, self.staleness = message.clock, message.staleness
-        self._arrived[message.chunk] = values_of(payload, bound, shard).clone()
+        self._arrived[message.chunk] = values_of(payload, bound, shard, self._share).clone()
 
 
 class TieredRing(RingReducer):
@@ -140,6 +140,7 @@ class TieredRing(RingReducer):
     _nonfinite: list[str]
     _waits: bool
     _present_of: dict[int, list[bool]]  # of the sums, by chunk, where they count
+    _sums_stay = False  # whether they are never put in the place of this member's own gradients
     _sums_count = False  # the sums are the group's, and this member's own gradients stay as they are
 
     def _lay(self, chunks: Sequence[BoundChunk], _message_bytes: int) -> list[Message]:
@@ -179,7 +180,7 @@ class TieredRing(RingReducer):
     def _publish(self, agreed: Agreement) -> None:
         held, nothing = self._held(), agreed.weight <= 0
         factor = 1.0 if nothing else self._reference / agreed.weight
-        self._sums_count = self._waits
+        self._sums_count = self._waits or self._sums_stay
         for message, here in zip(self._order, agreed.present, strict=True):
             bound = message.chunks[0].bound
             present = [not nothing and each for each in here]
@@ -198,65 +199,79 @@ class TieredRing(RingReducer):
         return list(self._nonfinite)
 
 
-class TieredGroup(GroupExchange, TieredRing):
-    """ssp and asp, with a leader that is drawn anew for each exchange."""
+class _InTiers(GroupReducer, TieredRing):
+    """What both kinds of exchange have: what goes to the shards is read as it leaves, and what comes is
+    handed on to all members a chunk at a time."""
 
     parameters: GroupParameters
 
     def __init__(self, chunks: Sequence[BoundChunk], *arguments: Any, held: Holder, **more: Any) -> None:
         self._held, self._nonfinite, self._waits = held, [], False
         self._present_of = {}
+        self._bounds = {bound.chunk.id: bound for bound in chunks}
         super().__init__(chunks, *arguments, **more)
         self._agreement_rides, self.held_back = False, 0
 
     def _new_parameters(self, connection: Connection) -> NewParameters:
         return GroupParameters(self._chunks, connection, self._held)
 
+    def _push(self, outgoing: Outgoing, role: Role, _along: Mapping[int, Tensor] | None) -> None:
+        self.connection.shards.answered(CONTRIBUTION)  # of a ring before this one
+        sums, present = self._sums_count, outgoing.present
+
+        def make(bound: BoundChunk, start: int, stop: int) -> memoryview:
+            return self._mean_of(bound, present[bound.chunk.id], sums, start, stop)
+
+        self.uplink.push_made(role, outgoing.iteration, present, make)
+
+    def _mean_of(
+        self, bound: BoundChunk, present: Sequence[bool], sums: bool, start: int, stop: int
+    ) -> memoryview:
+        """A run of the group's mean gradient of a chunk, as it leaves."""
+        held = self._held()
+        if not any(present):
+            return bytes_of(torch.zeros(stop - start, dtype=bound.dtype))
+        if sums:
+            flat = held.read_sums(bound.chunk, bound.parameters)
+        else:
+            slots = zip(present, bound.chunk.slots, strict=True)
+            within = [here and s.offset < stop and s.offset + s.numel > start for here, s in slots]
+            flat = gradient_from(held, bound, within)
+        run = flat[start:stop]
+        return bytes_of(run if run.numel() == flat.numel() else run.clone())  # the rest is let go
+
+    def _collect(self, role: Role, what: str) -> None:
+        parameters = self.parameters
+        if role.talks:
+            parameters.begin()
+        self._hand_on(role, parameters.next, parameters.become, what)
+
+    def _hand_on(
+        self,
+        role: Role,
+        take: Callable[[int], Tensor],
+        put: Callable[[BoundChunk, Tensor], None],
+        what: str,
+    ) -> None:
+        """What comes to those who talk, whose run of a chunk `take` gives: `put` each chunk on all members. A
+        collective of the ring."""
+        for chunk_id in in_turn(self._bounds, self.connection.shard_of):  # alike on all members
+            bound = self._bounds[chunk_id]
+            run = take(chunk_id) if role.talks else None
+            put(bound, self.uplink.whole(role, bound, run, what))
+
+    def _spread(self, _role: Role, runs: Mapping[int, Tensor] | None, _what: str) -> dict[int, Tensor]:
+        assert runs is None
+        return {}  # it is in the tiers of all
+
+
+class TieredGroup(_InTiers, GroupExchange):
+    """ssp and asp."""
+
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
         with Stepping(self.parameters):
             super().step(accepted, hyperparameters)
-
-    def join(self, contributor: int, what: str) -> None:
-        self.uplink.contributor = contributor
-
-        def act() -> Answer:
-            role = self.uplink.role(0)
-            self._hand_on(role, 0, what)
-            word = None
-            if role.leads:
-                word = msgspec.msgpack.encode(Answer(self.parameters.clock, 0.0, Committed(iteration=0)))
-            return self._told_by(role, word, what)
-
-        answer = self._ring.round(what, act)
-        self.parameters.adopt({})
-        self._joined(answer.clock)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        what = "the newest parameters"
-        self._ring.round(
-            what, lambda: self._hand_on(self.uplink.role(self.steps), self.steps, what, newest=True)
-        )
-        self.parameters.adopt({})
-
-    def _hand_on(self, role: Role, clock: int, what: str, *, newest: bool = False) -> None:
-        """The leader's new parameters, to all, chunk by chunk. A collective of the ring."""
-        parameters, channel = self.parameters, self._ring.agreement
-        bounds = {bound.chunk.id: bound for bound in self._chunks}
-        if role.leads:
-            parameters.ask(clock, newest=newest)
-        for chunk_id in parameters.order():
-            bound = bounds[chunk_id]
-            if role.leads:
-                values = parameters.next(chunk_id)
-            else:
-                values = torch.empty(bound.chunk.extent, dtype=bound.dtype)
-            if self._ring.world > 1:
-                channel.wait(channel.broadcast(values.view(torch.uint8), role.leader), what)
-            parameters.become(chunk_id, values)
-
-    # The group's contribution
 
     def _outgoing(self, accepted: bool, hyperparameters: Hyperparameters) -> Outgoing:
         own = self._of_group if accepted else Contribution(0.0, self._of_group.samples)
@@ -267,44 +282,59 @@ class TieredGroup(GroupExchange, TieredRing):
         used, self._used = self._used, []
         return Outgoing(self.steps, {}, present, own, used, list(self._able), hyperparameters)
 
-    def _begin(self, outgoing: Outgoing, role: Role, _along: Mapping[int, Tensor] | None) -> None:
-        if not role.talks or outgoing.sent_in == self._ring.generation:
-            return
-        self._counted, outgoing.sent_in = None, self._ring.generation
-        shards, shard_of = self.connection.shards, self.connection.shard_of
-        shards.answered(CONTRIBUTION)  # of a ring before this one
-        for bound in self._chunks:
-            present = outgoing.present[bound.chunk.id]
-            message = Push(
-                incarnation=shards.incarnation,
-                iteration=outgoing.iteration,
-                chunk=bound.chunk.id,
-                chunks_in_all=self._held_by[shard_of[bound.chunk.id]],
-                present=bytes(present),
-            )
-            payload = Made(partial(self._mean_of, bound, present, self._sums_count))
-            shards.send(shard_of[bound.chunk.id], message, payload, until=CONTRIBUTION)
-            self.uplink.bytes_sent += bound.chunk.extent * bound.dtype.itemsize
-        points.reach("group.pushed", outgoing.iteration)
-        self._send_commit(outgoing)
-        points.reach("group.committed", outgoing.iteration)
 
-    def _mean_of(self, bound: BoundChunk, present: Sequence[bool], sums: bool) -> memoryview:
-        """The group's mean gradient of a chunk, as it leaves."""
-        held = self._held()
-        if not any(present):
-            return bytes_of(torch.zeros(bound.chunk.extent, dtype=bound.dtype))
-        if sums:
-            return bytes_of(held.read_sums(bound.chunk, bound.parameters))
-        return bytes_of(gradient_from(held, bound, present))
+class TieredGroupMean(_InTiers, TieredMeanSteps, GroupMeanExchange):
+    """bsp: after backward `p.grad` is the mean over all groups, in the tiers where this member's own was.
 
-    def _exchange(self, outgoing: Outgoing, what: str) -> tuple[Answer, dict[int, Tensor]]:
-        role = self._role(outgoing)
-        self._begin(outgoing, role, None)
-        counted = self._wait_counted(outgoing.iteration) if role.leads else None
-        self._hand_on(role, outgoing.iteration + 1, what)
-        word = None
-        if counted is not None:
-            word = msgspec.msgpack.encode(Answer(self.parameters.clock, self.parameters.staleness, counted))
-        points.reach("group.answered", outgoing.iteration)
-        return self._told_by(role, word, what), {}
+    The group's mean stays beside it until the exchange is over: where a member is lost meanwhile, and some
+    chunks of the mean over all groups have come, it is there to be sent again.
+    """
+
+    _sums_stay = True
+
+    def _connect(self, connection: Connection, lazy: bool) -> None:
+        super()._connect(connection, lazy)
+        self._asking = Asking(connection, "mean", self._pull_of)
+
+    def _pull_of(self, chunk: int) -> PullMean:
+        return self.uplink.pull_mean(self._mean_share, self.steps, [chunk])
+
+    @property
+    def _flats(self) -> dict[int, Tensor]:
+        return {}  # it is read as it leaves
+
+    @property
+    def _present(self) -> dict[int, list[bool]]:
+        return dict(self._present_of)
+
+    def _collect_mean(self, role: Role, what: str) -> None:
+        held, self._all_edited = self._held(), False
+
+        def put(bound: BoundChunk, values: Tensor) -> None:
+            known = self._means[bound.chunk.id].present if role.leads else None
+            present = [bool(byte) for byte in self.uplink.tell(role, known, what)]
+            held.put_gradients(bound.chunk, bound.parameters, present, values)
+            points.reach("group.handed", self.steps)
+
+        if role.talks:
+            self._asking.begin(self._bounds)
+        else:
+            self._asking.stop()  # it may have talked in a ring before this one
+        self._hand_on(role, lambda chunk: self._asking.next(chunk, self._mean_runs, self._what), put, what)
+
+    def _handle_mean(self, shard: int, message: AnyMessage, payload: memoryview | None) -> None:
+        assert isinstance(message, Mean)
+        if message.chunk not in self._means:  # else it was sent again
+            super()._handle_mean(shard, message, payload)
+
+    def _shard_answers(self, shard: int) -> None:
+        """What was sent to it stays as it is until the exchange is over."""
+
+    @torch.no_grad()
+    def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
+        with Stepping(self.parameters):
+            super().step(accepted, hyperparameters)
+
+    def _step_left_out(self) -> None:
+        with self.parameters.dropping():
+            super()._step_left_out()

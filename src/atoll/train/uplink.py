@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from atoll.net.returning import Made
 from atoll.tensors.binding import BoundChunk
 from atoll.train.exchange import CONTRIBUTION, Connection, bytes_of
 from atoll.train.lossy import LossyPushes
@@ -104,6 +106,34 @@ class Uplink:
         of them; `flats` must stay as they are until the answer. `weight` is the group's contribution's;
         `along` as `LossyPushes.outgoing` has it, where another member may have sent it before."""
         shards, shard_of = self._connection.shards, self._connection.shard_of
+        for bound, start, stop, message in self._pushes(role, iteration, present, pull=True):
+            chunk_id = bound.chunk.id
+            flat, here = flats[chunk_id][start:stop], present[chunk_id]
+            run, lossy = self._lossy.outgoing(iteration, bound, flat, here, weight, start=start, along=along)
+            shards.send(shard_of[chunk_id], message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
+            self.bytes_sent += run.numel() * run.element_size()
+
+    def push_made(
+        self,
+        role: Role,
+        iteration: int,
+        present: Mapping[int, Sequence[bool]],
+        make: Callable[[BoundChunk, int, int], memoryview],
+    ) -> None:
+        """The same of chunks that are put together as they leave: `make(bound, start, stop)` gives a run of
+        one, as `Made` has it. Nothing is asked for yet, and no part of it may be lost."""
+        shards, shard_of = self._connection.shards, self._connection.shard_of
+        for bound, start, stop, message in self._pushes(role, iteration, present, pull=False):
+            payload = Made(partial(make, bound, start, stop))
+            shards.send(shard_of[bound.chunk.id], message, payload, until=CONTRIBUTION)
+            self.bytes_sent += (stop - start) * bound.dtype.itemsize
+
+    def _pushes(
+        self, role: Role, iteration: int, present: Mapping[int, Sequence[bool]], *, pull: bool
+    ) -> Iterator[tuple[BoundChunk, int, int, Push]]:
+        """Each chunk, from where to where this member's share of it lies, and the message that it goes with;
+        `pull`: a shard's last one asks for what comes of them."""
+        shards, shard_of = self._connection.shards, self._connection.shard_of
         left = {shard: sum(place == shard for place in shard_of.values()) for shard in shard_of.values()}
         for bound in self._chunks:
             chunk_id = bound.chunk.id
@@ -117,31 +147,41 @@ class Uplink:
                 chunk=chunk_id,
                 chunks_in_all=in_all,
                 present=bytes(present[chunk_id]),
-                pull=not left[shard],
+                pull=pull and not left[shard],
                 share=role.share[0],
                 shares=role.share[1],
                 late=self._lossy.holds_back,
             )
-            run, lossy = self._lossy.outgoing(
-                iteration,
-                bound,
-                flats[chunk_id][start:stop],
-                present[chunk_id],
-                weight,
-                start=start,
-                along=along,
-            )
-            shards.send(shard, message, bytes_of(run), until=CONTRIBUTION, lossy=lossy)
-            self.bytes_sent += run.numel() * run.element_size()
+            yield bound, start, stop, message
 
-    def pull_mean(self, role: Role, iteration: int) -> PullMean:
-        """The message that asks for this member's share of a mean."""
+    def pull_mean(self, share: tuple[int, int], iteration: int, chunks: Sequence[int] = ()) -> PullMean:
+        """The message that asks for a member's share of a mean; `chunks` as wire's PullMean has them."""
         return PullMean(
             incarnation=self._connection.shards.incarnation,
             iteration=iteration,
-            share=role.share[0],
-            shares=role.share[1],
+            share=share[0],
+            shares=share[1],
+            chunks=list(chunks),
         )
+
+    def whole(self, role: Role, bound: BoundChunk, run: Tensor | None, what: str) -> Tensor:
+        """One chunk's values, 1-D, from what those who talk were answered: `run` is this member's, in memory
+        that nobody else needs. A collective of the ring, which takes memory for one chunk; so runs are
+        broadcast to their places, and not gathered, for which Gloo has them twice."""
+        talk = role.able if self.kind == "members" else (role.leader,)
+        extent, channel = bound.chunk.extent, self._ring.agreement
+        flat = run if run is not None and len(talk) == 1 else torch.empty(extent, dtype=bound.dtype)
+        works = []
+        for share, rank in enumerate(talk):
+            start, stop = run_of(extent, share, len(talk))
+            part = flat[start:stop]
+            if run is not None and run is not flat and rank == self._ring.place.rank:
+                part.copy_(run)
+            if start < stop:  # the last shares of a chunk that has fewer elements are empty
+                works.append(channel.broadcast(part.view(torch.uint8), rank))
+        for work in works:
+            channel.wait(work, what)
+        return flat
 
     def spread(self, role: Role, runs: Mapping[int, Tensor] | None, what: str) -> dict[int, Tensor]:
         """Every chunk's values whole, 1-D, in new memory, from what those who talk were answered (`runs`). A
