@@ -137,7 +137,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
 
 
 def test_another_strategy_than_those_is_refused_in_one_line() -> None:
-    kind: Any = "hierarchical"
+    kind: Any = "auto"
 
     class Other(OverRing):
         def __init__(self) -> None:
@@ -154,13 +154,17 @@ def test_another_strategy_than_those_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("given", [Memory(device="1GiB"), None])
-def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(given: Memory | None) -> None:
+@pytest.mark.parametrize(("kind", "where"), [("ring", ""), ("hierarchical", " in its group")])
+def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(
+    given: Memory | None, kind: Any, where: str
+) -> None:
     class Ring(OverRing):
         def __init__(self) -> None:
             pass
 
-    config = Config(run=Run(strategy="ring", elastic=True), memory=Memory(device="1GiB"))
-    with pytest.raises(UserError, match=r"^run\.elastic lets a run go on .* leave out run\.elastic, or"):
+    config = Config(run=Run(strategy=kind, elastic=True), memory=Memory(device="1GiB"))
+    said = rf"^run\.elastic lets a run go on .* part of the model{where}; leave out run\.elastic, or"
+    with pytest.raises(UserError, match=said):
         memory_for(config, given, Ring())
 
 

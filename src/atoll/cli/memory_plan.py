@@ -26,6 +26,7 @@ _WAYS = {
     "from_disk": "from disk",
     "to_disk": "to disk",
     "from_members": "from other members",
+    "from_groups": "from other groups",
 }
 
 
