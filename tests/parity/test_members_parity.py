@@ -195,13 +195,12 @@ CASES = [
 ]
 
 
-IN_GROUPS = [  # workers, groups: of equal length, of unequal, and of one each
+IN_GROUPS = [  # workers, groups: of equal length, and of unequal
     (4, 2, Case("gpt", 0.5, 2, True)),
-    (4, 2, Case("lora", 0.5)),
     (3, 2, Case("experts", 0.5, 2, True)),
-    (2, 2, Case("resnet", 0.5, 1, True)),
 ]
 IN_GROUPS_TOO = [
+    (2, 2, Case("resnet", 0.5, 1, True)),  # of one each
     *((4, 2, Case(family, 0.25, 1 + (i % 2), i % 3 == 1)) for i, family in enumerate(FAMILIES)),
     *((3, 2, Case(family, 0.5, 1 + (i % 2), i % 3 == 2)) for i, family in enumerate(FAMILIES)),
 ]

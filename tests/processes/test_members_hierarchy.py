@@ -43,7 +43,7 @@ def test_a_checkpoint_goes_on_in_any_grouping_and_without(pool: WorkerPool, tmp_
         close(each.end, four[0].end, 0.0)
     close({name: four[0].end[name] for name in plain}, plain, 0.0)
     straight = train(Place(), str(tmp_path / "other"), 0, 6, None).end
-    for workers, memory, groups in ((3, ASYMMETRIC, 2), (2, BUDGET, 2), (2, BUDGET, 0), (4, None, 2)):
+    for workers, memory, groups in ((3, ASYMMETRIC, 2), (2, BUDGET, 0), (2, None, 2)):
         for each in pool.run(train, folder, 3, 6, memory, groups, world=workers):
             close(each.saved, four[0].end, 0.0)
             close(each.end, straight, 1e-9)
@@ -170,7 +170,11 @@ def test_a_worker_that_is_killed_ends_the_workers_of_all_groups_in_a_line() -> N
         assert "\n" not in said
 
 
+@pytest.mark.soak
 def test_a_worker_that_stands_still_is_named_in_all_groups() -> None:
-    for said, _ in outcomes(functools.partial(stands_still, seconds="3s"), 4, silent=3).values():
-        assert "worker 3" in said or "lost touch with another worker" in said, said
+    """By who waits first; to the others the first that ends may be the one who is lost."""
+    told = [said for said, _ in outcomes(functools.partial(stands_still, seconds="3s"), 4, silent=3).values()]
+    assert any("for worker 3" in said and "(deadline sync.timeout, 3 s" in said for said in told), told
+    for said in told:
+        assert "for worker 3" in said or "lost touch with another worker" in said, said
         assert "\n" not in said
