@@ -91,7 +91,7 @@ def test_groups_are_those_of_the_hierarchy_and_hold_whole_copies_where_all_fits(
         events = read_summary(tmp_path / name / "summary.json").events
         choices[name] = [event["reason"] for event in events if event.get("what") == "memory"]
     assert "chunks are split evenly over the members of each of 2 groups" in choices["small"][0]
-    assert choices["large"][0].startswith("all fits on each member's device: each has a whole copy")
+    assert choices["large"][0].startswith("all fits on each member's device: each holds the whole model")
 
 
 def one_has_too_little(place: Place) -> None:

@@ -621,7 +621,7 @@ def _reason(
     if plan.fits and elsewhere:
         return "parameters and gradients fit on the device: nothing moves"
     if plan.fits and plan.sharding == "whole":
-        return "all fits on each member's device: each has a whole copy, and they train as without budgets"
+        return "all fits on each member's device: each holds the whole model, as without budgets"
     if plan.fits:
         return "parameters, gradients and optimizer state fit on the device: nothing moves"
     sizes = f"the shortest step of {len(by_size)} chunk sizes"
