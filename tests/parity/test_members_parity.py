@@ -201,6 +201,8 @@ IN_GROUPS = [  # workers, groups: of equal length, and of unequal
 ]
 IN_GROUPS_TOO = [
     (2, 2, Case("resnet", 0.5, 1, True)),  # of one each
+    (4, 3, Case("gpt", 0.5, 2, True)),  # several sums at once between groups
+    (4, 4, Case("experts", 0.5)),
     *((4, 2, Case(family, 0.25, 1 + (i % 2), i % 3 == 1)) for i, family in enumerate(FAMILIES)),
     *((3, 2, Case(family, 0.5, 1 + (i % 2), i % 3 == 2)) for i, family in enumerate(FAMILIES)),
 ]
