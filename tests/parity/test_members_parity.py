@@ -1,5 +1,6 @@
-"""A model that the workers of a ring hold between them trains as plain PyTorch does on the global batch: real
-processes, over families of models, budgets, members, accumulation and clipping.
+"""A model that the workers of a ring, or of each group of a hierarchy, hold between them trains as plain
+PyTorch does on the global batch: real processes, over families of models, budgets, members, accumulation and
+clipping.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.core.config import Config, Sync
+from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.memory import Memory
 from atoll.memory import planning
 from atoll.memory.bandwidth import measure
@@ -94,11 +95,16 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def train_members(place: Place, case: Case) -> Seen:
-    """What a user writes, on one member."""
+def train_members(place: Place, case: Case, groups: int = 0) -> Seen:
+    """What a user writes, on one member; with `groups`, under strategy `hierarchical`."""
     model, optimizer = make(case)
     seen = Seen()
-    with poisoned(), atoll.join(Config(sync=Sync(timeout="60s")), place=place) as session:
+    config = Config(
+        run=Run(strategy="hierarchical" if groups else "ring"),
+        groups=Groups(count=groups),
+        sync=Sync(timeout="60s"),
+    )
+    with poisoned(), atoll.join(config, place=place) as session:
         session.prepare(model, optimizer, memory=budget(model, case.share))
         (tiers,) = session._state.tiers
         assert isinstance(tiers.fitted, Sharded)
@@ -120,7 +126,7 @@ def train_members(place: Place, case: Case) -> Seen:
         seen.buffers = [{name: b.clone() for name, b in model.named_buffers()}]
         figures = tiers.fitted.stats()
         assert figures.device_peak <= figures.device_budget
-        assert place.world == 1 or figures.moves["from_members"] > 0
+        assert session.group.size == 1 or figures.moves["from_members"] > 0
     return seen
 
 
@@ -189,11 +195,30 @@ CASES = [
 ]
 
 
+IN_GROUPS = [  # workers, groups: of equal length, and of unequal
+    (4, 2, Case("gpt", 0.5, 2, True)),
+    (3, 2, Case("experts", 0.5, 2, True)),
+]
+IN_GROUPS_TOO = [
+    (2, 2, Case("resnet", 0.5, 1, True)),  # of one each
+    (4, 3, Case("gpt", 0.5, 2, True)),  # several sums at once between groups
+    (4, 4, Case("experts", 0.5)),
+    *((4, 2, Case(family, 0.25, 1 + (i % 2), i % 3 == 1)) for i, family in enumerate(FAMILIES)),
+    *((3, 2, Case(family, 0.5, 1 + (i % 2), i % 3 == 2)) for i, family in enumerate(FAMILIES)),
+]
+
+
 @pytest.mark.parametrize(
-    ("workers", "case"), [(n, case) for n, cases in CASES for case in cases], ids=lambda value: str(value)
+    ("workers", "groups", "case"),
+    [
+        *((n, 0, case) for n, cases in CASES for case in cases),
+        *IN_GROUPS,
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in IN_GROUPS_TOO),
+    ],
+    ids=lambda value: str(value),
 )
-def test_members_train_as_one_process_does(pool: WorkerPool, workers: int, case: Case) -> None:
-    pool.submit(train_members, case, world=workers)
+def test_members_train_as_one_process_does(pool: WorkerPool, workers: int, groups: int, case: Case) -> None:
+    pool.submit(train_members, case, groups, world=workers)
     plain = train_plain(case, workers)
     members = pool.collect()
     found = differences(case, plain, members)

@@ -26,7 +26,7 @@ from atoll.memory import planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit, plan
 from atoll.memory.sharded import Sharded
-from atoll.moves.owners import UNIT
+from atoll.moves.owners import UNIT, Groups
 from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import FAMILIES, batch, build, loss_of
 from atoll.testing.members import Member, together
@@ -134,7 +134,11 @@ def same(left: Any, right: Any) -> bool:
 
 
 def share_between(
-    script: Script, share: float, body: Callable[[Member, Any, Any, Sharded], Any], **more: Any
+    script: Script,
+    share: float,
+    body: Callable[[Member, Any, Any, Sharded], Any],
+    replicas: Groups = (),
+    **more: Any,
 ) -> list[tuple[Any, list[Tensor]]]:
     """What `body(member, model, optimizer, fitted)` gives on each member, and the values at its end. Each
     member's host memory keeps to its plan's."""
@@ -154,7 +158,7 @@ def share_between(
         assert all(type(p) is nn.Parameter for p in model.parameters())
         return seen, values_of(model)
 
-    return together(count, run)
+    return together(count, run, replicas=replicas)
 
 
 def compare(script: Script, share: float, steps: int = 3, exact: bool = True, **more: Any) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,16 @@ class Command:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, script: str, *arguments: str, workers: int = 2, environment: Mapping[str, str] | None = None
+        self,
+        script: str,
+        *arguments: str,
+        workers: int = 2,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         path = self.directory / "train.py"
         path.write_text(script)
-        options = ["--workers", str(workers), "--set", "run.directory=run"]
+        options = ["--workers", str(workers), "--set", "run.directory=run", *options]
         code = "from atoll.cli.app import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, "run", *options, "train.py", *arguments],
@@ -44,10 +49,15 @@ class Command:
         return process
 
     def run(
-        self, script: str, *arguments: str, workers: int = 2, environment: Mapping[str, str] | None = None
+        self,
+        script: str,
+        *arguments: str,
+        workers: int = 2,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> tuple[int, str, str]:
         """The exit status, stdout and stderr of a run that ends by itself."""
-        process = self.start(script, *arguments, workers=workers, environment=environment)
+        process = self.start(script, *arguments, workers=workers, environment=environment, options=options)
         out, err = process.communicate(timeout=DEADLINE)
         return process.returncode, out, err
 

@@ -68,7 +68,7 @@ def asks_everybody(place: Place) -> dict[str, Any]:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
-    sums, exchanged, everybody = [], [], range(members.count)
+    sums, exchanged = [], []
     for turn in range(10):
         tensor = payload(members.rank, (turn, "gradient"), 0)
         members.sum(tensor, "the sum")
@@ -79,8 +79,9 @@ def asks_everybody(place: Place) -> dict[str, Any]:
             if owner == 1:
                 splits = [1000 * member for member in range(members.count)]
             part = payload(members.rank, (owner, "part"), turn, numel=sum(splits))
-            into = torch.full((members.count * splits[members.rank],), -1.0)
-            works.append((into, members.exchange(part, splits, into, everybody, f"chunk {owner}'s gradient")))
+            takes = [splits[members.rank]] * members.count
+            into = torch.full((sum(takes),), -1.0)
+            works.append((into, members.exchange(part, splits, into, takes, f"chunk {owner}'s gradient")))
         for into, work in works:
             work.wait()
             exchanged.append(into)
@@ -231,8 +232,9 @@ def one_dies_while_all_reduce(place: Place) -> None:
         if members.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         splits = [2**20 // 4, 2**20 // 4, 2**20 // 2]
+        takes = [2**18] * 3
         members.exchange(
-            torch.zeros(2**20), splits, torch.zeros(3 * 2**18), range(3), "chunk 7's gradient"
+            torch.zeros(2**20), splits, torch.zeros(sum(takes)), takes, "chunk 7's gradient"
         ).wait()
         members.sum(torch.zeros(4), "the agreement")
 

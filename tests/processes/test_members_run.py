@@ -38,21 +38,27 @@ with atoll.join() as session:
 MEMORY = '[memory]\ndevice = "48KiB"\nchunk = "17KiB"\nstep = "host"\n'  # of 98 KiB of parameters
 
 
-def test_a_new_user_s_script_trains_sharded_over_two_workers(command: Command) -> None:
+@pytest.mark.parametrize(
+    ("workers", "options"), [(2, ()), (4, ("--strategy", "hierarchical", "--groups", "2"))]
+)
+def test_a_new_user_s_script_trains_sharded_over_its_workers(
+    command: Command, workers: int, options: tuple[str, ...]
+) -> None:
     (command.directory / "atoll.toml").write_text(MEMORY)
-    code, out, err = command.run(TRAIN)
+    code, out, err = command.run(TRAIN, workers=workers, options=options)
     assert code == 0, err
     lines = (command.directory / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["values"]["loss"] for line in lines]
     assert losses[-1] < 0.7 * losses[0]
     summary = command.summary()
-    assert [each["worker"] for each in summary["memory"]] == [0, 1]
+    assert [each["worker"] for each in summary["memory"]] == list(range(workers))
     for each in summary["memory"]:
         assert 0 < each["device_peak"] <= each["device_budget"] == 48 * 2**10
         assert each["moves"]["from_members"] > 0
         assert 0 < each["host_peak"] < 4 * 98 * 2**10  # alone: 4 times the parameters, with AdamW
     (decided,) = [event for event in summary["events"] if event.get("what") == "memory"]
     assert "device 48.0 KiB" in decided["choice"]
+    assert ("over the members of each of 2 groups" in decided["reason"]) == bool(options)
     saved = load_file(command.directory / "checkpoint" / "model.safetensors")
     expected = sum(value.double().sum().item() for value in saved.values())
     assert float(out.split()[1]) == pytest.approx(expected, abs=1e-12)

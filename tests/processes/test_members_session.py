@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-from atoll.core.config import Config, Run, Sync
+from atoll.core.config import Config, Groups, Run, Sync
 from atoll.core.errors import AtollError
 from atoll.core.memory import Memory
 from atoll.observe.summary import read_summary
@@ -57,12 +57,20 @@ def seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
     return values
 
 
-def train(place: Place, folder: str, first: int, last: int, memory: Memory | None) -> Trained:
+def in_groups(count: int, config: Config = CONFIG) -> Config:
+    """The same under strategy `hierarchical`."""
+    run = msgspec.structs.replace(config.run, strategy="hierarchical")
+    return msgspec.structs.replace(config, run=run, groups=Groups(count=count))
+
+
+def train(
+    place: Place, folder: str, first: int, last: int, memory: Memory | None, groups: int = 0
+) -> Trained:
     """From step `first`, at which the checkpoint is, to `last`, which leaves one where the first is 0. The
-    batches are global, so that any number of workers trains as one."""
+    batches are global, so that any number of workers trains as one, in any number of `groups`."""
     model, optimizer = build()
     trained = Trained()
-    with atoll.join(CONFIG, place=place) as session:
+    with atoll.join(in_groups(groups) if groups else CONFIG, place=place) as session:
         session.prepare(model, optimizer, memory=memory)
         batches = session.batches(DATA, seed=3)
         if first:

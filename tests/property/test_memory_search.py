@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from atoll.chunks import ParameterSpec, lay_out_memory
 from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
-from atoll.moves.owners import UNIT, Share, owners_of, split_evenly
+from atoll.moves.owners import UNIT, Share, deal_whole, owners_of, split_evenly
 from atoll.moves.search import Bandwidths, MemoryPlan, Profile, Use, search_plan
 from atoll.moves.timeline import Call, ChunkCosts, Timeline, next_uses
 
@@ -206,6 +207,36 @@ def test_chunks_are_split_evenly_over_their_groups(chunks: list[tuple[int, set[i
         assert sum(within) == extent
         assert max(within) <= min(within) + 2 * UNIT
         assert holding.arriving(chunk) >= (len(group) * max(within) if len(holding.parts[chunk]) > 1 else 1)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.integers(64, 2000),
+    st.integers(0, 5000),
+    st.booleans(),
+)
+def test_replicas_of_unequal_groups_sum_alike_and_what_comes_has_room(
+    sizes: list[int], extent: int, more: int, even: bool
+) -> None:
+    """`more`: room beyond the least, as where another chunk is larger."""
+    ends = list(accumulate(sizes))
+    groups = [tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    each = [
+        split_evenly([extent], [group]) if even else deal_whole([extent], [1], [group]) for group in groups
+    ]
+    seen = [msgspec.structs.replace(held, replicas=tuple(each)) for held in each]
+    room = seen[0].arriving(0) + more
+    step = seen[0].summed_in_rounds_of(0, room)
+    for own in seen:  # every member finds the same
+        assert own.arriving(0) == room - more
+        assert own.summed_in_rounds_of(0, room) == step
+        assert 0 < step <= max(room, extent)
+    for begin in range(0, extent, step):
+        for held in each:
+            for part in held.parts[0]:
+                first, last = part.overlap(begin, min(begin + step, extent))
+                come = max(len(held.members_of(0)), len(groups) - 1)
+                assert come * max(0, last - first) <= room
 
 
 @settings(max_examples=30, deadline=None)

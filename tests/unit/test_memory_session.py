@@ -14,11 +14,11 @@ from torch import nn
 
 import atoll
 from atoll.core.config import Config, Link, Run, Sync
-from atoll.core.errors import ConfigError, NonFiniteGradientError, UserError
+from atoll.core.errors import ConfigError, NonFiniteGradientError, RunError, UserError
 from atoll.core.memory import Memory
 from atoll.observe.memory import memory_lines
 from atoll.observe.summary import Summary, read_summary
-from atoll.train.memory import memory_for, tiers_for
+from atoll.train.memory import Tiers, memory_for, tiers_for
 from atoll.train.place import Place
 from atoll.train.strategies import Grouped, OverRing, Served, Strategy
 
@@ -137,7 +137,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_or_stops(policy: str, device:
 
 
 def test_another_strategy_than_those_is_refused_in_one_line() -> None:
-    kind: Any = "hierarchical"
+    kind: Any = "auto"
 
     class Other(OverRing):
         def __init__(self) -> None:
@@ -154,14 +154,30 @@ def test_another_strategy_than_those_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("given", [Memory(device="1GiB"), None])
-def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(given: Memory | None) -> None:
+@pytest.mark.parametrize(("kind", "where"), [("ring", ""), ("hierarchical", " in its group")])
+def test_a_run_that_goes_on_without_a_worker_is_refused_in_one_line(
+    given: Memory | None, kind: Any, where: str
+) -> None:
     class Ring(OverRing):
         def __init__(self) -> None:
             pass
 
-    config = Config(run=Run(strategy="ring", elastic=True), memory=Memory(device="1GiB"))
-    with pytest.raises(UserError, match=r"^run\.elastic lets a run go on .* leave out run\.elastic, or"):
+    config = Config(run=Run(strategy=kind, elastic=True), memory=Memory(device="1GiB"))
+    said = rf"^run\.elastic lets a run go on .* part of the model{where}; leave out run\.elastic, or"
+    with pytest.raises(UserError, match=said):
         memory_for(config, given, Ring())
+
+
+@pytest.mark.parametrize("of_group", ["", " in its group"])
+def test_a_worker_that_is_lost_is_named_with_what_it_held(of_group: str) -> None:
+    class Held(Tiers):
+        shared: Any = object()
+
+    held = Held(Memory(device="1GiB"), None, of_group=of_group)
+    held.refuse_loss([])
+    with pytest.raises(RunError, match=rf"^worker 3 was lost, .* part of the model{of_group},") as no:
+        held.refuse_loss([3])
+    assert "\n" not in str(no.value)
 
 
 def memory_threads() -> set[threading.Thread]:

@@ -244,8 +244,11 @@ REVIEWED: dict[str, str] = {
     "memory/sharing.py: Sharing.close: self._fetching.shutdown(wait=False, cancel_futures=True)": (
         "it does not wait"
     ),
-    "memory/sharedplan.py: _network: exchanged.wait()": "its waits are Channel.wait's (sync.timeout)",
-    "memory/sharing.py: _Sum.wait: self._round.wait()": "its waits are Channel.wait's (sync.timeout)",
+    "memory/sharedplan.py: _measured: members.exchange(sent, splits, into, splits, what).wait()": (
+        "its waits are Channel.wait's (sync.timeout)"
+    ),
+    "memory/sums.py: Sum._end_inside: self._inside.wait()": "its waits are Channel.wait's (sync.timeout)",
+    "memory/sums.py: Sum._end_between: each.wait()": "its waits are Channel.wait's (sync.timeout)",
     "memory/sharing.py: Sharing._take_stage: self._condition.wait_for(lambda: self._stages, _DEADLINE), "
     "holding self._condition": _RELEASES,
     "memory/sharing.py: Sharing._wait_until: self._condition.wait_for(lambda: self.count >= count or "

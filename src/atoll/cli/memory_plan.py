@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from atoll.core.config import check_groups
 from atoll.core.errors import AtollError, ConfigError, RunError, UserError
 from atoll.core.units import format_bytes, format_seconds, parse_rate
+from atoll.groups.hierarchy import arrange
 from atoll.launch.worker import describe
 
 if TYPE_CHECKING:
     from atoll.memory.observing import Seen
+    from atoll.moves.owners import Groups
     from atoll.moves.search import MemoryPlan
 
 _WAYS = {
@@ -26,6 +29,7 @@ _WAYS = {
     "from_disk": "from disk",
     "to_disk": "to disk",
     "from_members": "from other members",
+    "from_groups": "from other groups",
 }
 
 
@@ -44,6 +48,12 @@ def show_plan(
     link: Annotated[
         str, typer.Option("--link", help="What goes between the workers each way, such as 10Gbit/s.")
     ] = "",
+    groups: Annotated[
+        int, typer.Option("--groups", min=1, help="The workers are in so many, strategy hierarchical.")
+    ] = 1,
+    between: Annotated[
+        str, typer.Option("--between", help="What goes between groups each way; else as --link.")
+    ] = "",
 ) -> None:
     """Run SCRIPT up to its third step under its budgets, and print the plan with what it would take.
 
@@ -52,15 +62,22 @@ def show_plan(
     """
     if link and workers == 1:
         raise UserError("--link is what goes between several workers; give --workers too")
-    seen = _run(script, arguments or [], workers, _network(link))
+    if between and groups == 1:
+        raise UserError("--between is what goes between several groups; give --groups too")
+    check_groups(groups, workers)
+    replicas = arrange([""] * workers, groups).grouping.groups if groups > 1 else ()
+    rates = _rate("--link", link), _rate("--between", between) if between else _rate("--link", link)
+    seen = _run(script, arguments or [], workers, replicas, rates)
     if as_json:
         print(json.dumps(_as_object(seen), indent=2))
         return
-    for line in _lines(script, seen, workers):
+    for line in _lines(script, seen, workers, groups):
         print(line)
 
 
-def _run(script: str, arguments: list[str], workers: int, network: float) -> Seen:
+def _run(
+    script: str, arguments: list[str], workers: int, replicas: Groups, rates: tuple[float, float]
+) -> Seen:
     from atoll.memory.observing import EnoughSeen, Observation
 
     path = Path(script)
@@ -69,7 +86,7 @@ def _run(script: str, arguments: list[str], workers: int, network: float) -> See
     argv, first, out = sys.argv, sys.path[0], sys.stdout
     sys.argv, sys.path[0], sys.stdout = [script, *arguments], str(path.resolve().parent), sys.stderr
     try:
-        with Observation(workers, network) as observation:
+        with Observation(workers, replicas, *rates) as observation:
             runpy.run_path(script, run_name="__main__")
     except EnoughSeen:
         pass
@@ -91,15 +108,15 @@ def _run(script: str, arguments: list[str], workers: int, network: float) -> See
     return observation.seen
 
 
-def _network(link: str) -> float:
+def _rate(option: str, given: str) -> float:
     """Bytes/s; 0 where none was given."""
     try:
-        return parse_rate(link) / 8 if link else 0.0
+        return parse_rate(given) / 8 if given else 0.0
     except ConfigError as error:
-        raise UserError(f"--link: {error}") from None
+        raise UserError(f"{option}: {error}") from None
 
 
-def _lines(script: str, seen: Seen, workers: int) -> Iterator[str]:
+def _lines(script: str, seen: Seen, workers: int, groups: int) -> Iterator[str]:
     plan = seen.plan or seen.first
     predicted = plan.predicted
     yield f"{script}: {seen.budgets.describe()}"
@@ -110,6 +127,7 @@ def _lines(script: str, seen: Seen, workers: int) -> Iterator[str]:
         yield f"  device      {blocks}: {plan.cache_blocks} of them a cache, {len(plan.resident)} chunks stay"
     yield f"  optimizer   {_steps_on(plan)}"
     sharding = "none: one member" if workers == 1 else f"{plan.sharding}: one of {workers} workers"
+    sharding += f", in {groups} groups" if groups > 1 else ""
     yield f"  sharding    {sharding}"
     yield (
         f"  peaks       device {format_bytes(predicted.device_peak)}, "

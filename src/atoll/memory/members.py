@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from atoll.memory.payloads import Key
+from atoll.moves.owners import Groups
 
 # read((chunk, kind), version): the flat payload in host memory, as `version` sync points have left it (see
 # memory/sharing.py). Waits for them, and for the chunk's step. Raises UserError for what is not here,
@@ -37,6 +38,7 @@ class Members(Protocol):
 
     rank: int
     count: int
+    replicas: Groups  # the groups that each hold a replica of the model between them; empty: all hold one
 
     def serve(self, read: Read) -> None:
         """Answer the others' `fetch` from now on with `read`, which is called on service threads."""
@@ -53,12 +55,10 @@ class Members(Protocol):
         """
 
     def exchange(
-        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+        self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str
     ) -> Waitable:
-        """Begin to send `tensor`, as above, in pieces of `splits` elements, the r-th to member r. `into`
-        takes what `senders` send to this one, itself included, by rank: as many times the elements that its
-        own split has. Members that send to one another give the same splits; the others get nothing of
-        theirs."""
+        """Begin to send `tensor`, as above, in pieces of `sends` elements, the r-th to member r. `into` takes
+        what members send to this one, itself included, by rank: `takes` elements of each."""
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         """Every member's word, by rank."""

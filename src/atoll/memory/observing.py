@@ -20,7 +20,7 @@ from atoll.memory.bandwidth import measure, settle
 from atoll.memory.engine import Engine
 from atoll.memory.planning import choose, measurable, profile_of
 from atoll.memory.profile import Recorder
-from atoll.moves.owners import Share
+from atoll.moves.owners import Groups, Share
 from atoll.moves.search import MemoryPlan
 from atoll.moves.timeline import Bandwidths
 
@@ -63,10 +63,13 @@ class EnoughSeen(BaseException):
 class Observation:
     """A context: within it the first `fit` is observed. Afterwards `seen` is what was found; None: no fit."""
 
-    def __init__(self, workers: int = 1, network: float = 0.0) -> None:
-        """The plan is searched for one of so many `workers`, between whom `network` bytes/s go each way."""
-        self._share = Share(0, workers) if workers > 1 else None
-        self._network = network
+    def __init__(
+        self, workers: int = 1, replicas: Groups = (), network: float = 0.0, between: float = 0.0
+    ) -> None:
+        """The plan is searched for the first of so many `workers`, of whom the groups of `replicas` hold one
+        each; `network` bytes/s go each way between those of a group, and `between` groups."""
+        self._share = Share(0, workers, replicas=replicas) if workers > 1 else None
+        self._network, self._between = network, between if replicas else 0.0
         self.seen: Seen | None = None
         self._fitted: Fitted | None = None
         self._steps, self._began = 0, 0.0
@@ -130,6 +133,7 @@ class Observation:
             bandwidths=bandwidths,
             share=self._share,
             network=self._network,
+            between=self._between,
         )
         as_run = choose(model, optimizer, as_in(budgets, fitted.plan), profile=profile, bandwidths=bandwidths)
         self.seen = Seen(fitted.plan, budgets, bandwidths, plan, as_run, seconds, fitted.stats())

@@ -104,8 +104,14 @@ def share_among(model: nn.Module, members: Members) -> Share:
         except msgspec.MsgspecError as error:
             raise RunError(f"member {member}'s word on {what}: {error}") from None
     _check_alike(told)
+    if own and members.replicas:
+        refuse_apart(
+            model,
+            "and here each group of workers holds a replica of the whole model; leave it out, or choose "
+            "strategy 'ring'",
+        )
     apart = {feature: _groups([word[i] for word in told]) for i, feature in enumerate(own)}
-    return Share(members.rank, members.count, apart)
+    return Share(members.rank, members.count, apart, members.replicas)
 
 
 def _check_alike(told: Sequence[Sequence[_Word]]) -> None:

@@ -34,12 +34,14 @@ def choose(
     elsewhere: int | None = None,
     sums: bool = False,
     network: float = 0.0,
+    between: float = 0.0,
 ) -> MemoryPlan:
     """The plan for this model under `budgets`, by `bandwidths`, which else are measured now (well under a
     second); with `share`, for one of several members; with `lent`, for one of so many devices to which
     others lend it, who step it; with `elsewhere`, where shards step it, and that many bytes
     of host memory are staging; with `sums`, a group's sums lie beside a member's gradients. `network`
-    bytes/s go between members, each way (0: not known).
+    bytes/s go between members, each way, and `between` between groups of them that each hold a replica
+    (0: not known).
 
     Without a `profile` (see `memory/profile.py`) uses are taken to go through the parameters in the order of
     registration and back, and to compute for as long as copies take. Raises UserError with
@@ -54,8 +56,8 @@ def choose(
     if bandwidths is None:
         device = next(model.parameters()).device
         bandwidths = measure(device, optimizer, budgets.folder, measurable(budgets))
-    if network:
-        bandwidths = msgspec.structs.replace(bandwidths, members=network)
+    if network or between:
+        bandwidths = msgspec.structs.replace(bandwidths, members=network, groups=between)
     if profile is None:
         uses = _computing(model, assumed_uses(model), bandwidths)
         profile = profile_of(model, optimizer, uses, master=budgets.master, measured=False)

@@ -25,10 +25,10 @@ from torch.nn.utils import clip_grad
 from atoll.core.errors import RunError, UserError
 from atoll.memory.gradients import ChunkGradients, Gradients, Slot, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
-from atoll.memory.members import Waitable
 from atoll.memory.payloads import Payloads
 from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
+from atoll.memory.sums import Summing
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
 _FRAMES = 8  # from where p.grad is read to the function that reads it
@@ -229,7 +229,7 @@ class _SharedChunk(ChunkGradients):
     # The sum
 
     @contextmanager
-    def sum(self, agreed: Sequence[bool], scale: float) -> Iterator[Waitable]:
+    def sum(self, agreed: Sequence[bool], scale: float) -> Iterator[Summing]:
         """The sum to the holders, under way, of all members' gradients of the `agreed` slots, this member's
         times `scale`; at the end of the block it has ended, and the mean is what counts."""
         chunk = self.trained.chunk.id
@@ -463,7 +463,7 @@ class SharedGradients(Gradients):
         """`there`: for each chunk how many members of each of its groups have a gradient, by slot. All take
         part in the sums of a chunk of which any group has some."""
         grouping = self._sharing.grouping
-        under_way: deque[tuple[ExitStack, Waitable]] = deque()
+        under_way: deque[tuple[ExitStack, Summing]] = deque()
 
         def end_first() -> None:
             stack, work = under_way[0]
@@ -476,6 +476,8 @@ class SharedGradients(Gradients):
                 kind = grouping.kind(each.trained.chunk.id)
                 agreed = [count > 0 for count in groups[grouping.own(kind)]]
                 if any(any(counts) for counts in groups):
+                    if under_way:  # between groups it travels beside the next inside them
+                        under_way[-1][1].advance()
                     stack = ExitStack()
                     under_way.append((stack, stack.enter_context(each.sum(agreed, scales[kind]))))
                     if len(under_way) == _UNDER_WAY:
@@ -556,13 +558,15 @@ class SharedGradients(Gradients):
         what the members tell of what they hold."""
         chunk, place = trained.chunk, trained.chunk.slots[slot]
         groups = self._sharing.grouping.groups(self._sharing.grouping.kind(chunk.id))
-        own = self._sharing.holding.members_of(chunk.id)
+        counted = self._sharing.holding.of_replicas[0]  # whose parts count for all, and round alike
         norms = {}
         for number, group in enumerate(groups):
-            names = dict(zip(own, group, strict=True))  # who holds there what a member holds here
+            # Who holds there what a member holds here:
+            own = group if len(groups) == 1 else counted.members_of(chunk.id)
+            names = dict(zip(own, group, strict=True))
             parts = [
                 told[names[part.member]]
-                for part in self._sharing.holding.parts[chunk.id]
+                for part in counted.parts[chunk.id]
                 if part.begin < place.offset + place.numel and place.offset < part.end
             ]
             if told[group[0]] != _ABSENT:

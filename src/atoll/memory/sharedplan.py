@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -47,7 +49,7 @@ def agree(
             )
         pins = msgspec.structs.replace(budgets.pins, steps_on="host")
         budgets = msgspec.structs.replace(budgets, pins=pins)
-    network = _network(members)
+    network, between = _network(members)
     alike = zlib.crc32(repr((planning.specs_for(model, optimizer), budgets.master)).encode())
 
     def found(given: Budgets) -> tuple[MemoryPlan | None, _Word]:
@@ -56,7 +58,7 @@ def agree(
                 alike, "memory.step: a share is for one worker; members step in host memory what they own"
             )
         try:
-            plan = planning.choose(model, optimizer, given, share=share, network=network)
+            plan = planning.choose(model, optimizer, given, share=share, network=network, between=between)
         except AtollError as error:
             return None, _Word(alike, str(error))
         held = _checksum(plan.holding, members.count)
@@ -90,6 +92,8 @@ def _checksum(holding: Holding | None, count: int) -> int:
     """Of what all members find alike: who holds what of the chunks that all share."""
     if holding is None:
         return 0
+    if holding.replicas:
+        return zlib.crc32(msgspec.msgpack.encode(holding.replicas))
     shared = [
         parts if len(group) == count else len(parts)
         for group, parts in zip(holding.groups, holding.parts, strict=True)
@@ -97,22 +101,32 @@ def _checksum(holding: Holding | None, count: int) -> int:
     return zlib.crc32(msgspec.msgpack.encode(shared))
 
 
-def _network(members: Members) -> float:
-    """Bytes/s between the members, each way, the least that any of them finds: a timed exchange."""
+def _network(members: Members) -> tuple[float, float]:
+    """Bytes/s between the members of a group, and between those of several groups (0: there is one)."""
+    everybody = range(members.count)
+    if not members.replicas:
+        return _measured(members, everybody), 0.0
+    own = next(group for group in members.replicas if members.rank in group)
+    return _measured(members, own), _measured(members, [rank for rank in everybody if rank not in own])
+
+
+def _measured(members: Members, others: Sequence[int]) -> float:
+    """Bytes/s between each member and these `others`, each way, the least that any of them finds: a timed
+    exchange. 0 where nobody has others than itself."""
     if members.count == 1:
         return 0.0
-    splits = [_EXCHANGED // members.count] * members.count
+    splits = [_EXCHANGED // members.count if rank in others else 0 for rank in range(members.count)]
     sent, into = torch.zeros(sum(splits)), torch.empty(sum(splits))
     seconds = []
     for _ in range(_TRIALS):
         began = time.perf_counter()
-        exchanged = members.exchange(
-            sent, splits, into, range(members.count), "what goes between the members, measured"
-        )
-        exchanged.wait()
+        what = "what goes between the members, measured"
+        members.exchange(sent, splits, into, splits, what).wait()
         seconds.append(time.perf_counter() - began)
-    told = [float(word) for word in members.gather(repr(min(seconds)).encode(), "what they have measured")]
-    return 4 * (sum(splits) - splits[0]) / max(max(told), 1e-9)
+    nbytes = sent.itemsize * (sum(splits) - splits[members.rank])
+    own = nbytes / max(min(seconds), 1e-9) if nbytes else math.inf
+    told = min(float(word) for word in members.gather(repr(own).encode(), "what they have measured"))
+    return told if math.isfinite(told) else 0.0
 
 
 def _told(word: _Word, members: Members, what: str) -> list[_Word]:

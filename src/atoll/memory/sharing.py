@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from atoll.chunks import Chunk
 from atoll.core.errors import DeadlineError, RunError, UserError
 from atoll.memory.arena import Arena, Block
 from atoll.memory.grouping import Grouping
-from atoll.memory.members import Members, Waitable
+from atoll.memory.members import Members
 from atoll.memory.payloads import GRADIENT, VALUES, Key
 from atoll.memory.store import Store
+from atoll.memory.sums import Over, Sum, Summing
 from atoll.moves.owners import Holding, Part, Share
 from atoll.moves.search import STAGES
 
@@ -296,12 +298,15 @@ class Sharing:
         self.fetch(holder, (chunk, "described"), word)
         return word.numpy().tobytes()
 
-    def sum(self, chunk: int, flat: Tensor, what: str) -> Waitable:
+    def sum(self, chunk: int, flat: Tensor, what: str) -> Summing:
         """Begin to sum `flat`, (extent,) of the chunk, over the members. When it has ended, this member's
-        part of it is the sum, added in order of rank; the rest is undefined."""
+        part of it is the sum (memory/sums.py); the rest is undefined."""
         if not self._others[chunk] and self.members.count == 1:
-            return _Over()
-        return _Sum(self, chunk, flat, what)
+            return Over()
+        stage = self._take_stage(chunk, None)
+        stage.holds = None
+        ended = partial(self._give_stage, stage)
+        return Sum(self.members, self.holding, chunk, flat, what, stage.block, ended)
 
     # What others ask
 
@@ -415,60 +420,6 @@ class OwnParts:
 
     def drop(self, key: Key) -> None:
         self._sharing.store.drop(key)
-
-
-class _Over(Waitable):
-    """What has nothing to wait for."""
-
-    def wait(self) -> None:
-        """It has ended."""
-
-
-class _Sum(Waitable):
-    """A sum under way: each member sends the holders their parts, and each adds up what came for its own, in
-    order of rank. What comes is as large as a stage; more comes in rounds."""
-
-    def __init__(self, sharing: Sharing, chunk: int, flat: Tensor, what: str) -> None:
-        self._sharing, self._flat, self._what = sharing, flat, what
-        self._parts = sharing.holding.parts[chunk]
-        self._stage = sharing._take_stage(chunk, None)
-        self._stage.holds = None
-        self._senders = sharing.holding.members_of(chunk)
-        # Of one holder's chunk as much at once as it has room for from all members; of others all.
-        room = self._stage.block.memory.nbytes // flat.itemsize // len(self._senders)
-        step = room if len(self._parts) == 1 else flat.numel()
-        self._rounds = iter([(i, min(i + step, flat.numel())) for i in range(0, flat.numel(), step)])
-        self._begin(*next(self._rounds))
-
-    def _begin(self, begin: int, end: int) -> None:
-        members, splits = self._sharing.members, [0] * self._sharing.members.count
-        self._own = self._flat[:0]
-        for part in self._parts:
-            first, last = part.overlap(begin, end)
-            splits[part.member] = last - first
-            if part.member == members.rank:
-                self._own = self._flat[first:last]
-        self._into = self._stage.block.view(len(self._senders) * self._own.numel(), self._flat.dtype)
-        self._round = members.exchange(self._flat[begin:end], splits, self._into, self._senders, self._what)
-
-    def wait(self) -> None:
-        while True:
-            self._round.wait()
-            self._add()
-            following = next(self._rounds, None)
-            if following is None:
-                break
-            self._begin(*following)
-        self._sharing._give_stage(self._stage)  # not where it failed: what comes late may come there
-
-    def _add(self) -> None:
-        numel = self._own.numel()
-        if not numel:
-            return
-        total, *others = torch.split(self._into, numel)
-        for each in others:
-            total.add_(each)
-        self._own.copy_(total)
 
 
 def _bytes(word: bytes) -> Tensor:

@@ -20,12 +20,14 @@ class Share(msgspec.Struct, frozen=True):
     """A member of a group that shares a model: `rank` of `count`.
 
     `apart` says of chunk groups, by their feature, which members share them: those of one name are other
-    chunks in each of these groups. All members share the rest.
+    chunks in each of these groups. All members share the rest. `replicas` are the groups of members that
+    each hold a replica of the whole model between them; empty: all members hold one.
     """
 
     rank: int
     count: int
     apart: dict[str, Groups] = {}
+    replicas: Groups = ()
 
     def groups_of(self, feature: str) -> Groups:
         """The groups of members that share chunks of this feature, each group chunks of its own."""
@@ -34,6 +36,12 @@ class Share(msgspec.Struct, frozen=True):
     def group_of(self, feature: str, member: int) -> int:
         """The number of the group among those that this member is in."""
         return next(i for i, group in enumerate(self.groups_of(feature)) if member in group)
+
+    def holders_of(self, feature: str) -> tuple[int, ...]:
+        """The members, this one among them, that hold chunks of this feature between them."""
+        if self.replicas:
+            return next(group for group in self.replicas if self.rank in group)
+        return self.groups_of(feature)[self.group_of(feature, self.rank)]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -58,10 +66,19 @@ class Holding(msgspec.Struct, frozen=True):
     `groups[i]` are the members that share chunk i, ascending: its gradients are summed over them. `parts[i]`
     tile its elements (`Chunk.extent`) in their order, and no part is empty; a member of the group may have
     none. A member has at most one part of a chunk.
+
+    Where there are `replicas` of the model, they are the holdings of all, in order of their groups, and this
+    is one of them: sums then go on over those who hold the same elements in the other groups.
     """
 
     groups: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[Part, ...], ...]
+    replicas: tuple[Holding, ...] = ()
+
+    @property
+    def of_replicas(self) -> tuple[Holding, ...]:
+        """The holdings of all replicas, of which there is one at least."""
+        return self.replicas or (self,)
 
     def members_of(self, chunk: int) -> tuple[int, ...]:
         """The members that share this chunk."""
@@ -76,12 +93,30 @@ class Holding(msgspec.Struct, frozen=True):
 
     def arriving(self, chunk: int) -> int:
         """Elements of room that a member needs while the chunk comes to it or its gradients are summed: all
-        of it, or of each member's gradient the part that it holds."""
-        parts = self.parts[chunk]
-        extent = parts[-1].end
-        if len(parts) == 1:
+        of it, or of each gradient that comes to it the part that it holds. The same for all members."""
+        extent = self.parts[chunk][-1].end
+        if any(len(held.parts[chunk]) == 1 for held in self.of_replicas):
             return extent  # the gradients come in rounds
-        return max(extent, len(self.groups[chunk]) * max(part.numel for part in parts))
+        return max(extent, self._summed_at_once(chunk))
+
+    def summed_in_rounds_of(self, chunk: int, room: int) -> int:
+        """How many of a chunk's elements are summed at once with `room` for so many: all, where what comes
+        to each member then has room. The same for all members."""
+        if self._summed_at_once(chunk) <= room:
+            return self.parts[chunk][-1].end
+        return room // max(self._gradients_to(held, chunk) for held in self.of_replicas)
+
+    def _summed_at_once(self, chunk: int) -> int:
+        """Elements that come to a member, the most to any, where all of the chunk is summed at once."""
+        return max(
+            self._gradients_to(held, chunk) * max(part.numel for part in held.parts[chunk])
+            for held in self.of_replicas
+        )
+
+    def _gradients_to(self, held: Holding, chunk: int) -> int:
+        """How many gradients of its part come at once to a member of this replica: one of each member of its
+        group, itself included; then one of each other group."""
+        return max(len(held.groups[chunk]), len(self.of_replicas) - 1)
 
 
 def split_evenly(extents: Sequence[int], groups: Sequence[Sequence[int]]) -> Holding:

@@ -17,7 +17,7 @@ from atoll.core.errors import UserError
 from atoll.core.memory import Budgets, Pins
 from atoll.core.units import format_bytes, format_seconds
 from atoll.moves.owners import UNIT, Holding, Share, deal_whole, split_evenly
-from atoll.moves.timeline import DIRECTIONS, MEMBERS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
+from atoll.moves.timeline import DIRECTIONS, GROUPS, MEMBERS, Bandwidths, Call, ChunkCosts, Outcome, Timeline
 
 PAGE = 4096  # bytes: payloads in host memory begin on one
 SMALLEST_PART = 1024  # of the model: the smallest chunk that is tried; each chunk costs work for each use
@@ -219,7 +219,8 @@ class _Shape:
             if share.count > 1:
                 self.staging_bytes = STAGES * max(self._arriving(chunk, holding) for chunk in self.map.chunks)
                 if self.sharding == "symmetric":
-                    self.host_block = _paged(-(-self.chunk_bytes // share.count) + UNIT * _WIDEST)
+                    between = len(share.holders_of("")) if share.replicas else share.count
+                    self.host_block = _paged(-(-self.chunk_bytes // between) + UNIT * _WIDEST)
         elif lent:
             self.costs = [
                 msgspec.structs.replace(
@@ -234,7 +235,12 @@ class _Shape:
 
     def _held_by(self, share: Share) -> Holding:
         features = [self.map.groups[chunk.group].feature for chunk in self.map.chunks]
-        groups = [share.groups_of(each)[share.group_of(each, share.rank)] for each in features]
+        own = self._dealt([share.holders_of(each) for each in features])
+        replicas = tuple(self._dealt([group] * len(features)) for group in share.replicas)
+        return msgspec.structs.replace(own, replicas=replicas)
+
+    def _dealt(self, groups: Sequence[tuple[int, ...]]) -> Holding:
+        """Each chunk over the members of its group."""
         extents = [chunk.extent for chunk in self.map.chunks]
         if self.sharding == "symmetric":
             return split_evenly(extents, groups)
@@ -247,10 +253,13 @@ class _Shape:
         largest = max(part.numel for part in holding.parts[chunk.id])
         # Each member sends what others hold, and takes in what they have of its own part.
         summed = max(chunk.extent - (largest if len(holding.parts[chunk.id]) > 1 else 0), others * largest)
+        trained, replicas = "gradient" in costs.payloads, holding.of_replicas
+        most = max(part.numel for held in replicas for part in held.parts[chunk.id])
         return msgspec.structs.replace(
             costs,
             arrives=(chunk.extent - (end - begin)) * size,
-            summed=summed * size if others and "gradient" in costs.payloads else 0,
+            summed=summed * size if others and trained else 0,
+            summed_over_groups=(len(replicas) - 1) * most * size if trained else 0,
         )
 
     @staticmethod
@@ -612,7 +621,7 @@ def _reason(
     if plan.fits and elsewhere:
         return "parameters and gradients fit on the device: nothing moves"
     if plan.fits and plan.sharding == "whole":
-        return "all fits on each member's device: each holds the whole model, and they train as a ring"
+        return "all fits on each member's device: each holds the whole model, as without budgets"
     if plan.fits:
         return "parameters, gradients and optimizer state fit on the device: nothing moves"
     sizes = f"the shortest step of {len(by_size)} chunk sizes"
@@ -626,7 +635,8 @@ def _reason(
     if plan.holding is not None:
         split = "chunks are split evenly over the members"
         told += f"; {split if plan.sharding == 'symmetric' else 'each chunk belongs to one member'}"
-        told += "" if rates.members else "; what comes from other members is not in it"
+        told += f" of each of {len(plan.holding.replicas)} groups" if plan.holding.replicas else ""
+        told += "" if rates.members or rates.groups else "; what comes from other members is not in it"
     told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
     told += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
@@ -647,6 +657,8 @@ def _longest(plan: MemoryPlan, profile: Profile, rates: Bandwidths, *, elsewhere
     }
     if MEMBERS in predicted.nbytes:
         parts["what comes from other members"] = predicted.nbytes[MEMBERS] / rates.members
+    if GROUPS in predicted.nbytes:
+        parts["what comes from other groups"] = predicted.nbytes[GROUPS] / rates.groups
     if plan.disk_bytes:
         parts["reads from disk"] = predicted.nbytes["from_disk"] / rates.from_disk
         parts["writes to disk"] = predicted.nbytes["to_disk"] / rates.to_disk

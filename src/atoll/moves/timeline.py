@@ -16,7 +16,9 @@ import msgspec
 
 _STEPS = 3  # that are run; the last one's time and moves count
 DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
-MEMBERS = "from_members"  # what comes from other members, in bytes alone
+# In bytes alone:
+MEMBERS = "from_members"  # what comes from other members of the group
+GROUPS = "from_groups"  # what comes from the other groups, where each holds a replica
 
 
 class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +26,8 @@ class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
     stepped here (0: none), and the bytes of the payloads that the host keeps of it, by kind.
     `stepped_elsewhere`: another member steps it, or a shard. `arrives` are the bytes of its values that come
     from other members whenever it comes to the device, `summed` those that a member sends or takes in for the
-    sum of its gradients, whichever is most of any member."""
+    sum of its gradients, whichever is most of any member; `summed_over_groups` the same for the sum over
+    groups that each hold a replica."""
 
     blocks: int
     nbytes: int
@@ -33,6 +36,7 @@ class ChunkCosts(msgspec.Struct, frozen=True, kw_only=True):
     stepped_elsewhere: bool = False
     arrives: int = 0
     summed: int = 0
+    summed_over_groups: int = 0
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -46,8 +50,8 @@ class Call(msgspec.Struct, frozen=True):
 class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine moves and steps: bytes/s each way, elements/s that an optimizer steps, and the
     seconds that a move takes whatever its size. `members`: bytes/s that go between the members of a group,
-    each way (0: not known, and taken to take no time). `shared`: the device is the CPU, whose cores compute
-    and the host's steps share."""
+    each way, and `groups` between those of several (0: not known, and taken to take no time). `shared`: the
+    device is the CPU, whose cores compute and the host's steps share."""
 
     to_device: float
     to_host: float
@@ -57,6 +61,7 @@ class Bandwidths(msgspec.Struct, frozen=True, kw_only=True):
     device_steps: float
     latency: float = 0.0
     members: float = 0.0
+    groups: float = 0.0
     shared: bool = False
 
 
@@ -393,11 +398,15 @@ class _Clock:
     def _sum(self) -> None:
         """When backward has ended, and the last gradient has left the device, the members sum what each holds
         of the gradients, chunk by chunk; the script waits for it."""
-        summed = sum(self._chunks[c].summed for call in self._timeline.calls for c in call.gradients)
-        if summed and self._rates.members:
-            self._nbytes[MEMBERS] = self._nbytes.get(MEMBERS, 0) + summed
-            begin = max(self._free["compute"], self._free["to_host"])
-            self._free["compute"] = begin + summed / self._rates.members
+        chunks = [self._chunks[c] for call in self._timeline.calls for c in call.gradients]
+        for way, rate, summed in (
+            (MEMBERS, self._rates.members, sum(costs.summed for costs in chunks)),
+            (GROUPS, self._rates.groups, sum(costs.summed_over_groups for costs in chunks)),
+        ):
+            if summed and rate:
+                self._nbytes[way] = self._nbytes.get(way, 0) + summed
+                begin = max(self._free["compute"], self._free["to_host"])
+                self._free["compute"] = begin + summed / rate
 
     def _gradients(self, accesses: list[_Access], there: list[float], first: int) -> None:
         for access, room in zip(accesses[first:], there[first:], strict=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.core.errors import DeadlineError, RunError
 from atoll.memory.members import Read, Waitable
 from atoll.memory.payloads import Key
+from atoll.moves.owners import Groups
 
 T = TypeVar("T")
 SECONDS = 60.0  # for everything that a member waits for
@@ -24,8 +25,8 @@ _SERVING = 2  # threads that answer a member's others
 class Group:
     """`count` members of one process. `Member(group, rank)` is one of them, for the thread that calls it."""
 
-    def __init__(self, count: int, seconds: float = SECONDS) -> None:
-        self.count, self.seconds = count, seconds
+    def __init__(self, count: int, seconds: float = SECONDS, replicas: Groups = ()) -> None:
+        self.count, self.seconds, self.replicas = count, seconds, replicas
         self.members: list[Member] = []
         self._words: list[object] = [None] * count
         self._whats = [""] * count
@@ -59,6 +60,7 @@ class Member:
 
     def __init__(self, group: Group, rank: int) -> None:
         self.rank, self.count, self._group = rank, group.count, group
+        self.replicas = group.replicas
         self._read: Read | None = None
         self._serving = threading.Event()
         self._service = ThreadPoolExecutor(_SERVING, thread_name_prefix=f"serving-{rank}")
@@ -96,18 +98,19 @@ class Member:
         tensor.copy_(total)
 
     def exchange(
-        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+        self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str
     ) -> Waitable:
         assert tensor.is_contiguous()
-        assert tensor.numel() == sum(splits)
-        assert into.numel() == len(senders) * splits[self.rank]
-        self.bytes_sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
-        all_splits = self._group.meet(self.rank, list(splits), what)
-        assert all(all_splits[rank] == list(splits) for rank in senders)
-        assert not any(s[self.rank] for rank, s in enumerate(all_splits) if rank not in senders)
+        assert tensor.numel() == sum(sends)
+        assert into.numel() == sum(takes)
+        self.bytes_sent += tensor.nbytes - sends[self.rank] * tensor.itemsize
+        all_sends = self._group.meet(self.rank, list(sends), what)
+        assert [each[self.rank] for each in all_sends] == list(takes)
         sent = self._group.meet(self.rank, tensor.clone(), what)
-        into.copy_(torch.cat([torch.split(sent[rank], list(splits))[self.rank] for rank in senders]))
-        tensor.fill_(float("nan"))  # whose parts nobody is to read as they were
+        pieces = [torch.split(*each)[self.rank] for each in zip(sent, all_sends, strict=True)]
+        into.copy_(torch.cat(pieces))
+        if sends[self.rank] or not sum(takes):  # between groups it is what is added to
+            tensor.fill_(float("nan"))  # whose parts nobody is to read as they were
         return _Done()
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
@@ -122,10 +125,12 @@ class _Done(Waitable):
         """It has ended."""
 
 
-def together(count: int, body: Callable[[Member], T], seconds: float = 4 * SECONDS) -> list[T]:
+def together(
+    count: int, body: Callable[[Member], T], seconds: float = 4 * SECONDS, replicas: Groups = ()
+) -> list[T]:
     """What `body(member)` gives for each of `count` members, each on a thread of its own; the first error
-    that was not the others' is raised."""
-    group = Group(count)
+    that was not the others' is raised. `replicas`: the groups that hold one each."""
+    group = Group(count, replicas=replicas)
     found: list[Future[T]] = [Future() for _ in range(count)]
 
     def run(rank: int) -> None:

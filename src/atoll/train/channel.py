@@ -172,12 +172,10 @@ class Channel:
         options.reduceOp = dist.ReduceOp(op)
         return self._begin("allreduce", [tensor], options)
 
-    def exchange(self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int]) -> Work:
-        """Begin to send `tensor` in pieces of `splits` elements, the r-th to the worker of rank r; `into`
-        takes the pieces that `senders` have for this one, by rank. Those who send to one another give the
-        same splits."""
-        own = [splits[self.place.rank] if rank in senders else 0 for rank in range(self.place.world)]
-        return self._begin("alltoall_base", into, tensor, own, list(splits), dist.AllToAllOptions())
+    def exchange(self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int]) -> Work:
+        """Begin to send `tensor` in pieces of `sends` elements, the r-th to the worker of rank r; `into`
+        takes the pieces that the workers have for this one, by rank, of `takes` elements."""
+        return self._begin("alltoall_base", into, tensor, list(takes), list(sends), dist.AllToAllOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Begin to replace `tensor` by that of the worker of rank `root`."""

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import DeadlineError, PeerLostError, RunError
+from atoll.groups.grouping import Grouping
 from atoll.memory.members import Read, Waitable
 from atoll.memory.payloads import Key
+from atoll.moves.owners import Groups
 from atoll.net.fetches import FetchLink, FetchService, RefusedError
 from atoll.train.channel import Channel, Pending
+from atoll.train.hierarchy import HierarchicalChannel
 from atoll.train.place import Place
 from atoll.wire.fetches import SECRET_BYTES, Fetch
 
@@ -42,15 +45,15 @@ class WorkerMembers:
     the CPU, whatever device trains.
     """
 
-    def __init__(self, place: Place, timeout: float, number: int = 0) -> None:
+    def __init__(self, place: Place, timeout: float, number: int = 0, replicas: Groups = ()) -> None:
         """`number` is the model's, among those of a session."""
-        self.rank, self.count = place.rank, place.world
+        self.rank, self.count, self.replicas = place.rank, place.world, replicas
         self.fetched = self.sent = 0  # bytes: of payloads fetched, and sent in collectives
         self._place, self._timeout = place, timeout
         self._lock = threading.Lock()  # guards the next two, and what is counted
         self._idle: list[list[FetchLink]] = [[] for _ in range(self.count)]
         self._closed = False
-        self._channel = Channel(place, f"members{number}", timeout, _CPU)
+        self._channel = self._connect(f"members{number}")
         try:
             self._service = FetchService(self._host(), self.count, timeout)
         except OSError as error:
@@ -71,6 +74,12 @@ class WorkerMembers:
         if not host:
             raise OSError(0, "its own address is not known (set GLOO_SOCKET_IFNAME)")
         return host
+
+    def _connect(self, purpose: str) -> Channel:
+        """Sums of what members tell one another go group by group too."""
+        if not self.replicas:
+            return Channel(self._place, purpose, self._timeout, _CPU)
+        return HierarchicalChannel(self._place, purpose, self._timeout, _CPU, Grouping(self.replicas))
 
     def _meet(self) -> list[tuple[bytes, tuple[str, int]]]:
         """Each member's secret, and where it listens."""
@@ -133,10 +142,10 @@ class WorkerMembers:
         self._channel.wait(self._channel.sum(tensor), what)
 
     def exchange(
-        self, tensor: Tensor, splits: Sequence[int], into: Tensor, senders: Sequence[int], what: str
+        self, tensor: Tensor, sends: Sequence[int], into: Tensor, takes: Sequence[int], what: str
     ) -> Waitable:
-        self.sent += tensor.nbytes - splits[self.rank] * tensor.itemsize
-        return _Collective(self._channel, self._channel.exchange(tensor, splits, into, senders), what)
+        self.sent += tensor.nbytes - sends[self.rank] * tensor.itemsize
+        return _Collective(self._channel, self._channel.exchange(tensor, sends, into, takes), what)
 
     def gather(self, word: bytes, what: str) -> list[bytes]:
         return self._channel.gather(word, what)

@@ -1,5 +1,5 @@
 """A prepared model that lies in chunks over tiers of memory (`memory/fit.py`): on a worker that is alone, or
-sharded over the members of a ring."""
+sharded over the members of a ring, or of each group of a hierarchy."""
 
 from __future__ import annotations
 
@@ -47,18 +47,20 @@ def memory_for(config: Config, given: Memory | None, strategy: Strategy) -> Memo
     """
     if given is None and not config.memory.is_given:
         return None
-    ring = isinstance(strategy, OverRing) and config.run.strategy == "ring"
+    ring = isinstance(strategy, OverRing) and config.run.strategy in ("ring", "hierarchical")
     served = isinstance(strategy, Served) and config.run.strategy in ("server", "ps-hra")
     if not ring and not served and not isinstance(strategy, (Alone, HoldsTiers)):
         what = "the table [memory]" if given is None else "session.prepare(..., memory=...)"
         raise UserError(
-            f"{what} is for strategies 'ring', 'server', 'ps-hra' and 'peers', or a worker that is alone, "
-            f"and this run's is {config.run.strategy!r}; choose one of them, or leave the budgets out"
+            f"{what} is for strategies 'ring', 'hierarchical', 'server', 'ps-hra' and 'peers', or a worker "
+            f"that is alone, and this run's is {config.run.strategy!r}; choose one of them, or leave the "
+            "budgets out"
         )
     if ring and config.run.elastic:
         raise UserError(
             "run.elastic lets a run go on without a worker that has died, and under budgets of memory each "
-            "holds the only copy of its part of the model; leave out run.elastic, or the budgets"
+            f"holds the only copy of its part of the model{_of_group(config)}; leave out run.elastic, or the "
+            "budgets"
         )
     if given is not None:
         given.budgets()
@@ -84,10 +86,19 @@ def tiers_for(
     if late:
         raise UserError(
             "this worker comes late, and under budgets of memory those who were here at first hold the model "
-            "between them, with no second copy; start the run again with all, from its last checkpoint"
+            "between them, with no copy for it; start the run again with all, from its last checkpoint"
         )
-    place = ring.place
-    return Tiers(memory, lambda: WorkerMembers(place, config.timeout_seconds, number))
+    place, groups = ring.place, ring.groups
+    return Tiers(
+        memory,
+        lambda: WorkerMembers(place, config.timeout_seconds, number, groups if len(groups) > 1 else ()),
+        of_group=_of_group(config),
+    )
+
+
+def _of_group(config: Config) -> str:
+    """Ends a sentence on the only copy of a part of the model."""
+    return " in its group" if config.run.strategy == "hierarchical" else ""
 
 
 class Tiers:
@@ -96,8 +107,11 @@ class Tiers:
 
     _steps_here = True  # a worker that is alone makes the optimizer's steps itself
 
-    def __init__(self, memory: Memory, connect: Callable[[], WorkerMembers] | None) -> None:
-        self._memory, self._connect = memory, connect
+    def __init__(
+        self, memory: Memory, connect: Callable[[], WorkerMembers] | None, *, of_group: str = ""
+    ) -> None:
+        """`of_group`: as `_of_group`."""
+        self._memory, self._connect, self._of_group = memory, connect, of_group
         self._members: WorkerMembers | None = None
         self._plan: MemoryPlan | None = None  # where there are members
         self.fitted: Fitted | None = None
@@ -154,8 +168,8 @@ class Tiers:
         if lost and self.shared is not None:
             gone = " and ".join(f"worker {name}" for name in lost)
             raise RunError(
-                f"{gone} was lost, and with it the only copy of its part of the model, which the workers "
-                "hold between them; start the run again from its last checkpoint"
+                f"{gone} was lost, and with it the only copy of its part of the model{self._of_group}, which "
+                "the workers hold between them; start the run again from its last checkpoint"
             )
 
     def close(self) -> None:

@@ -152,6 +152,12 @@ class Ring:
         return self.place.world
 
     @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group that `data` sums in first, as the ring was formed last."""
+        arranged = None if self._hierarchy is None else self._hierarchy.arranged
+        return (tuple(range(self.world)),) if arranged is None else arranged.grouping.groups
+
+    @property
     def data(self) -> Channel:
         return self._all.data
 

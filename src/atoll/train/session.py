@@ -233,8 +233,9 @@ class Session:
         another pair. Raises PrepareError, naming the parameter and the way out, for what cannot be trained.
 
         With `memory`, or `[memory]` in the configuration, they train within budgets, as by
-        `atoll.memory.fit`: alone, sharded over the workers under strategy `ring`, or lent by each node's CPU
-        side under `peers`. The budgets may differ between workers.
+        `atoll.memory.fit`: alone, sharded over the workers under strategy `ring` or over those of each group
+        under `hierarchical`, or lent by each node's CPU side under `peers`. The budgets may differ between
+        workers.
         """
         self._workers.check_open()
         self._check_new(model)

@@ -1,0 +1,138 @@
+"""The sum of a chunk's gradients, to those who hold it: over the members of each group, and where several
+groups hold a replica of the model each, over these. Source: S2, part 4.
+
+Inside a group each member sends the holders their parts, and each adds up what came for its own, in order of
+rank. Then each holder sends that to those who hold the same elements in the other groups, and adds up what
+came from them and its own, in order of groups. So all groups have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from atoll.memory.arena import Block
+from atoll.memory.members import Members, Waitable
+from atoll.moves.owners import Holding
+
+
+class Summing(Waitable, Protocol):
+    """A sum that is under way."""
+
+    def advance(self) -> None:
+        """Where there are several groups, begin their sum as soon as this one's is there. Members call it in
+        one order, as what begins a sum."""
+
+
+class Over(Summing):
+    """What has nothing to wait for."""
+
+    def advance(self) -> None:
+        """It has ended."""
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
+class Sum(Summing):
+    """A sum of `flat`, the chunk's elements, as one member takes part in it. What comes to it arrives in
+    `room`; where that is too small for all at once, in rounds. `ended` is called when it has ended, and not
+    where it failed: what comes late may come there."""
+
+    def __init__(
+        self,
+        members: Members,
+        holding: Holding,
+        chunk: int,
+        flat: Tensor,
+        what: str,
+        room: Block,
+        ended: Callable[[], None],
+    ) -> None:
+        self._members, self._flat, self._what, self._room, self._ended = members, flat, what, room, ended
+        self._groups = [held.parts[chunk] for held in holding.of_replicas]
+        self._senders = holding.members_of(chunk)
+        self._number = next(
+            i for i, held in enumerate(holding.of_replicas) if members.rank in held.members_of(chunk)
+        )
+        step = holding.summed_in_rounds_of(chunk, room.memory.nbytes // flat.itemsize)
+        self._rounds = iter([(i, min(i + step, flat.numel())) for i in range(0, flat.numel(), step)])
+        self._begin(*next(self._rounds))
+
+    def _begin(self, begin: int, end: int) -> None:
+        """A round, of these elements, inside the group."""
+        self._between: list[Waitable] | None = None
+        sends, offset = self._overlaps(self._number, begin, end), 0
+        self._bounds = begin, begin
+        for part in self._groups[self._number]:
+            if part.member == self._members.rank:
+                offset = max(part.begin, begin)
+                self._bounds = offset, offset + sends[part.member]
+        self._own = self._flat[slice(*self._bounds)]
+        takes = [0] * self._members.count
+        for member in self._senders:
+            takes[member] = self._own.numel()
+        self._come = self._room.view(sum(takes), self._flat.dtype)
+        self._inside = self._members.exchange(self._flat[begin:end], sends, self._come, takes, self._what)
+
+    def _overlaps(self, group: int, begin: int, end: int) -> list[int]:
+        """How many of these elements each member holds, of those of a group."""
+        held = [0] * self._members.count
+        for part in self._groups[group]:
+            first, last = part.overlap(begin, end)
+            held[part.member] = max(0, last - first)
+        return held
+
+    def advance(self) -> None:
+        if len(self._groups) > 1 and self._between is None:
+            self._end_inside()
+
+    def wait(self) -> None:
+        while True:
+            if self._between is None:
+                self._end_inside()
+            self._end_between()
+            following = next(self._rounds, None)
+            if following is None:
+                break
+            self._begin(*following)
+        self._ended()
+
+    def _end_inside(self) -> None:
+        """The group's sum is this member's; it goes to those who hold the same in the other groups."""
+        self._inside.wait()
+        _add(self._come.view(len(self._senders), -1 if self._own.numel() else 0).unbind(), self._own)
+        count, numel = len(self._groups), self._own.numel()
+        self._come = self._room.view((count - 1) * numel, self._flat.dtype)
+        self._between = []
+        for shift in range(1, count):  # all at once: each waits for the way between groups
+            self._between.append(
+                self._members.exchange(
+                    self._own,
+                    self._overlaps((self._number + shift) % count, *self._bounds),
+                    self._come[(shift - 1) * numel : shift * numel],
+                    self._overlaps((self._number - shift) % count, *self._bounds),
+                    self._what,
+                )
+            )
+
+    def _end_between(self) -> None:
+        assert self._between is not None
+        for each in self._between:  # before any is added to what is still being sent
+            each.wait()
+        count, numel = len(self._groups), self._own.numel()
+        of_groups = [self._own] * count
+        for shift in range(1, count):
+            of_groups[(self._number - shift) % count] = self._come[(shift - 1) * numel : shift * numel]
+        _add(of_groups, self._own)
+
+
+def _add(pieces: Sequence[Tensor], into: Tensor) -> None:
+    """Their sum, added in this order. What the first of them holds is lost."""
+    total, *others = pieces
+    for each in others:
+        total.add_(each)
+    if total is not into:
+        into.copy_(total)
