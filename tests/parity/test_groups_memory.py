@@ -227,7 +227,7 @@ def test_a_group_in_tiers_trains_as_one_process_does(
     ("groups", "case"),
     [
         ([[0, 1], [2]], Case("experts", 0.5, 1, True)),
-        pytest.param([[0, 1], [2, 3]], Case("lora", 0.75, 2, True), marks=pytest.mark.soak),
+        pytest.param([[0, 1], [2, 3]], Case("vit", 0.75, 2, True), marks=pytest.mark.soak),
         pytest.param([[0, 1], [2, 3]], Case("gpt", 0.5, 2, True), marks=pytest.mark.soak),
         pytest.param([[0, 1], [2]], Case("tied", 0.25, 1, True), marks=pytest.mark.soak),
         pytest.param([[0, 1]], Case("lstm", 0.75, 2, True), marks=pytest.mark.soak),

@@ -86,8 +86,9 @@ def test_a_script_trains_in_tiers_on_each_worker(command: Command) -> None:
 
 
 @pytest.mark.soak
-def test_a_script_trains_in_tiers_in_a_group(command: Command) -> None:
-    configure(command, "asp", "ps-hra")
+@pytest.mark.parametrize("consistency", ["asp", "bsp"])
+def test_a_script_trains_in_tiers_in_a_group(command: Command, consistency: str) -> None:
+    configure(command, consistency, "ps-hra")
     code, out, err = command.run(TRAIN, "slowly")
     assert code == 0, err
     check(command, out)
