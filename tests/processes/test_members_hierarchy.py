@@ -52,6 +52,7 @@ def test_a_checkpoint_goes_on_in_any_grouping_and_without(pool: WorkerPool, tmp_
     close(alone.end, straight, 1e-9)
 
 
+@pytest.mark.soak
 def test_a_ring_s_checkpoint_goes_on_in_groups(pool: WorkerPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     ring = pool.run(train, folder, 0, 3, ASYMMETRIC, world=2)

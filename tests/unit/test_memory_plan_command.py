@@ -172,12 +172,10 @@ def test_the_plan_of_one_of_several_workers(plan: Plan) -> None:
         SCRIPT, "48KiB", "100", options=("--workers", "3")
     )
     in_groups = ("--workers", "4", "--groups", "2", "--link", "100Gbit/s", "--between", "1Mbit/s")
-    apart = json.loads(plan(SCRIPT, "48KiB", "100", options=("--json", *in_groups)))["plan"]["predicted"]
-    assert apart["seconds"] > apart["nbytes"]["from_groups"] / 125e3
-    assert apart["seconds"] < apart["nbytes"]["from_members"] / 125e3
     said = plan(SCRIPT, "48KiB", "100", options=in_groups)
     assert "  sharding    symmetric: one of 4 workers, in 2 groups" in said
-    assert " from other groups" in said
+    assert "the longest part of a step is what comes from other groups" in said
+    assert said.count(" from other groups") == 2  # and how much it is
     for options, wrong in (
         (("--workers", "2", "--between", "1Gbit/s"), "--between is what goes between several groups"),
         (("--workers", "2", "--groups", "3"), "3 groups for 2 workers"),
