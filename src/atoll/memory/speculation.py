@@ -127,7 +127,7 @@ class Speculation:
         states, present = self._states[chunk], self._gradients.present(chunk)
         settings = noted(self._optimizer.param_groups[states.group], without="params")
         gradient = self._gradients.changes(chunk)
-        if gradient is None or not states.has_elements or not states.is_cut_for(present, settings):
+        if gradient is None or not states.is_cut_for(present, settings):
             return None
         return Ahead(chunk, present, settings, noted(self._optimizer.__dict__), gradient, states.changes)
 

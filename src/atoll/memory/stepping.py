@@ -358,7 +358,9 @@ class Stepper:
             if chunk in self._at_once:
                 self._step_chunk(step, chunk)
         with self._condition:
-            step.waiting.extend(chunk for chunk in order if chunk not in self._at_once)
+            later = [chunk for chunk in order if chunk not in self._at_once]
+            # Those first that were made ahead: they only change places, and nobody is to wait for others.
+            step.waiting.extend(sorted(later, key=lambda chunk: chunk not in step.ahead))
             self._step = step
             self._condition.notify_all()
         self._calls.after()
