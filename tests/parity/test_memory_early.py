@@ -495,16 +495,15 @@ def test_closures() -> None:
 
 
 def test_only_where_the_steps_take_longer_than_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of as many chunks as forward leaves over."""
     monkeypatch.setattr(speculation, "_ALWAYS", False)
     run = Run("gpt", SHARE, fused)
     found = speculation_of(run)
     run.losses(4)
     assert not any(each.begun for each in found._could.values())
-    for long, chunks in ((0.0, 0), (1000.0, 1), (1000.0, 4)):
-        found._seconds = dict.fromkeys(found._states, long)
-        forward = len(found._seconds) * long - chunks * long + long / 2
+    for seconds, forward in ((0.0, 0.0), (1000.0, 0.0), (1000.0, 1000.0 * len(found._states))):
+        found._seconds = dict.fromkeys(found._states, seconds)
         found._began -= forward
+        chunks = 0 if forward or not seconds else len(found._states)
         inputs, targets = batch(run.family, 4)
         run.optimizer.zero_grad()
         loss_of(run.model(inputs), targets).backward()

@@ -93,7 +93,9 @@ class Speculation:
         self._failed: set[int] = set()  # chunks that could not be stepped aside
         self._seconds: dict[int, float] = {}  # by chunk, of its latest usual step
         self._began = self._waited = 0.0  # when the last step ended, and what `Spares.waited` said then
-        self._left: float | None = None  # seconds of steps that forward does not hide; None: not known yet
+        self._is_worth_it: bool | None = (
+            None  # steps take longer than the latest forward; None: not known yet
+        )
         for chunk in self._states:
             gradients.steps_halt(chunk, self.halt)
 
@@ -105,10 +107,10 @@ class Speculation:
     def came(self, chunk: int, slot: int) -> None:
         """A gradient has come, or is on its way."""
         with self._condition:
-            if self._left is None:
+            if self._is_worth_it is None:
                 waited = self._spares.waited() - self._waited
                 forward = time.monotonic() - self._began - waited
-                self._left = sum(self._seconds.values()) - forward
+                self._is_worth_it = _ALWAYS or sum(self._seconds.values()) > forward
             if chunk not in self._states:
                 return
             self._came[chunk][slot] += 1
@@ -118,7 +120,7 @@ class Speculation:
             if ahead is None:
                 return
             self._could[chunk] = ahead
-            if not self._is_worth_it(chunk):
+            if not self._is_worth_it or chunk in self._failed or self._held[chunk] < TRUST:
                 return
         self._gradients.once_here(chunk, lambda: self._ready(ahead))
 
@@ -130,17 +132,6 @@ class Speculation:
         if gradient is None or not states.is_cut_for(present, settings):
             return None
         return Ahead(chunk, present, settings, noted(self._optimizer.__dict__), gradient, states.changes)
-
-    def _is_worth_it(self, chunk: int) -> bool:
-        if chunk in self._failed or self._held[chunk] < TRUST:
-            return False
-        if _ALWAYS:
-            return True
-        assert self._left is not None
-        if self._left <= 0:
-            return False
-        self._left -= self._seconds.get(chunk, 0.0)
-        return True
 
     def _ready(self, ahead: Ahead) -> None:
         with self._condition:
@@ -236,7 +227,7 @@ class Speculation:
 
     def step_ended(self) -> None:
         """`optimizer.step()` is about to return: the next forward begins."""
-        self._began, self._waited, self._left = time.monotonic(), self._spares.waited(), None
+        self._began, self._waited, self._is_worth_it = time.monotonic(), self._spares.waited(), None
 
 
 def can_be_stepped_ahead(optimizer: torch.optim.Optimizer) -> bool:
