@@ -93,9 +93,7 @@ class Speculation:
         self._failed: set[int] = set()  # chunks that could not be stepped aside
         self._seconds: dict[int, float] = {}  # by chunk, of its latest usual step
         self._began = self._waited = 0.0  # when the last step ended, and what `Spares.waited` said then
-        self._is_worth_it: bool | None = (
-            None  # steps take longer than the latest forward; None: not known yet
-        )
+        self._is_worth_it: bool | None = None  # steps take longer than this forward did; None: it goes on
         for chunk in self._states:
             gradients.steps_halt(chunk, self.halt)
 
@@ -176,7 +174,7 @@ class Speculation:
         try:
             with self._gradients.read_ahead(ahead.chunk) as gradients:
                 ahead.made = states.step_aside(ahead.settings, gradients, self._run(states, ahead.own))
-        except Exception:
+        except BaseException:  # whatever it is: nobody may wait for ever
             self._failed.add(ahead.chunk)
         with self._condition:
             self._under_way = None
@@ -192,7 +190,8 @@ class Speculation:
 
     def took(self, chunk: int, seconds: float) -> None:
         """A chunk's usual step has taken so long."""
-        self._seconds[chunk] = seconds
+        with self._condition:
+            self._seconds[chunk] = seconds
 
     # `optimizer.step()`, on the script's thread.
 
