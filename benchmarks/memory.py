@@ -103,7 +103,7 @@ def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Block:
 
 
 def in_turns(contestants: Mapping[str, Block], turns: int, first: int, before: int = 1) -> dict[str, Timings]:
-    """Steps from `first` on: the contestants take turns, of `TURN` measured steps and `before` that are not."""
+    """Steps from `first` on: contestants take turns, of `TURN` measured steps after `before` that are not."""
     timings = {name: Timings([], []) for name in contestants}
     for turn in range(turns):
         for name, step in sorted(contestants.items(), reverse=bool(turn % 2)):
