@@ -503,6 +503,7 @@ def test_only_where_the_steps_take_longer_than_a_forward(monkeypatch: pytest.Mon
     for seconds, forward in ((0.0, 0.0), (1000.0, 0.0), (1000.0, 1000.0 * len(found._states))):
         found._seconds = dict.fromkeys(found._states, seconds)
         found._began -= forward
+        found._aside, found._backward = dict.fromkeys(found._states, 0.0), 1000.0
         chunks = 0 if forward or not seconds else len(found._states)
         inputs, targets = batch(run.family, 4)
         run.optimizer.zero_grad()

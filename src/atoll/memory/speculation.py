@@ -26,6 +26,7 @@ from atoll.core.errors import DeadlineError
 from atoll.memory.gradients import Gradients
 from atoll.memory.payloads import Key
 from atoll.memory.states import ChunkStates, Made, Run, Settings, noted
+from atoll.moves.timeline import EARLY_COST
 
 TRUST = 3  # steps in a row in which a chunk could have been stepped ahead, before it is
 _DEADLINE = 600.0  # seconds for a step: as in stepping.py
@@ -92,6 +93,8 @@ class Speculation:
         self._under_way: Ahead | None = None
         self._failed: set[int] = set()  # chunks that could not be stepped aside
         self._seconds: dict[int, float] = {}  # by chunk, of its latest usual step
+        self._aside: dict[int, float] = {}  # and of the latest that was made aside
+        self._first = self._backward = 0.0  # when the first gradient came; seconds from it to `step()`, last
         self._began = self._waited = 0.0  # when the last step ended, and what `Spares.waited` said then
         self._is_worth_it: bool | None = None  # steps take longer than this forward did; None: it goes on
         for chunk in self._states:
@@ -106,8 +109,9 @@ class Speculation:
         """A gradient has come, or is on its way."""
         with self._condition:
             if self._is_worth_it is None:
+                self._first = time.monotonic()
                 waited = self._spares.waited() - self._waited
-                forward = time.monotonic() - self._began - waited
+                forward = self._first - self._began - waited
                 self._is_worth_it = _ALWAYS or sum(self._seconds.values()) > forward
             if chunk not in self._states:
                 return
@@ -166,17 +170,25 @@ class Speculation:
 
     @property
     def has_next(self) -> bool:
+        """What would not be over before `step()` is left out: what forward waits for comes first then."""
+        while self._queue and not self._is_in_time(self._queue[0].chunk):
+            self._queue.popleft()
         return bool(self._queue)
+
+    def _is_in_time(self, chunk: int) -> bool:
+        seconds = self._aside.get(chunk, EARLY_COST * self._seconds.get(chunk, 0.0))
+        return _ALWAYS or time.monotonic() + seconds <= self._first + self._backward
 
     def make(self, ahead: Ahead) -> None:
         """Step a chunk aside. What that raises is left to its usual step, to be raised where it belongs."""
-        states = self._states[ahead.chunk]
+        states, began = self._states[ahead.chunk], time.monotonic()
         try:
             with self._gradients.read_ahead(ahead.chunk) as gradients:
                 ahead.made = states.step_aside(ahead.settings, gradients, self._run(states, ahead.own))
         except BaseException:  # whatever it is: nobody may wait for ever
             self._failed.add(ahead.chunk)
         with self._condition:
+            self._aside[ahead.chunk] = time.monotonic() - began
             self._under_way = None
             self._condition.notify_all()
 
@@ -201,6 +213,7 @@ class Speculation:
         """What was begun, by chunk, of those steps that are the ones that are to be made."""
         with self._condition:
             accepted = {}
+            self._backward = time.monotonic() - self._first
             for chunk, states in self._states.items():
                 ahead = self._could.get(chunk)
                 settings, here = groups[states.group], present.get(chunk)
