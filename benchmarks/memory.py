@@ -8,13 +8,18 @@ sleeps for its share, as a thread does that waits for an accelerator, and `testi
 engine's copies a rate, at which those of a step take a given part of the plain model's step. All else is
 real: the copies, the engine, the optimizer's steps on the CPU. The plan is given what `memory.fit` has
 measured of that link.
+
+The last case has a host that steps slowly, emulated in the same way: a chunk's step takes its elements over a
+given pace, and one that is made in a copy twice as long, as the plan takes it to be. All steps take longer
+than a forward, with steps during backward, without them, and in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -26,24 +31,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
-from atoll.memory import planning
+from atoll.memory import planning, stepping
 from atoll.memory.bandwidth import measure
+from atoll.memory.fit import plan as plan_of
 from atoll.memory.fitted import Fitted, Moving
 from atoll.memory.observing import as_in
 from atoll.memory.planning import choose, profile_of
 from atoll.memory.profile import Recorder
-from atoll.moves.timeline import Bandwidths
+from atoll.memory.states import ChunkStates
+from atoll.moves.timeline import EARLY_COST, Bandwidths
 from atoll.testing.links import slow_link
 from common import Case, Target, Timings, compare, interleave, milliseconds, options, write_ratios
 from overhead import same_values
 from workloads import GPT_FUSED, gpt, gpt_adamw
 
-FITS, MOVES = Target(median=1.02), Target(median=1.15)
+FITS, MOVES, EARLIER = Target(median=1.02), Target(median=1.15), Target(median=0.9)
 PREDICTED = 0.15  # how far the plan's prediction may be off, as a part of what was measured
 SHARE = 0.5  # of the parameters' bytes, on the device
 COPIES = (0.5, 1.0, 2.0)  # of the plain step: what a step's copies take, one after another
 LAYERS, HEADS, WIDTH, TOKENS = 12, 4, 128, 16
 DEVICE = 0.2  # seconds that the emulated device computes in a forward, and twice that in a backward
+WARM = 6  # steps until chunks are stepped early
 SETTLED = 3  # steps until the order is known and each step is like the last
 RECORDED = 3  # steps by whose profiles the plan's model predicts
 TURN = 3  # measured steps at once, after one that is not: what a step leaves to the next is the next one's
@@ -94,14 +102,15 @@ def trainer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Block:
     return step
 
 
-def in_turns(contestants: Mapping[str, Block], turns: int, first: int) -> dict[str, Timings]:
-    """Steps from `first` on: the contestants take turns, of `TURN` measured steps each, and one before."""
+def in_turns(contestants: Mapping[str, Block], turns: int, first: int, before: int = 1) -> dict[str, Timings]:
+    """Steps from `first` on: contestants take turns, of `TURN` measured steps after `before` that are not."""
     timings = {name: Timings([], []) for name in contestants}
     for turn in range(turns):
         for name, step in sorted(contestants.items(), reverse=bool(turn % 2)):
-            begin = first + turn * (TURN + 1)
-            step(begin)
-            for number in range(begin + 1, begin + 1 + TURN):
+            begin = first + turn * (TURN + before)
+            for number in range(begin, begin + before):
+                step(number)
+            for number in range(begin + before, begin + before + TURN):
                 cpu, start = time.process_time(), time.perf_counter()
                 step(number)
                 timings[name].seconds.append(time.perf_counter() - start)
@@ -152,8 +161,13 @@ class Measured:
 
     rates: Bandwidths  # the latest
 
+    def __init__(self, pace: float = 0.0) -> None:
+        """With a `pace`, it is that of a host which steps so many elements in a second."""
+        self.pace = pace
+
     def __call__(self, *asked: Any) -> Bandwidths:
-        self.rates = msgspec.structs.replace(measure(*asked), shared=False)
+        found = measure(*asked)
+        self.rates = msgspec.structs.replace(found, shared=False, host_steps=self.pace or found.host_steps)
         return self.rates
 
 
@@ -243,6 +257,115 @@ def predicted(
     return median(found)
 
 
+# -- the steps take longer than a forward ------------------------------------------------------------------
+
+
+@contextmanager
+def slow_host(pace: float) -> Iterator[None]:
+    """Within it a chunk's step takes its elements over `pace`, and twice that where it is made in a copy."""
+    run, aside = stepping.run_step, ChunkStates.step_aside
+
+    def run_slowly(*args: Any) -> Any:
+        parameters: list[nn.Parameter] = args[3]
+        return slowly(run, sum(parameter.numel() for parameter in parameters) / pace, *args)
+
+    def step_aside(states: ChunkStates, *args: Any) -> Any:
+        numel = states.trained.chunk.used
+        return slowly(aside, EARLY_COST * numel / pace, states, *args)
+
+    with (
+        mock.patch.object(stepping, "run_step", run_slowly),
+        mock.patch.object(ChunkStates, "step_aside", step_aside),
+    ):
+        yield
+
+
+def slowly(function: Callable[..., Any], seconds: float, *args: Any) -> Any:
+    """Call it, and sleep until `seconds` have passed since."""
+    until = time.perf_counter() + seconds
+    result = function(*args)
+    time.sleep(max(until - time.perf_counter(), 0))
+    return result
+
+
+def step_slowly(optimizer: torch.optim.Optimizer, pace: float) -> None:
+    """A plain optimizer, with the steps of that host."""
+    step = optimizer.step
+    numel = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.step = lambda: slowly(step, numel / pace)  # type: ignore[method-assign, assignment]
+
+
+@dataclass(frozen=True)
+class Early:
+    """A case whose steps are made during backward where there is time."""
+
+    case: Case  # beside the same with all steps after backward
+    plain: float  # seconds of a step in plain PyTorch
+    predicted: float
+    room: int  # chunks for which there is some
+    stepped: float  # of them, in a step
+    rolled_back: int
+
+    def line(self) -> str:
+        return (
+            f"{self.case.line()}; plain PyTorch {milliseconds(self.plain)}; {milliseconds(self.predicted)} "
+            f"predicted; {self.stepped:.1f} of {self.room} chunks early, {self.rolled_back} in vain in all"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        mine = {key: value for key, value in vars(self).items() if key != "case"}
+        return {**self.case.to_json(), **mine}
+
+
+def measure_early(copies: float, turns: int) -> Early:
+    """Copies that take `copies` of the compute, and steps that take twice a forward."""
+    models = {name: build() for name in ("Atoll", "after", "plain")}
+    optimizers = {name: gpt_adamw(model) for name, model in models.items()}
+    parameters = list(models["plain"].parameters())
+    pace = sum(parameter.numel() for parameter in parameters) / (2 * DEVICE)
+    nbytes = sum(parameter.nbytes for parameter in parameters)
+    rate = 2.5 * nbytes / (copies * 3 * DEVICE)
+    memory = atoll.Memory(device=str(int(SHARE * nbytes)), host=str(8 * nbytes), step="host")
+    with slow_link(rate, rate), slow_host(pace), mock.patch.object(planning, "measure", Measured(pace)):
+        plan = plan_of(models["Atoll"], optimizers["Atoll"], memory)
+        plans = {"Atoll": plan, "after": msgspec.structs.replace(plan, early=())}
+        held = {
+            name: atoll.memory.fit(models[name], optimizers[name], memory=memory, plan=own)
+            for name, own in plans.items()
+        }
+        step_slowly(optimizers["plain"], pace)
+        blocks = {name: trainer(model, optimizers[name]) for name, model in models.items()}
+        for number in range(WARM):
+            for block in blocks.values():
+                block(number)
+        before = held["Atoll"].stats()
+        # A pause is no forward that hides steps: the step after it makes none early.
+        timings = in_turns(blocks, turns, WARM, before=2)
+        stats = held["Atoll"].stats()
+        for moving in held.values():
+            moving.close()
+    same_values(models["Atoll"], models["plain"])
+    same_values(models["after"], models["plain"])
+    case = compare(
+        "steps twice a forward, some made during backward",
+        "all made after it",
+        timings["Atoll"],
+        timings["after"],
+        workers=1,
+        steps=1,
+        target=EARLIER,
+        threads=torch.get_num_threads(),
+    )
+    return Early(
+        case=case,
+        plain=median(timings["plain"].seconds),
+        predicted=plan.predicted.seconds,
+        room=len(plan.early),
+        stepped=(stats.stepped_early - before.stepped_early) / (stats.steps - before.steps),
+        rolled_back=stats.rolled_back,
+    )
+
+
 # -- everything fits ---------------------------------------------------------------------------------------
 
 
@@ -292,8 +415,11 @@ def main() -> int:
         for copies in COPIES:
             moved.append(measure_moving(copies, turns, measured))
             print(moved[-1].line(), flush=True)
-    records: Sequence[Mapping[str, Any]] = [fits.to_json(), *(each.to_json() for each in moved)]
-    write_ratios("memory", args, [fits, *(each.case for each in moved)], "A step in chunked memory", records)
+    early = measure_early(COPIES[0], turns)
+    print(early.line(), flush=True)
+    records: Sequence[Mapping[str, Any]] = [each.to_json() for each in (fits, *moved, early)]
+    cases = [fits, *(each.case for each in (*moved, early))]
+    write_ratios("memory", args, cases, "A step in chunked memory", records)
     return 0
 
 

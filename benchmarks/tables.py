@@ -78,7 +78,7 @@ def _footprint_row(case: Record) -> list[str]:
 
 
 def memory(record: Record) -> str:
-    """The steps, then what the plan said of them."""
+    """The steps, then what the plan said of them, then what was stepped during backward."""
     heads = [
         "case",
         "copies / compute",
@@ -90,8 +90,15 @@ def memory(record: Record) -> str:
         "off by",
         "target",
     ]
-    rows = [_plan_row(case) for case in record["cases"] if "predicted" in case]
-    return f"{ratios(record)}\n\n{table(heads, rows)}"
+    rows = [_plan_row(case) for case in record["cases"] if "copies" in case]
+    early = [case for case in record["cases"] if "room" in case]
+    return "\n\n".join([ratios(record), table(heads, rows), *map(_early_words, early)])
+
+
+def _early_words(case: Record) -> str:
+    early = f"{case['stepped']:.1f} of {case['room']} chunks in a step, {case['rolled_back']} in vain in all"
+    predicted, plain = milliseconds(case["predicted"]), milliseconds(case["plain"])
+    return f"{case['name']}: {early}; {predicted} predicted; plain PyTorch {plain}."
 
 
 def _plan_row(case: Record) -> list[str]:

@@ -305,6 +305,36 @@ def test_of_steps_about_as_short_the_one_with_the_fewest_moves_is_taken() -> Non
         assert not near or sum(plan.predicted.moves.values()) <= sum(other.moves.values())
 
 
+def test_there_is_room_to_step_during_backward_where_steps_take_longer_than_a_forward() -> None:
+    """Each of 40 parameters of 400 KB computes for 50 and 100 us, and is stepped in 100 us."""
+    profile = profile_of([100_000] * 40, seconds=5e-5)
+    pins = Pins(steps_on="host", chunk_bytes=400_000)
+    budgets = Budgets(device=8_000_000, pins=pins)
+
+    def searched(rates: Bandwidths = RATES, host: int | None = None, disk: int = 0) -> MemoryPlan:
+        given = msgspec.structs.replace(budgets, host=host, disk=disk, folder="/scratch" * bool(disk))
+        return search_plan(profile, rates, given)
+
+    tight = searched(host=40 * 4 * 401_408)
+    assert tight.early == ()
+    found = searched()
+    kept = 3 * 401_408  # in pages: values, and two of state
+    assert len(found.early) == 10  # a quarter, where there is no budget
+    assert found.early == tuple(
+        lay_out_memory(profile.specs, chunk_bytes=400_000).places[i][0] for i in range(39, 29, -1)
+    )
+    assert found.host_bytes == found.predicted.host_peak == tight.host_bytes + 10 * kept
+    assert found.predicted.seconds < 0.98 * tight.predicted.seconds
+    assert "10 chunks step during backward" in found.reason
+    roomy = searched(host=tight.host_bytes + 25 * kept + 5)
+    assert len(roomy.early) == 25
+    assert roomy.predicted.host_peak <= tight.host_bytes + 25 * kept
+    assert roomy.predicted.seconds < found.predicted.seconds
+    assert searched(msgspec.structs.replace(RATES, shared=True)).early == ()
+    assert searched(msgspec.structs.replace(RATES, host_steps=1e10)).early == ()  # forward hides them
+    assert searched(host=10_000_000, disk=2**30).early == ()
+
+
 def test_pins_are_kept_to() -> None:
     profile = profile_of([100_000] * 20)
     pins = Pins(chunk_bytes=800_000, cache_blocks=3, resident=0.25)

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from atoll.core.memory import Memory
-from atoll.memory import interrupts, planning
+from atoll.memory import interrupts, planning, speculation
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit
 from atoll.memory.fitted import Moving
+from atoll.moves.timeline import Bandwidths
 
 BLOCK = 4096
 X = torch.ones(2, 32)
@@ -108,6 +109,38 @@ def test_after_ctrl_c_at_any_moment_training_goes_on(tmp_path: Path) -> None:
     its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, clip)
     train(plain, its_optimizer, lambda: nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    moving.close()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_after_ctrl_c_while_chunks_are_stepped_early_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = Bandwidths(to_device=1e9, to_host=1e9, host_steps=1.2e8, device_steps=1e9)
+    monkeypatch.setattr(planning, "measure", lambda *_: rates)
+    monkeypatch.setattr(speculation, "_ALWAYS", True)
+    monkeypatch.setattr(speculation, "TRUST", 1)
+    model, optimizer = made()
+    memory = Memory(device=str(4 * BLOCK), host="1MiB", chunk=str(BLOCK), step="host")
+    moving = fit(model, optimizer, memory=memory)
+    assert isinstance(moving, Moving)
+    assert moving.plan.early
+    train(model, optimizer, lambda: None, 4)
+    with Interrupt(0) as whole:
+        train(model, optimizer, lambda: None)
+    for at in range(7, whole.count, whole.count // (POINTS // 2)):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            train(model, optimizer, lambda: None, 3)
+        train(model, optimizer, lambda: None)
+    assert moving._stepper is not None
+    moving._stepper.wait_all()
+    assert [key for key, payload in moving._store._payloads.items() if payload.pinned_by] == []
+    assert moving.stats().stepped_early
+    plain, its_optimizer = made()
+    plain.load_state_dict(model.state_dict())
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, lambda: None, 4)
+    train(plain, its_optimizer, lambda: None, 4)
     moving.close()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 

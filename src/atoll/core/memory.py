@@ -63,7 +63,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     moves, and `optimum` says so; else it is None, and the rule of eviction brings at most so many more as
     docs/memory.md says. `misses` are uses that waited for a move, for `waited` seconds in all; `unforeseen`
     those that the recorded order had not. `gradient_norm` is the global norm of the gradients when they were
-    last clipped through `Fitted` or the session, before that.
+    last clipped through `Fitted` or the session, before that. `stepped_early` are chunks that were stepped
+    before `optimizer.step()` was called, `rolled_back` those that were in vain.
     """
 
     device_budget: int
@@ -86,6 +87,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     unforeseen: int = 0
     waited: float = 0.0
     gradient_norm: float | None = None
+    stepped_early: int = 0
+    rolled_back: int = 0
 
 
 class Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -22,6 +22,7 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import spilled_bytes, take
 from atoll.memory.payloads import GRADIENT, Payloads
 from atoll.memory.saved import leave_gone, watch_modules
+from atoll.memory.speculation import AheadFigures, Spares
 from atoll.memory.statedicts import StateDicts
 from atoll.memory.stepping import StepCalls, Stepper
 from atoll.memory.store import Store
@@ -30,6 +31,7 @@ from atoll.moves.search import MemoryPlan
 from atoll.tensors.binding import BoundChunk
 from atoll.tensors.clipping import check_max_norm
 
+EARLY = "the plan takes the steps to be longer than a forward, and there is room to make these in backward"
 GRADIENTS_UNDER_WAY = 2  # chunks of them may be on their way off the device while backward goes on
 
 
@@ -172,6 +174,7 @@ class Moving(Fitted):
         self._handles = watch_modules(model.modules())
         self._state_dicts = StateDicts(model)
         self._stepper: Stepper | None = None
+        self._ahead = AheadFigures()
         self.steps = 0
         self._statistics, self._latest = (
             StepStatistics(),
@@ -226,7 +229,11 @@ class Moving(Fitted):
             lambda _: self._store,
             self._step_calls(),
             master=self.budgets.master,
+            spares=self._spares() if self.plan.early else None,
         )
+
+    def _spares(self) -> Spares:
+        return Spares(self.plan.early, self._store.swap, lambda: self.engine.waited, self._ahead)
 
     def _ready(self) -> None:
         """All payloads are where they belong."""
@@ -254,7 +261,10 @@ class Moving(Fitted):
             heap = "bounded", "large tensors come from the system, and each step gives back what is free"
         there = len(self.plan.steps_on_device)
         where = f"{there} chunks on the device, the others on the host" if there else "on the host"
-        return [*self._store.choices, ("memory.heap", *heap), ("memory.step", where, self.plan.reason)]
+        found = [*self._store.choices, ("memory.heap", *heap), ("memory.step", where, self.plan.reason)]
+        if self.plan.early:
+            found.append(("memory.early", f"{len(self.plan.early)} chunks", EARLY))
+        return found
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -273,6 +283,8 @@ class Moving(Fitted):
         if chunk not in self._came:
             self._came.add(chunk)
             counted.moves["to_host"] += 1
+        if self._stepper is not None:
+            self._stepper.gradient_came(chunk, slot)
 
     def _before_step(self, chunks: Sequence[int]) -> Sequence[int]:
         self._owners.check()
@@ -329,6 +341,8 @@ class Moving(Fitted):
             unforeseen=self._statistics.unforeseen,
             waited=engine.waited + self.gradients.waited,
             gradient_norm=self._norm_shown(),
+            stepped_early=self._ahead.taken,
+            rolled_back=self._ahead.dropped,
         )
 
     @interrupts.uninterrupted

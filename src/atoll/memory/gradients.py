@@ -92,6 +92,7 @@ class Slot:
         if kept is not None:
             yield kept
             self._chunk.norms.pop(self._index, None)
+            self._chunk.changes += 1
             return
         trained = self._chunk.trained
         with self._chunk.settled() as flat:
@@ -101,6 +102,7 @@ class Slot:
             before = lent._version
             yield lent
             if lent._version != before:
+                self._chunk.changes += 1
                 self._chunk.norms.pop(self._index, None)
                 with self._chunk.borrow(writes=True):
                     if lent is not home:
@@ -114,6 +116,7 @@ class Slot:
             with self.lend() as gradient, torch.inference_mode(False):
                 kept = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
                 self._chunk.kept[self._index] = kept.copy_(gradient)
+                self._chunk.changes += 1  # whatever is done with it from now on
         return kept
 
     def leave(self) -> None:
@@ -144,6 +147,8 @@ class ChunkGradients:
         self.factors: list[tuple[Tensor, list[bool]]] = []
         self.norms: dict[int, Tensor] = {}  # by slot, of the gradients as they now are
         self.wait: Callable[[int], None] = lambda _: None  # until no step of it is under way
+        self.halt: Callable[[int], None] = lambda _: None  # one that is made ahead of its time
+        self.changes = 0  # of what counts as a gradient, by whomever
         self.leaving: Leaving  # carries what comes; whoever makes this says which
         self.stepping = False  # a step that is under way will still read the payload
         self.coming: Future[None] | None = None  # the latest gradient that is, or was, on its way here
@@ -205,6 +210,7 @@ class ChunkGradients:
             for index, kept in list(self.kept.items()):
                 self.take_in(flat, index, kept)
                 self.norms.pop(index, None)
+                self.changes += 1
                 if torch._C._storage_Use_Count(kept.untyped_storage()._cdata) <= 2:  # only we have it
                     del self.kept[index]
             yield flat
@@ -216,6 +222,7 @@ class ChunkGradients:
     def take(self, index: int, gradient: Tensor, measures: float | None) -> None:
         """Let a gradient come; it counts from now on."""
         self.wait(self.trained.chunk.id)  # here: a step that is begun later waits for the gradient
+        self._change()
         add = partial(self._add, index, gradient, measures, adds=self.present[index])
         self.coming = self.leaving.carry(add, gradient.nbytes, gradient.device)
         self.present[index] = True
@@ -244,10 +251,16 @@ class ChunkGradients:
         """This slot has no gradient any more."""
         if self.present[index]:
             self.arrive(whatever=True)
+            self._change()
             self.slots[index].leave()
             self.present[index] = False
             self.norms.pop(index, None)
             self.release()
+
+    def _change(self) -> None:
+        """A gradient is to come, or to go: nobody may read the payload ahead of the step any more."""
+        self.changes += 1
+        self.halt(self.trained.chunk.id)
 
     def release(self) -> None:
         """Let go of the payload if nothing in it counts any more."""
@@ -261,6 +274,7 @@ class ChunkGradients:
         self.arrive()
         self.wait(self.trained.chunk.id)
         self.factors.append((factor, list(self.present)))
+        self.changes += 1
         self.norms.clear()
         for kept in self.kept.values():
             kept.mul_(factor.to(kept.device))
@@ -448,6 +462,30 @@ class Gradients:
         """Whoever steps a chunk says how to wait until no step of it is under way."""
         self._chunks[chunk].wait = wait
 
+    def steps_halt(self, chunk: int, halt: Callable[[int], None]) -> None:
+        """And who steps it ahead of its time, how to end that: asked before a gradient comes or goes."""
+        self._chunks[chunk].halt = halt
+
+    def changes(self, chunk: int) -> int | None:
+        """Counts what has happened to a chunk's gradients; None where they are not yet as they lie."""
+        each = self._chunks[chunk]
+        return None if each.kept or each.factors or each.failed is not None else each.changes
+
+    def once_here(self, chunk: int, job: Callable[[], None]) -> None:
+        """Do `job` when the chunk's gradients that are on their way have come: here, or on the thread that
+        carries them."""
+        coming = self._chunks[chunk].coming
+        assert coming is not None
+        coming.add_done_callback(lambda _: job())
+
+    @contextmanager
+    def read_ahead(self, chunk: int) -> Iterator[Tensor]:
+        """A chunk's gradients as they lie, (extent,), once they are here; whether they have changed meanwhile
+        its `changes` tell. Until the end `halt` must wait."""
+        each = self._chunks[chunk]
+        with each.payloads.pin(each.key) as payload:
+            yield payload[: each.trained.extent]
+
     def present(self, chunk: int) -> tuple[bool, ...]:
         """Which slots of a chunk have a gradient."""
         return tuple(self._chunks[chunk].present)
@@ -482,8 +520,8 @@ class Gradients:
         each.stepping, each.stepped_after = True, each.coming
         return tuple(each.present)
 
-    def give_up_step(self, chunk: int) -> None:
-        """The step that was begun will not come: the gradients are as before, and may be let go of."""
+    def end_step(self, chunk: int) -> None:
+        """The step that was begun is over, or will not come: the gradients may be let go of."""
         each = self._chunks[chunk]
         each.stepping = False
         each.release()

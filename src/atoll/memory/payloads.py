@@ -21,11 +21,22 @@ MASTER = "master"  # the same in single precision, where the model's dtype is a 
 GRADIENT = "gradient"  # in the model's dtype
 SUM = "sum"  # of a group's gradients, beside a member's own
 _STATE = "state."  # and the key that the optimizer has for it: "state.exp_avg"
+_SPARE = "spare."  # and the kind beside which it lies: what a step that does not count yet has made
 
 
 def state_kind(key: str) -> str:
     """The kind of the optimizer's element-wise state `key`."""
     return _STATE + key
+
+
+def spare_kind(kind: str) -> str:
+    """The kind of the spare payload beside one of `kind`."""
+    return _SPARE + kind
+
+
+def is_spare(kind: str) -> bool:
+    """Whether it is the kind of a spare payload."""
+    return kind.startswith(_SPARE)
 
 
 class Payloads(Protocol):

@@ -7,15 +7,17 @@ depends on the same things; tensors/optimizer.py does the same with chunks that 
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from atoll.memory.gradients import TrainedChunk
-from atoll.memory.payloads import MASTER, VALUES, Payloads, state_kind
+from atoll.memory.payloads import MASTER, VALUES, Key, Payloads, spare_kind, state_kind
 from atoll.tensors.optimizer import State, comparable, copied, ends_run
 
 Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
@@ -23,6 +25,17 @@ Settings: TypeAlias = dict[str, Any]  # a param group without its parameters
 Run: TypeAlias = Callable[
     [Settings, list[nn.Parameter], dict[nn.Parameter, State]], Mapping[nn.Parameter, State]
 ]
+# The payload of an element-wise state, to be changed, by its key and dtype.
+_Place: TypeAlias = Callable[[str, torch.dtype], AbstractContextManager[Tensor]]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that was made beside what counts: the kinds of payload that have a spare with what comes of it,
+    and for each segment what is kept then."""
+
+    kinds: tuple[str, ...]
+    segments: list[tuple[tuple[int, int], State, frozenset[str]]]
 
 
 class ChunkStates:
@@ -53,6 +66,8 @@ class ChunkStates:
         self._dtypes: dict[str, torch.dtype] = {}  # by key, of the payloads that were added
         self._runs: list[tuple[int, int]] = []  # first and last slot of each segment
         self._cut_for: tuple[object, ...] | None = None  # what they were cut for
+        self._spares: set[str] = set()  # kinds of payload of which there is one
+        self.changes = 0  # of values and state, by whomever
         if self._master is not None:
             payloads.add((trained.chunk.id, MASTER), trained.chunk.numel, dtype)
             with self._pin(VALUES) as values, self._pin(MASTER, overwrites=True) as precise:
@@ -71,25 +86,93 @@ class ChunkStates:
         run: Run,
     ) -> None:
         """Step the slots that are `present` with `gradients`, (extent,)."""
+        self.changes += 1
         with ExitStack() as stack, torch.no_grad():
             values = stack.enter_context(self._pin(VALUES, writes=True))
             stepped = values
             if self._master is not None:
                 stepped = stack.enter_context(self._pin(MASTER, writes=True))
-            if not self._runs or self._cut_for != (present, bool(settings.get("fused"))):
+            if not self.is_cut_for(present, settings):
                 self._cut(present, bool(settings.get("fused")))
-            used = frozenset[str]().union(*(self._kept[first] for first, _ in self._runs))
-            elements = {key: stack.enter_context(self._pin(state_kind(key), writes=True)) for key in used}
-            parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
-            state = self._segment_states(parameters, elements)
-            new = run(self._settings(settings), parameters, {**state})
-            for parameter, bounds in zip(parameters, self._runs, strict=True):
-                parameter.grad = None
-                self._adopt(bounds, state.get(parameter, {}), new.get(parameter, {}))
-            if self._master is not None:
-                for first, last in self._runs:
-                    start, end = self._bounds(first, last)
-                    values[start:end].copy_(stepped[start:end])
+            elements = {
+                key: stack.enter_context(self._pin(state_kind(key), writes=True)) for key in self._used()
+            }
+            for made in self._run(settings, stepped, gradients, elements, run, self._elements):
+                self._keep(*made)
+            self._round(values, stepped)
+
+    def step_aside(self, settings: Settings, gradients: Tensor, run: Run) -> Made:
+        """Make the same step beside what is there, of which nothing is changed: in spare payloads, which
+        begin as copies. For who was stepped before, and `is_cut_for` the step. It counts from `take_made` on.
+        """
+        keys = self._used()
+        kinds = [VALUES, *([MASTER] if self._master is not None else []), *map(state_kind, keys)]
+        with ExitStack() as stack, torch.no_grad():
+            spare = {kind: stack.enter_context(self._spare(kind)) for kind in kinds}
+            for kind in kinds:
+                with self._pin(kind) as present:
+                    spare[kind].copy_(present)
+            values = spare[VALUES]
+            stepped = spare[MASTER] if self._master is not None else values
+            elements = {key: spare[state_kind(key)] for key in keys}
+            # A kind of state that is new has no spare: that is an error, and the step is made as usual.
+            where: _Place = lambda key, _: nullcontext(elements[key])  # noqa: E731
+            segments = self._run(settings, stepped, gradients, elements, run, where)
+            self._round(values, stepped)
+        return Made(tuple(kinds), segments)
+
+    def take_made(self, made: Made, swap: Callable[[Key, Key], None]) -> None:
+        """What was made beside counts now; what counted is the spare. `swap` exchanges two payloads."""
+        self.changes += 1
+        for kind in made.kinds:
+            swap((self.trained.chunk.id, kind), (self.trained.chunk.id, spare_kind(kind)))
+        for segment in made.segments:
+            self._keep(*segment)
+
+    def _spare(self, kind: str) -> AbstractContextManager[Tensor]:
+        """A payload like the one of this kind, with anything in it; made, if there is none."""
+        spare = spare_kind(kind)
+        if kind not in self._spares:
+            self._spares.add(kind)
+            stepped = {VALUES: self.trained.dtype, MASTER: self.dtype}
+            states = {state_kind(key): dtype for key, dtype in self._dtypes.items()}
+            key = self.trained.chunk.id, spare
+            self._payloads.add(key, self.trained.chunk.numel, (stepped | states)[kind])
+        return self._pin(spare, overwrites=True)
+
+    def is_cut_for(self, present: tuple[bool, ...], settings: Settings) -> bool:
+        """Whether the latest step was of the same slots, and nothing was loaded since."""
+        return bool(self._runs) and self._cut_for == (present, bool(settings.get("fused")))
+
+    def _used(self) -> frozenset[str]:
+        """The keys of what the segments keep for each element."""
+        return frozenset[str]().union(*(self._kept[first] for first, _ in self._runs))
+
+    def _run(
+        self,
+        settings: Settings,
+        stepped: Tensor,
+        gradients: Tensor,
+        elements: Mapping[str, Tensor],
+        run: Run,
+        place: _Place,
+    ) -> list[tuple[tuple[int, int], State, frozenset[str]]]:
+        """Step the segments, which lie in `stepped` and `elements`; what is then to be kept of each."""
+        parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
+        state = self._segment_states(parameters, elements)
+        new = run(self._settings(settings), parameters, {**state})
+        made = []
+        for parameter, bounds in zip(parameters, self._runs, strict=True):
+            parameter.grad = None
+            made.append(self._found(bounds, state.get(parameter, {}), new.get(parameter, {}), place))
+        return made
+
+    def _round(self, values: Tensor, stepped: Tensor) -> None:
+        """Where there is a master, the values are what it is rounded to."""
+        if self._master is not None:
+            for first, last in self._runs:
+                start, end = self._bounds(first, last)
+                values[start:end].copy_(stepped[start:end])
 
     @property
     def has_elements(self) -> bool:
@@ -132,7 +215,7 @@ class ChunkStates:
         states: dict[nn.Parameter, State] = {}
         for parameter, (first, last) in zip(parameters, self._runs, strict=True):
             start, end = self._bounds(first, last)
-            state = dict(self._numbers[first])
+            state = {key: copied(value) for key, value in self._numbers[first].items()}
             state.update({key: elements[key][start:end] for key in self._kept[first]})
             if state:
                 states[parameter] = state
@@ -161,21 +244,27 @@ class ChunkStates:
             numbers = {key: copied(value) for key, value in self._numbers[first].items()}
             self._numbers[first : end + 1] = [numbers] * (end + 1 - first)
 
-    def _adopt(self, bounds: tuple[int, int], before: State, after: State) -> None:
-        """Keep what the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`."""
+    def _found(
+        self, bounds: tuple[int, int], before: State, after: State, place: _Place
+    ) -> tuple[tuple[int, int], State, frozenset[str]]:
+        """What the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`: numbers, and the
+        keys of what it has for each element, which is put where `place` says."""
         start, end = self._bounds(*bounds)
         numbers, kept = {}, set()
         for key, value in after.items():
             if self._is_elementwise(key, value, end - start):
                 kept.add(key)
                 if value is not before.get(key):
-                    with self._elements(key, value.dtype) as elements:
+                    with place(key, value.dtype) as elements:
                         elements[start:end].copy_(value)
             else:
                 numbers[key] = value
+        return bounds, numbers, frozenset(kept)
+
+    def _keep(self, bounds: tuple[int, int], numbers: State, kept: frozenset[str]) -> None:
         count = bounds[1] + 1 - bounds[0]
         self._numbers[bounds[0] : bounds[1] + 1] = [numbers] * count
-        self._kept[bounds[0] : bounds[1] + 1] = [frozenset(kept)] * count
+        self._kept[bounds[0] : bounds[1] + 1] = [kept] * count
 
     def _is_elementwise(self, key: str, value: Any, numel: int) -> bool:
         return isinstance(value, Tensor) and (
@@ -218,6 +307,7 @@ class ChunkStates:
         """
         if not self.has(slot):
             return
+        self.changes += 1
         numbers, kept = {}, set()
         for key, value in state.items():
             if key == MASTER and self._master is not None:
@@ -259,8 +349,43 @@ class ChunkStates:
         return value.detach().to(self._device if counts_there else "cpu", copy=True)
 
     def follow_values(self) -> None:
-        """Where the values are not what they were rounded to, they are the master now."""
+        """Somebody has changed the values. Where they are not what they were rounded to, they are the master
+        now."""
+        self.changes += 1
         if self._master is None:
             return
         with self._pin(VALUES) as values, self._pin(MASTER, writes=True) as precise, torch.no_grad():
             torch.where(precise.to(values.dtype) == values, precise, values.to(precise.dtype), out=precise)
+
+
+def run_step(
+    class_: type[torch.optim.Optimizer],
+    own: Mapping[str, Any],
+    settings: Settings,
+    parameters: list[nn.Parameter],
+    state: dict[nn.Parameter, State],
+) -> Mapping[nn.Parameter, State]:
+    """An optimizer's own code on `parameters`; gives what it then keeps for them.
+
+    `own` are the attributes of the optimizer whose step it is.
+    """
+    copy = object.__new__(class_)
+    copy.__dict__.update(noted(own))
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(copy, hooks, OrderedDict())
+    copy.param_groups = [{**noted(settings), "params": parameters}]
+    states: defaultdict[Any, State] = defaultdict(dict, state)
+    copy.state = states
+    step: Any = class_.step
+    # Not through torch's wrapper: hooks on all optimizers have run for the script's own call.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
+    return states
+
+
+def noted(values: Mapping[str, Any], without: str = "") -> Settings:
+    """A copy that no later change of `values` shows in."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in values.items()
+        if key != without
+    }

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -31,7 +31,8 @@ from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.interrupts import uninterrupted
 from atoll.memory.ondemand import StatesOnDemand
 from atoll.memory.payloads import Payloads
-from atoll.memory.states import ChunkStates, Settings
+from atoll.memory.speculation import Ahead, Spares, Speculation, can_be_stepped_ahead
+from atoll.memory.states import ChunkStates, Run, Settings, noted, run_step
 from atoll.tensors.lazy import LazyTensor, read_whole
 from atoll.tensors.optimizer import State, call_closure_now, check_groups, elementwise_keys
 
@@ -94,6 +95,7 @@ class _Step:
     present: dict[int, tuple[bool, ...]]
     waiting: deque[int] = field(default_factory=deque)
     under_way: int | None = None
+    ahead: dict[int, Ahead] = field(default_factory=dict)  # by chunk, what was made of it before the call
 
     def has(self, chunk: int) -> bool:
         return chunk == self.under_way or chunk in self.waiting
@@ -111,8 +113,9 @@ class Stepper:
     With `master`, chunks in half precision have a payload "master" in single precision, which is what is
     stepped, and the values are rounded from it. Where `parts(chunk)` are not None, of the chunks such a part
     alone is here; `shared(chunk, group, own)` are then the states of those of `shared_chunks`, of which
-    others step some (`own`: what is stepped here) or all: the script's `step` leaves these out too. Raises
-    PrepareError for an optimizer that is not element-wise.
+    others step some (`own`: what is stepped here) or all: the script's `step` leaves these out too. With
+    `spares`, chunks may be stepped during backward (speculation.py); who gives them tells `gradient_came`.
+    Raises PrepareError for an optimizer that is not element-wise.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Stepper:
         parts: Callable[[int], tuple[int, int] | None] = lambda _: None,
         shared_chunks: Sequence[TrainedChunk] = (),
         shared: Callable[[TrainedChunk, int, ChunkStates | None], States] | None = None,
+        spares: Spares | None = None,
     ) -> None:
         elementwise = elementwise_keys(optimizer)
         self.optimizer, self._gradients, self._calls = optimizer, gradients, calls
@@ -169,6 +173,11 @@ class Stepper:
         self._untold: BaseException | None = None  # the first of them, until the script has been told
         self._condition = threading.Condition()
         self._closing = self._closed = False
+        self.speculation: Speculation | None = None
+        if spares is not None and can_be_stepped_ahead(optimizer):
+            self.speculation = Speculation(
+                optimizer, self._chunks, gradients, spares, self._condition, self._own_code
+            )
         # In the order of the param groups, as plain torch has the states.
         self._parameters = [p for group in self._group_parameters for p in group if id(p) in self._slots]
         self._shown = StatesOnDemand(self._parameters, self._plain)
@@ -247,6 +256,11 @@ class Stepper:
             self.wait_stepped(chunk)
             self._chunks[chunk].follow_values()
 
+    def gradient_came(self, chunk: int, slot: int) -> None:
+        """A gradient has come, or is on its way to its chunk."""
+        if self.speculation is not None and not self._closed:
+            self.speculation.came(chunk, slot)
+
     def close(self) -> None:
         """Make what is under way, and leave the optimizer to the user as a plain one with its state.
 
@@ -309,8 +323,8 @@ class Stepper:
         for chunk in self._chunks:
             if any(self._gradients.present(chunk)):
                 present[chunk] = self._gradients.begin_step(chunk)
-        groups = [_noted(group, without="params") for group in optimizer.param_groups]
-        self._next = _Step(_noted(optimizer.__dict__), groups, present)
+        groups = [noted(group, without="params") for group in optimizer.param_groups]
+        self._next = _Step(noted(optimizer.__dict__), groups, present)
         self._leave_out()
 
     def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -338,14 +352,20 @@ class Stepper:
             ]
         )
         self.figures.steps += 1
+        if self.speculation is not None:
+            step.ahead = self.speculation.accept(step.own, step.groups, step.present)
         for chunk in order:
             if chunk in self._at_once:
                 self._step_chunk(step, chunk)
         with self._condition:
-            step.waiting.extend(chunk for chunk in order if chunk not in self._at_once)
+            later = [chunk for chunk in order if chunk not in self._at_once]
+            # Those first that were made ahead: they only change places, and nobody is to wait for others.
+            step.waiting.extend(sorted(later, key=lambda chunk: chunk not in step.ahead))
             self._step = step
             self._condition.notify_all()
         self._calls.after()
+        if self.speculation is not None:
+            self.speculation.step_ended()
 
     def _is_stepping(self) -> bool:
         """Whether this is called by a step that is under way: one that raised is not."""
@@ -373,7 +393,7 @@ class Stepper:
         self._call = None
         failed, self._next = self._next, None
         for chunk in failed.present if failed is not None else ():
-            self._gradients.give_up_step(chunk)
+            self._gradients.end_step(chunk)
         if self._left_out:
             self._left_out = False
             for group, parameters in zip(self.optimizer.param_groups, self._group_parameters, strict=True):
@@ -383,35 +403,64 @@ class Stepper:
 
     def _work(self) -> None:
         while True:
+            step, ahead, chunk = None, None, -1
             with self._condition:
-                while not self._closed and (self._step is None or not self._step.waiting):
+                while not (self._closed or self._has_step or self._has_ahead):
                     self._condition.wait()
                 if self._closed:
                     return
-                step = self._step
-                assert step is not None
-                chunk = step.under_way = step.waiting.popleft()
-            try:
-                self._step_chunk(step, chunk)
-            except BaseException as error:  # whatever it is, the script's thread is to raise it
-                self._failed[chunk] = error
-                self._untold = self._untold or error
-            with self._condition:
-                step.under_way = None
-                self._condition.notify_all()
+                if self._step is not None and self._step.waiting:
+                    step = self._step
+                    chunk = step.under_way = step.waiting.popleft()
+                elif self.speculation is not None:
+                    ahead = self.speculation.begin()
+            if self.speculation is not None and ahead is not None:
+                self.speculation.make(ahead)
+            if step is not None:
+                self._try_step(step, chunk)
+
+    def _try_step(self, step: _Step, chunk: int) -> None:
+        try:
+            self._step_chunk(step, chunk)
+        except BaseException as error:  # whatever it is, the script's thread is to raise it
+            self._failed[chunk] = error
+            self._untold = self._untold or error
+        with self._condition:
+            step.under_way = None
+            self._condition.notify_all()
+
+    @property
+    def _has_step(self) -> bool:
+        return self._step is not None and bool(self._step.waiting)
+
+    @property
+    def _has_ahead(self) -> bool:
+        return self.speculation is not None and self.speculation.has_next
 
     def _step_chunk(self, step: _Step, chunk: int) -> None:
         began = time.monotonic()
-        states = self._chunks[chunk]
-        run = partial(run_step, type(self.optimizer), states.there(step.own))
-        had_state = states.has_elements
-        with self._gradients.stepped_with(chunk) as gradients:
-            states.step(step.groups[states.group], gradients, step.present[chunk], run)
-        if states.has_elements and not had_state:
-            give_back_freed_memory()  # what the optimizer has made, and lies in payloads now: chunk by chunk
+        if self.speculation is not None and self.speculation.confirm(step.ahead.pop(chunk, None)):
+            self._gradients.end_step(chunk)
+        else:
+            self._step_now(step, chunk, self._chunks[chunk])
         self.figures.chunks += 1
         self.figures.seconds += time.monotonic() - began
         self._calls.stepped(chunk)
+
+    def _step_now(self, step: _Step, chunk: int, states: ChunkStates) -> None:
+        had_state = states.has_elements
+        with self._gradients.stepped_with(chunk) as gradients:
+            began = time.monotonic()
+            run = self._own_code(states, step.own)
+            states.step(step.groups[states.group], gradients, step.present[chunk], run)
+            if self.speculation is not None:
+                self.speculation.took(chunk, time.monotonic() - began)
+        if states.has_elements and not had_state:
+            give_back_freed_memory()  # what the optimizer has made, and lies in payloads now: chunk by chunk
+
+    def _own_code(self, states: ChunkStates, own: Mapping[str, Any]) -> Run:
+        """The optimizer's own, with these attributes of it, where the chunk is stepped."""
+        return partial(run_step, type(self.optimizer), states.there(own))
 
     # The state, as plain torch shows it.
 
@@ -521,45 +570,12 @@ def state_dtypes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[s
     Raises PrepareError for an optimizer that is not element-wise.
     """
     elementwise = elementwise_keys(optimizer)
-    own = _noted(optimizer.__dict__)
+    own = noted(optimizer.__dict__)
     found: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
         parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
-        kept = run_step(type(optimizer), own, _noted(group, without="params"), [parameter], {})
+        kept = run_step(type(optimizer), own, noted(group, without="params"), [parameter], {})
         state = kept.get(parameter, {})
         found.update({key: state[key].dtype for key in elementwise if isinstance(state.get(key), Tensor)})
     return found
-
-
-def run_step(
-    class_: type[torch.optim.Optimizer],
-    own: Mapping[str, Any],
-    settings: Settings,
-    parameters: list[nn.Parameter],
-    state: dict[nn.Parameter, State],
-) -> Mapping[nn.Parameter, State]:
-    """An optimizer's own code on `parameters`; gives what it then keeps for them.
-
-    `own` are the attributes of the optimizer whose step it is.
-    """
-    copy = object.__new__(class_)
-    copy.__dict__.update(_noted(own))
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(copy, hooks, OrderedDict())
-    copy.param_groups = [{**_noted(settings), "params": parameters}]
-    states: defaultdict[Any, State] = defaultdict(dict, state)
-    copy.state = states
-    step: Any = class_.step
-    # Not through torch's wrapper: hooks on all optimizers have run for the script's own call.
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
-    return states
-
-
-def _noted(values: Mapping[str, Any], without: str = "") -> dict[str, Any]:
-    """A copy that no later change of `values` shows in."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value
-        for key, value in values.items()
-        if key != without
-    }

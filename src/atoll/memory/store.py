@@ -24,6 +24,7 @@ from atoll.core.errors import AtollError, DeadlineError, UserError
 from atoll.core.units import format_bytes, format_seconds
 from atoll.memory.arena import Arena, Block, exactly
 from atoll.memory.disk import DISK_SECONDS, PAGE, DiskFile, Transfer
+from atoll.memory.payloads import is_spare
 from atoll.moves.cache import Cache, Decision, Full, Policy
 
 Key: TypeAlias = tuple[int, str]  # (chunk id, kind)
@@ -126,9 +127,10 @@ class Store:
             return sum(self._counts.values()) * self.host.block_bytes
 
     def nbytes_without(self, kind: str) -> int:
-        """Bytes of all payloads that are not of this kind."""
+        """Bytes of all payloads that are not of this kind, nor spare."""
         with self._lock:
-            return sum(each.nbytes for key, each in self._payloads.items() if key[1] != kind)
+            payloads = self._payloads.items()
+            return sum(each.nbytes for key, each in payloads if key[1] != kind and not is_spare(key[1]))
 
     @contextmanager
     def pin(self, key: Key, *, writes: bool = False, overwrites: bool = False) -> Iterator[Tensor]:
@@ -190,6 +192,16 @@ class Store:
                 self.add(key, source.numel(), source.dtype)
         with self.pin(key, overwrites=True) as memory, torch.no_grad():
             memory.copy_(source.reshape(-1))
+
+    def swap(self, key: Key, other: Key) -> None:
+        """Exchange what two payloads of one size hold, without a copy; not with a disk. Who has one pinned
+        keeps the memory that it was in."""
+        with self._lock:
+            these, those = self._payloads[key], self._payloads[other]
+            if self.disk is not None or (these.numel, these.dtype) != (those.numel, those.dtype):
+                raise ValueError(f"payloads {key} and {other} cannot be swapped")
+            these.block, those.block = those.block, these.block
+            these.is_set, those.is_set = those.is_set, these.is_set
 
     def drop(self, key: Key) -> None:
         """What it holds is of no use any more: its memory is free, nothing is written. It stays known, as

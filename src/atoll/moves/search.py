@@ -30,6 +30,7 @@ AT_ONCE = (
 )
 _WIDEST = 8  # bytes of an element of any payload
 SPLIT = 2  # of them, the best for which it is tried how many chunks should step on the device
+EARLY_SHARE = 0.25  # of the trained chunks' values and state: room for copies, where the host has no budget
 SHARES = 3  # of the trained bytes, how many are tried: these parts of the most that has room there
 
 
@@ -79,7 +80,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is held. `blocks` of `chunk_bytes` make the device's arena: `cache_blocks` of them are for
     chunks that come and go, the rest for the chunks in `resident`, which stay, and for gradient and state of
     those in `steps_on_device`: the first to be used, up to `steps_share` of the trained bytes. `fits`: all
-    of it stays on the device, and nothing moves."""
+    of it stays on the device, and nothing moves. For those in `early` the host has room for a copy."""
 
     chunk_bytes: int
     blocks: int
@@ -95,6 +96,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     host_block_bytes: int = 0  # of the host's arena and the disk's file, where there is a disk
     holding: Holding | None = None  # who holds what of each chunk; None with one member
     steps_share: float = 0.0
+    early: tuple[int, ...] = ()  # chunks that may be stepped during backward: those with room for a copy
     staging_bytes: int = 0  # of host memory beside its arena: where other members' chunks arrive
     share: Share | None = None  # this member, and which members share what; None with one member
 
@@ -133,10 +135,36 @@ def search_plan(
     for _, shape in plans[:SPLIT] if _may_split(found[0], shapes[0], budgets.pins) else ():
         found += _splits(shape, bandwidths, budgets)
     best = _best(found)
+    shape = next(each for each in shapes if each.chunk_bytes == best.chunk_bytes)
+    best = _with_early(best, shape, bandwidths, budgets)
     reason = _reason(
         best, by_size, profile, bandwidths, budgets.pins, elsewhere=lent > 0 or profile.elsewhere
     )
     return msgspec.structs.replace(best, reason=reason)
+
+
+def _with_early(plan: MemoryPlan, shape: _Shape, bandwidths: Bandwidths, budgets: Budgets) -> MemoryPlan:
+    """The plan with room to step some chunks during backward, where the event model says that this is
+    shorter: those whose gradients come first. Not over a disk, where they would be moved for it, nor on cores
+    that compute meanwhile."""
+    alone = shape.share is None and not shape.lent and not shape.profile.elsewhere
+    if plan.fits or plan.disk_bytes or bandwidths.shared or not alone:
+        return plan
+    stepping = frozenset(plan.steps_on_device)
+    sizes = {c: shape.kept(c) for c, cost in enumerate(shape.costs) if cost.elements and c not in stepping}
+    room = EARLY_SHARE * sum(sizes.values())
+    if budgets.host is not None:
+        room = budgets.host - plan.host_bytes
+    early = []
+    for chunk in (c for call in shape.calls for c in call.gradients if c in sizes):
+        if sizes[chunk] <= room:
+            room -= sizes[chunk]
+            early.append(chunk)
+    staying = frozenset(plan.resident) - stepping
+    found = _predict(shape, bandwidths, budgets, plan.cache_blocks, staying, stepping, tuple(early))
+    if found.predicted.seconds * (1 + NEAR) > plan.predicted.seconds:
+        return plan
+    return msgspec.structs.replace(found, steps_share=plan.steps_share)
 
 
 def _may_split(best: MemoryPlan, shape: _Shape, pins: Pins) -> bool:
@@ -328,6 +356,11 @@ class _Shape:
             for cost in self.costs
         ]
 
+    def kept(self, chunk: int) -> int:
+        """Bytes that a chunk keeps from step to step: values, master and state."""
+        transient = ("gradient", "sum")
+        return sum(nbytes for kind, nbytes in self.costs[chunk].payloads.items() if kind not in transient)
+
     def most_at_once(self, without: frozenset[int] = frozenset()) -> int:
         """Blocks that a call needs, of the chunks that are not there anyway."""
         needs = (sum(self.costs[c].blocks for c in set(call.chunks) - without) for call in self.calls)
@@ -499,13 +532,23 @@ def _predict(
     cache: int,
     staying: frozenset[int],
     stepping: frozenset[int],
+    early: tuple[int, ...] = (),
 ) -> MemoryPlan:
-    """The plan with this much cache, these chunks on the device for good, and these stepping there."""
+    """The plan with this much cache, these chunks on the device for good, these stepping there, and these
+    stepping early."""
     costs, host, disk = _homes(shape, budgets, stepping)
     timeline = Timeline(
-        costs, shape.calls, bandwidths, blocks=cache, host=host, pinned=staying, on_device=stepping
+        costs,
+        shape.calls,
+        bandwidths,
+        blocks=cache,
+        host=host,
+        pinned=staying,
+        on_device=stepping,
+        early=frozenset(early),
     )
     outcome = timeline.run()
+    spare = sum(map(shape.kept, early))
     there = sum(shape.costs[c].blocks for c in staying) + sum(shape.on_device(c) for c in stepping)
     return MemoryPlan(
         chunk_bytes=shape.chunk_bytes,
@@ -514,13 +557,14 @@ def _predict(
         resident=tuple(sorted(staying | stepping)),
         steps_on_device=tuple(sorted(stepping)),
         fits=False,
-        host_bytes=timeline.host_need if host is None else host,
+        host_bytes=timeline.host_need + spare if host is None else host,
         disk_bytes=disk,
         sharding=shape.sharding,
         host_block_bytes=shape.host_block,
         holding=shape.holding,
         staging_bytes=shape.staging_bytes,
-        predicted=_prediction(shape, outcome, timeline, there),
+        early=early,
+        predicted=_prediction(shape, outcome, timeline, there, spare),
         reason="",
     )
 
@@ -563,12 +607,12 @@ def _homes(
     return costs, host, need
 
 
-def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int) -> Prediction:
+def _prediction(shape: _Shape, outcome: Outcome, timeline: Timeline, there: int, spare: int) -> Prediction:
     return Prediction(
         seconds=outcome.seconds,
         computing=sum(call.seconds for call in shape.calls),
         device_peak=(timeline.device_peak + there) * shape.chunk_bytes,
-        host_peak=outcome.host_peak + shape.staging_bytes,
+        host_peak=outcome.host_peak + shape.staging_bytes + spare,
         disk_peak=outcome.disk_peak,
         nbytes=outcome.nbytes,
         moves=outcome.moves,
@@ -639,6 +683,7 @@ def _reason(
         told += "" if rates.members or rates.groups else "; what comes from other members is not in it"
     told += "; what goes to the shards and comes from them is not in it" if profile.elsewhere else ""
     told += f"; {plan.steps_share:g} of the trained bytes step on the device" if plan.steps_on_device else ""
+    told += f"; {len(plan.early)} chunks step during backward" if plan.early else ""
     return f"{sizes}; the longest part of a step is {bound}: {format_seconds(seconds)}{told}"
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 _STEPS = 3  # that are run; the last one's time and moves count
 DIRECTIONS = ("to_device", "to_host", "to_disk", "from_disk")
+EARLY_COST = 2.0  # usual steps, that one takes which is made in a copy: what costs is the bytes
 # In bytes alone:
 MEMBERS = "from_members"  # what comes from other members of the group
 GROUPS = "from_groups"  # what comes from the other groups, where each holds a replica
@@ -179,10 +180,12 @@ class Timeline:
         host: int | None,
         pinned: frozenset[int] = frozenset(),
         on_device: frozenset[int] = frozenset(),
+        early: frozenset[int] = frozenset(),
     ) -> None:
         """`blocks` are those of the cache; `host` is the bytes of the host's arena, where it is a cache over
         the disk. `pinned` chunks are on the device for good and take none of the cache, and so do those that
-        step there."""
+        step there. `early` ones may be stepped while backward goes on."""
+        self.early = early
         self._chunks, self._calls, self._rates = chunks, calls, rates
         self._always, self._on_device = pinned | on_device, on_device
         self._host = host
@@ -421,8 +424,12 @@ class _Clock:
     def _steps(self, accesses: list[list[_Access]], disk: list[list[_Load]] | None, first: int) -> None:
         """The optimizer's step, chunk by chunk on the CPU; the next forward goes on beside it."""
         rates, free = self._rates, self._free
+        done = self._early(free["compute"])
         free["steps"] = max(free["steps"], free["compute"])
         for number, chunk in enumerate(self._timeline.stepped):
+            if chunk in done:
+                self._stepped[chunk] = free["steps"]
+                continue
             these = accesses[first + number]
             there = self._from_disk(these, disk, first + number)
             ready = max((self._used.get(a.key, 0.0) for a in these), default=0.0)
@@ -433,6 +440,18 @@ class _Clock:
                 self._used[access.key] = end
         if rates.shared:  # one set of cores: what the step takes of them, the next forward waits for
             free["compute"] = max(free["compute"], free["steps"])
+
+    def _early(self, ended: float) -> set[int]:
+        """Those that are stepped before backward has `ended`, in the order in which their gradients come."""
+        ready = sorted((self._used.get((c, "gradient"), 0.0), c) for c in self._timeline.early)
+        done = set()
+        for there, chunk in ready:
+            begin = max(self._free["steps"], there)
+            if begin < ended:
+                taken = EARLY_COST * self._chunks[chunk].elements / self._rates.host_steps
+                self._free["steps"] = begin + taken
+                done.add(chunk)
+        return done
 
     def _from_disk(
         self, accesses: list[_Access], disk: list[list[_Load]] | None, position: int
