@@ -115,6 +115,7 @@ class FakeNode:
         self.returned: list[d.Returned] = []
         self.states: list[d.State] = []
         self.left = False
+        self.sleeps, self.left_out = False, False  # it does not say that it is awake; the others go on
         self.published: list[d.Published] = []
         self.taken = 0  # the global iteration of `parameters`
         self.parameters: dict[int, Tensor] = {}
@@ -130,8 +131,8 @@ class FakeNode:
         assert isinstance(message, d.Listening)
         self.place = d.NodeAt(node, incarnation, message.address)
 
-    def introduce(self, places: Sequence[d.NodeAt], *, late: bool = False) -> None:
-        self.cpu.send(d.Introduce(nodes=list(places), late=late))
+    def introduce(self, places: Sequence[d.NodeAt], *, late: bool = False, known_from: str = "") -> None:
+        self.cpu.send(d.Introduce(nodes=list(places), late=late, known_from=known_from))
 
     def set_up(self, *, digest: str = "d", number: int = 1, iteration: int = 0) -> None:
         model = self.model
@@ -198,7 +199,9 @@ class FakeNode:
         elif isinstance(message, d.Left):
             self.left = True
         elif isinstance(message, d.LeftOut):
-            self.cpu.send(d.Awake())
+            self.left_out = True
+            if not self.sleeps:
+                self.cpu.send(d.Awake())
         elif isinstance(message, d.Returned):
             self.iteration, self.meeting, self._wanted = message.iteration, message.meeting, -1
             self.release(self.published)

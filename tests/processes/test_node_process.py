@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 from fake_nodes import DEADLINE, FakeNode, FakeRun, Kill, plain
 
-from atoll.core.errors import RunError, UserError
+from atoll.core.errors import DeadlineError, GivenUpError, RunError, UserError
 from atoll.core.points import POINTS
 from atoll.net.keys import make_keys
 from atoll.testing.served import ServedRun
@@ -313,6 +314,72 @@ def test_a_node_whose_worker_stands_still_does_not_come_in_again_before_that_mov
         run.assert_equal()
 
 
+def leave(nodes: list[FakeNode], run: FakeRun) -> None:
+    """Their sessions end, and they are gone."""
+    for each in nodes:
+        each.cpu.send(d.Leave(iteration=each.iteration))
+    run.until(lambda: all(each.left for each in nodes), "they have left", nodes)
+    for each in nodes:
+        each.close()
+
+
+def is_given_up(node: FakeNode) -> str:
+    with pytest.raises(GivenUpError) as caught:
+        wait_for(lambda: node.pump(0.05) is not None, "it is given up")
+    return str(caught.value)
+
+
+def test_who_was_left_out_has_the_optimizers_state_and_hears_of_the_end() -> None:
+    """Its worker says nothing: it waits for the state. When it does, the others have ended their scripts."""
+    with FakeRun(3, stale_max=1, timeout=10.0) as run:
+        run.train(4)
+        still, left = run.nodes[2], run.nodes[:2]
+        still.sleeps = True
+        run.train(6, left)
+        file = make_file(0, "the optimizer's state")
+        still.cpu.send(d.WantState(least=99), [file])
+        os.close(file)
+        run.until(lambda: bool(still.states), "it has the state")
+        assert still.left_out
+        leave(left, run)
+        still.cpu.send(d.Awake())
+        line = "node 2 cannot come in: the others have finished (node 0 and node 1), so what it waits for"
+        assert is_given_up(still).startswith(line)
+
+
+def test_who_waits_for_those_that_have_ended_says_so() -> None:
+    with FakeRun(3, stale_max=0) as run:
+        run.train(4)
+        behind, left = run.nodes[2], run.nodes[:2]
+        leave(left, run)
+        behind.contribute()
+        behind.cpu.send(d.Want(iteration=5, least=5))
+        line = "node 2 is behind: the others have finished (node 0 and node 1), so what it waits for does not"
+        assert is_given_up(behind).startswith(line)
+
+
+def waits_shortly() -> None:
+    process._NOBODY_SECONDS = 0.3  # type: ignore[assignment]
+
+
+def test_where_nobody_listens_who_was_known_before_it_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = d.NodeAt(1, 1, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    node = FakeNode(0, prelude=waits_shortly, timeout=DEADLINE)
+    try:
+        node.introduce([node.place, gone], late=True, known_from="run1/nodes")
+        node.set_up()
+        line = (
+            r"none of the nodes known from run1/nodes answers; if the run is over, start in a new "
+            r"run.directory, and go on with session.resume\(folder\) "
+            r"\(nothing listens there; deadline sync.timeout, 60 s\)"
+        )
+        with pytest.raises(DeadlineError, match=line):
+            wait_for(lambda: node.pump(0.05) is not None, "it says so")
+    finally:
+        node.close()
+
+
 def test_a_node_comes_late() -> None:
     """With a script's state of several messages, as an average of the weights makes it."""
     with FakeRun(2, stale_max=1) as run:
@@ -414,6 +481,7 @@ def test_who_was_left_out_before_its_set_up_comes_in() -> None:
             for each in run.nodes:
                 each.advance(each.iteration + 1)
             time.sleep(0.001)
+        run.until(lambda: still.left_out, "its worker hears so: it may be in a meeting, which is over")
         still.set_up()
         run.train_until_all_are_in()
         assert still.ready is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peer_side import fake_session
 from torch import nn
+from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Config, Run, Sync
@@ -69,6 +70,14 @@ class Node:
 
     def backward(self, samples: int = 4, scale: float = 1.0) -> None:
         self.model(scale * torch.ones(samples, 2)).mean().backward()
+
+    def backward_on(self, batch: torch.Tensor) -> None:
+        self.model(batch).mean().backward()
+
+    def train(self, batch: torch.Tensor) -> None:
+        self.backward_on(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def step(self, samples: int = 4) -> Contribute:
         self.backward(samples)
@@ -382,6 +391,32 @@ def test_a_node_that_was_left_out_goes_on_where_the_others_are() -> None:
     assert (said.iteration, said.taken) == (41, 40)
     assert node.session.iteration == 42
     node.session._leave()
+
+
+@pytest.mark.parametrize("by", ["sampler", "batches"])
+def test_a_node_that_comes_back_within_its_loop_makes_as_many_iterations_of_it_as_the_others(by: str) -> None:
+    """What its loader has in hand is the first that it trains on there."""
+    sync = Sync(stale_max=8, timeout="200ms", global_batch=12)
+    nodes = [Node(Config(run=Run(strategy="peers"), sync=sync)) for _ in range(2)]
+    loops = []
+    for node in nodes:
+        data: Any = torch.ones(3 * 20, 2)
+        sampler: Any = getattr(node.session, by)(data)
+        options = {"batch_sampler": sampler} if by == "batches" else {"batch_size": 4, "sampler": sampler}
+        loops.append(iter(DataLoader(data, **options)))
+    (member, node), (others, own) = nodes, loops
+    for made in (1, 2):
+        member.side.publish(made, made)
+        member.train(next(others))
+    node.backward_on(next(own))
+    script = member.session._state.capture(fixed=True)
+    node.side.say(Returned(incarnation=2, iteration=2, meeting=3, script=script, reason="it was silent"))
+    node.side.publish(2, 2)
+    node.optimizer.step()  # counts nowhere
+    for made, batch in enumerate(own, start=3):
+        node.side.publish(made, made)
+        node.train(batch)
+    assert (node.last().iteration, node.session.iteration) == (4, 5)  # 5 are an epoch
 
 
 def test_a_model_whose_parts_are_called_comes_back_too() -> None:

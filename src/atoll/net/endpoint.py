@@ -44,6 +44,7 @@ _PROBE_SECONDS = 0.5
 _PROBE_PAUSE_SECONDS = 2.0
 _HANGS_UP = "it takes connections and closes them at once"
 _NOT_YET = "not connected yet"
+NOTHING_LISTENS = "nothing listens there"
 _NO_KEYS = "takes no key: it was started without"
 # A ZeroMQ's greeting (RFC 23): a signature, which it sends unasked; then, to one who has sent his, its
 # version and how it lets others in.
@@ -393,7 +394,7 @@ class Client(Endpoint):
         elif self._refusal:
             return
         elif event == zmq.EVENT_CLOSED:
-            self._trouble = "nothing listens there"
+            self._trouble = NOTHING_LISTENS
         elif event == zmq.EVENT_CONNECT_RETRIED and self._trouble == _NOT_YET:
             self._trouble = "no such machine, or no way to it"  # a socket was never made
         elif event == zmq.EVENT_CONNECTED and self._trouble != _HANGS_UP:

@@ -437,13 +437,24 @@ class Node:
             lines.append(f"a majority of view {self.view.number}, to hold the parts of meeting {self.met}")
         return [self.lost_majority(), *lines] if self.lost_majority() else lines
 
+    def without(self) -> list[int]:
+        """The nodes without which there is no majority of the view; none: as far as is known there is one."""
+        nodes = [each.life.node for each in self.view.members]
+        gone = [node for node in nodes if node in self._wish.remove]
+        return [] if len(nodes) == 2 or 2 * (len(nodes) - len(gone)) > len(nodes) else gone
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether the script has come to a meeting that has not taken place."""
+        return self._own_meeting is not None
+
     def lost_majority(self) -> str:
         """Who must answer before anything more can be decided, where too few others are left for that, in
         words; else empty. (In a view of two the witness may be the other voter.)"""
-        nodes = [each.life.node for each in self.view.members]
-        gone = [node for node in nodes if node in self._wish.remove]
-        if not gone or len(nodes) == 2 or 2 * (len(nodes) - len(gone)) > len(nodes):
+        gone = self.without()
+        if not gone:
             return ""
+        nodes = self.view.members
         names = " and ".join(f"node {node}" for node in gone)
         return (
             f"a majority of the {len(nodes)} nodes of view {self.view.number}: there is none without {names}"
@@ -842,7 +853,9 @@ class Node:
         if missing and now < self._finished_at + self.settings.linger:
             return
         names = ", ".join(_name(life) for life in missing)
-        self._to_all(self._node_report())
+        # To those who were left out as well: who waits to come in again is to know that the run is over.
+        ever = {*self.view.last, *(life.node for life in self._others())} - {self.life.node}
+        self._out += [Send(node, self._node_report()) for node in sorted(ever)]
         self._out.append(Finished(f"{names} did not take all in time" if missing else "all have taken all"))
         self._is_over = True
 

@@ -32,11 +32,14 @@ class MeetingWorkers(Workers):
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Overwrite `tensors` by those of the first worker; shapes and dtypes are the same everywhere."""
-        held = list(tensors)
+        held = [tensor for tensor in tensors if tensor.numel()]
         if not held or self.late:
             return
-        own = b"".join(bytes_of(tensor) for tensor in held) if self.is_first else b""
-        put_bytes(held, memoryview(bytearray(self.gather_bytes(own, what)[0])))
+        first = b""
+        while not first:  # the first was lost meanwhile: who is that now did not know so, and brought nothing
+            own = b"".join(bytes_of(tensor) for tensor in held) if self.is_first else b""
+            first = self.gather_bytes(own, what)[0]
+        put_bytes(held, memoryview(bytearray(first)))
 
     def _combine(self, tensor: Tensor, op: Reduction, what: str) -> Tensor:
         if not tensor.numel():

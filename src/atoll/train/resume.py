@@ -234,8 +234,8 @@ class TrainingState:
         for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
             prepared.reducer.load_member_state(saved)
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
-            if fixed and isinstance(sampler, DealtSampler):
-                sampler.load_state_dict(saved)
+            if fixed and not isinstance(sampler, LeasedSampler):
+                sampler.return_to(saved)
             else:
                 sampler.load_deal_state(saved, rank)
         derive_random_state(state["random"], self._workers.place.rank)

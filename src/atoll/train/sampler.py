@@ -50,6 +50,8 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self._committed = 0  # ticks of iterations that are whole
         self._before_last = 0  # and of all of them but the last
         self._before = 0  # ticks of this iteration in earlier deals
+        self._each = 0  # ticks that an iteration takes, as far as is known
+        self._made: int | None = None  # iterations since a return into this deal, until its loop has ended
         self._length = length_of(dataset)
         self._seed, self._epoch = int(seed), 0
         self._whole = False  # whether the iteration has given its last tick
@@ -72,11 +74,14 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration one of `epoch`, from its start; an epoch just loaded keeps its place."""
         if epoch != self._epoch or self._whole:
-            self._begin(int(epoch))
+            self._turn_to(int(epoch))
 
     def __iter__(self) -> Iterator[Given]:
-        if self._whole:
-            self._begin(self._epoch + 1)
+        if self._whole or self._made_beyond() >= 0:
+            self._turn_to(self._epoch + 1)
+        elif self._made:  # the loop that it came back in has ended within the epoch
+            self._skip(self._made)
+        self._made = None
         self.given = self.consumed = self._committed = self._before_last = self._before = 0
         self._iterations += 1
         self._iterating = self._iterations
@@ -110,6 +115,9 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     def committed(self) -> None:
         """An iteration is whole: what was used so far counts."""
         self._before_last, self._committed = self._committed, self._used()
+        self._each = max(self._each, self._committed - self._before_last)
+        if self._made is not None:
+            self._made += 1
 
     def count(self, samples: float) -> float:
         """A backward has reached this many samples: how many of them count in the mean."""
@@ -142,6 +150,37 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         self._set_deal(self._deal_of(left_in(state)))
         if self._length and not self._deal.ticks:
             self._begin(self._epoch + 1)
+
+    def return_to(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, for a worker without whom the others have come to that place (their
+        `lockstep_state`), and which may be within a loop over its data.
+
+        What its loader has fetched it trains on in any case: that stands for the first ticks of the new
+        deal, so that it makes as many iterations of the epoch as they do. Where the loop ends at another
+        iteration than theirs, since more was fetched than the epoch has left, or all of an epoch of before,
+        the next one begins where they are by then.
+        """
+        in_hand, used = self.given - self._committed, self._used() - self._committed
+        self.load_state_dict(state)
+        self.given, self._made = in_hand, 0
+        self._dealt_anew(used)
+
+    def _made_beyond(self) -> int:
+        """Iterations made since a return beyond those that were left of the epoch; below 0: some are left."""
+        if not self._made or not self._each:
+            return -1
+        return self._made - -(-self._deal.ticks // self._each)
+
+    def _turn_to(self, epoch: int) -> None:
+        """Begin an epoch, some of which may be made: its first ticks are what stood for them."""
+        made = max(0, self._made_beyond())
+        self._begin(epoch)
+        self._skip(made)
+
+    def _skip(self, made: int) -> None:
+        """So many iterations of this deal are made."""
+        if made:
+            self._set_deal(self._deal_of(after(self._deal.runs, made * self._each * self._deal.per_tick)))
 
     # Dealing anew
 
@@ -255,6 +294,7 @@ class DealtSampler(Sampler[Given], Generic[Given]):
     def _set_deal(self, deal: Deal) -> None:
         self._deal, self._whole = deal, False
         self.given = self.consumed = self._committed = self._before_last = self._before = 0
+        self._made = None
         self._orders.clear()
 
     def _begin(self, epoch: int) -> None:
@@ -378,6 +418,12 @@ class BatchesSampler(DealtSampler[list[int]]):
     def _set_deal(self, deal: Deal) -> None:
         super()._set_deal(deal)
         self._sizes.clear()
+
+    def return_to(self, state: Mapping[str, Any]) -> None:
+        sizes, used = self._sizes[self._committed :], self._used() - self._committed
+        super().return_to(state)
+        self._sizes = sizes
+        self.consumed = sum(max(1, size) for size in sizes[:used])
 
     def _dealt_anew(self, used: int) -> None:
         self._sizes = [len(tick) for tick in self._deal.held[self.rank]]

@@ -84,11 +84,14 @@ class Listening(Message, frozen=True):
 class Introduce(Message, frozen=True):
     """The nodes that the run begins with, this one too; where it goes on (`late`), those who may know of it.
     From here on meetings work, but for one that comes late, which takes part in them from Ready on.
-    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one."""
+    `founding` counts the run's beginnings under one hub, so that none is mistaken for an earlier one.
+    `known_from` is the folder where this node has left word of them when it lived before; empty: it was
+    introduced."""
 
     nodes: list[NodeAt]
     late: bool = False
     founding: Count = 0
+    known_from: str = ""
 
 
 class SetUp(Message, frozen=True):

@@ -134,7 +134,8 @@ class PeerDeal:
         state = self._state
         state.pool = merged([*(state.pool if carry else ()), *runs])
         state.dealt = [each for each in state.dealt if each.tick < state.used]
-        state.next = state.used
+        # A node that came back may have made more ticks than the pool before had: those are of this one.
+        state.next = min(state.next, state.used)
         return list(state.pool)
 
     @property

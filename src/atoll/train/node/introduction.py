@@ -263,7 +263,8 @@ def _introduce_node(
         side = CpuSide(meeting.node)
         address = _open(side, meeting, config, keys)
         nodes = meeting.exchange(address)
-        side.send(Introduce(nodes=nodes, late=meeting.late, founding=meeting.founding))
+        known_from = str(folder) if isinstance(meeting, KnownMeeting) else ""
+        side.send(Introduce(nodes=nodes, late=meeting.late, founding=meeting.founding, known_from=known_from))
         return Introduction(meeting, nodes, kept), side
     except BaseException:
         if side is not None:

@@ -98,7 +98,8 @@ class NodeWorkers(MeetingWorkers):
         return met
 
     def take_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Overwrite `tensors` by those of the first node, where any node has others."""
+        """Overwrite `tensors` by those of the first node, where any node has others. Where that is left out
+        meanwhile, the tensor that it was giving is begun anew, and is the next node's."""
         held = [tensor for tensor in tensors if tensor.numel()]
         if not held or self.late:
             return
@@ -108,12 +109,21 @@ class NodeWorkers(MeetingWorkers):
         if len(set(self.gather_bytes(digest.digest(), what))) == 1:
             return
         for tensor in held:
-            flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
-            for start in range(0, flat.numel(), _PIECE):
-                piece = flat[start : start + _PIECE]
-                first = self.gather_bytes(bytes_of(piece) if self.is_first else b"", what)[0]
-                put_bytes([piece], memoryview(bytearray(first)))
+            while (flat := self._from_first(tensor, what)) is None:
+                pass  # as often as there are nodes to be left out
             tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+
+    def _from_first(self, tensor: Tensor, what: str) -> Tensor | None:
+        """The first node's values, as bytes in host memory; None where it was left out meanwhile: who is the
+        first then did not know so, and brought nothing. All see the same."""
+        flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _PIECE):
+            piece = flat[start : start + _PIECE]
+            first = self.gather_bytes(bytes_of(piece) if self.is_first else b"", what)[0]
+            if not first:
+                return None
+            put_bytes([piece], memoryview(bytearray(first)))
+        return flat
 
     def _handle_met(self, message: Met, _descriptors: list[int]) -> None:
         self._met[message.number] = message

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.core.errors import RunError, UserError
-from atoll.net.endpoint import SOON, Buffer, Client, Endpoint, Received, Server, poll
+from atoll.net.endpoint import NOTHING_LISTENS, SOON, Buffer, Client, Endpoint, Received, Server, poll
 from atoll.net.keys import Keys
 from atoll.net.tunnel import TunnelClient, TunnelServer, Wish
 from atoll.wire.base import VERSION, WireError
@@ -111,6 +111,7 @@ class Network:
         self._guests: dict[bytes, Greet] = {}  # who has greeted on which connection
         self._lives: dict[int, tuple[int, str]] = {}  # the incarnation and life that each node last had
         self._met: list[Met] = []
+        self.has_answered = False  # any node
         self._server = self._open()
         self.address = begin.address or self._server.address
 
@@ -145,6 +146,11 @@ class Network:
             return "it is not known"
         troubles = [way.client.trouble for way in link.ways]
         return link.refusal or next(filter(None, troubles), "" if link.is_up else "it has not answered yet")
+
+    def is_deaf(self, node: int) -> bool:
+        """Whether nothing listens where a node was said to be."""
+        link = self._links.get(node)
+        return link is not None and link.ways[_WORDS].client.trouble == NOTHING_LISTENS
 
     def link_to(self, at: NodeAt) -> None:
         """Have connections to this node, in place of any to an earlier incarnation or another address."""
@@ -372,7 +378,7 @@ class Network:
             self._refused_by(link, f"node {link.at.node} at {link.at.address}: {error}")
             return
         if isinstance(message, Greeted):
-            way.greeted, link.refusal = True, ""
+            way.greeted, link.refusal, self.has_answered = True, "", True
             self._note_trains(link.at.node, message.digest, message.number)
             if way is link.ways[_WORDS] and self._digest:  # set up, maybe, since this greeting was sent
                 self.send(link.at.node, Trains(digest=self._digest, number=self._number))

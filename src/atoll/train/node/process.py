@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.core.errors import DeadlineError, GivenUpError, RunError, UserError
 from atoll.core.points import reach
 from atoll.core.units import format_bytes
+from atoll.net.endpoint import NOTHING_LISTENS
 from atoll.peers import outputs as out
 from atoll.peers.node import Node
 from atoll.peers.settings import Settings
@@ -38,7 +39,16 @@ from atoll.train.node.trained import Trained
 from atoll.train.node.witnesslink import WitnessLink
 from atoll.wire import device as d
 from atoll.wire import nodes as n
-from atoll.wire.peers import WITNESS, AnswerRound, AskRound, EndRound, Key, PeerMessage, RefuseRound
+from atoll.wire.peers import (
+    WITNESS,
+    AnswerRound,
+    AskRound,
+    EndRound,
+    Key,
+    NodeReport,
+    PeerMessage,
+    RefuseRound,
+)
 from atoll.wire.peerviews import (
     Accept,
     Accepted,
@@ -59,6 +69,7 @@ _DIGESTS = 64  # of the latest iterations, that others' are held against
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
 _OF_ROUNDS = (AskRound, AnswerRound, RefuseRound, EndRound)
 _VOTES = (Prepare, Promised, Accept, Accepted)
+_NOBODY_SECONDS = 20.0  # at most, for one of those to listen who were known before
 _ENDED = "the worker has closed its socket"
 
 
@@ -83,6 +94,8 @@ class CpuSideProcess:
         self._node_: Node | None = None
         self._newest: View | None = None  # that a node of this process was removed by
         self._nodes: list[d.NodeAt] = []
+        self._known_from = ""  # the folder that has told where they are, where nobody has introduced them
+        self._finished: set[int] = set()  # nodes that have come to the end of their scripts
         self._view: View | None = None
         self._lives: dict[int, Life] = {}  # the members of the view, by node
         self._trained: Trained | None = None
@@ -197,6 +210,8 @@ class CpuSideProcess:
         if now > self._waiting_at + _WAITING_EACH and self._node_ is not None:
             # Whatever the worker waits for then, that is why it waits in vain: it is told again and again.
             lost = bool(self._node_.lost_majority())
+            if lost:
+                self._see_whether_all_have_finished(self._node_)
             if self._wanted is not None or self._wants_state or lost:
                 self._tell_waiting(again=lost)
         self._tell_figures(now=False)
@@ -248,6 +263,7 @@ class CpuSideProcess:
         begin = self._begin
         assert begin is not None
         self._nodes = [each for each in message.nodes if each.node != begin.node]
+        self._known_from = message.known_from
         for each in self._nodes:
             self._network.link_to(each)
         if message.late:
@@ -402,13 +418,13 @@ class CpuSideProcess:
         self._wants_state.append(Asked(message.least, descriptors[0], self._post.send))
 
     def _give_optimizer_state(self) -> None:
-        """Have the optimizer's state packed for those who wait for an iteration that is applied; where the
-        others went on without this node, for all, once it is back."""
+        """Have the optimizer's state packed for those who wait for an iteration that is applied; for all
+        where the others went on without this node: it comes back once its script goes on, which waits."""
         model = self._trained
         if not self._wants_state or model is None:
             return
         applied = model.globals.iteration + model.shift
-        due = [each for each in self._wants_state if each.least <= applied or self._resuming is not None]
+        due = [each for each in self._wants_state if each.least <= applied or self._is_over]
         for asked in due:
             self._wants_state.remove(asked)
             self._asked.append(self._packing(model, asked))
@@ -486,12 +502,35 @@ class CpuSideProcess:
             self._do(self._node.handle_state_failed(now, source, why))
         if not entering.lacks():
             self._enter(entering)
-        elif entering.waited > entering.timeout:
-            lacks = "; ".join([entering.lacks(), *self._network.refusals()])
-            raise DeadlineError(
-                f"node {begin.node} waited {entering.waited:.1f} s for {lacks} "
-                f"(deadline sync.timeout, {entering.timeout:g} s)"
-            )
+        else:
+            self._see_whether_anybody_is_there(entering)
+
+    def _see_whether_anybody_is_there(self, entering: Entering) -> None:
+        """Raise where nobody lets this node in any more, or has not in its time."""
+        begin, network = self._begin, self._network
+        assert begin is not None
+        others = [each.node for each in self._nodes]
+        if entering.first is None and others and self._finished.issuperset(others):
+            raise GivenUpError(f"node {begin.node} cannot come in: {_have_finished(others)}")
+        waited = f"node {begin.node} waited {entering.waited:.1f} s for {entering.lacks()}"
+        limit, timeout = "", f"deadline sync.timeout, {entering.timeout:g} s"
+        nobody = self._known_from and not network.has_answered
+        if entering.waited > entering.timeout:
+            limit = timeout
+        elif nobody and entering.waited > _NOBODY_SECONDS and all(map(network.is_deaf, others)):
+            limit = f"{NOTHING_LISTENS}; {timeout}"
+        if not limit:
+            return
+        where = f"none of the nodes known from {self._known_from} answers; if the run is over, start in a "
+        where += "new run.directory, and go on with session.resume(folder)"
+        why = "; ".join([waited, *([where] if nobody else []), *network.refusals()])
+        raise DeadlineError(f"{why} ({limit})")
+
+    def _see_whether_all_have_finished(self, node: Node) -> None:
+        """Raise where the worker waits for what only those could give who have come to the run's end."""
+        waits = self._wanted is not None or self._wants_state or node.is_meeting
+        if waits and (gone := node.without()) and self._finished.issuperset(gone):
+            raise GivenUpError(f"node {node.life.node} is behind: {_have_finished(gone)}")
 
     def _enter(self, entering: Entering) -> None:
         """All is here that this node begins with."""
@@ -577,7 +616,9 @@ class CpuSideProcess:
 
     def _hear(self, arrived: Arrived | Met) -> None:
         if isinstance(arrived, Met):
-            if arrived.up:
+            if not arrived.up:  # another process of that name
+                self._finished.discard(arrived.node.node)
+            else:
                 self._newcomers.up(arrived.node.node, self._network)
             return
         sender, _, message, payload = arrived
@@ -594,6 +635,8 @@ class CpuSideProcess:
                 elif assembly.has_some(key):
                     self._do(self._node_.handle_arriving(now, key))
         elif isinstance(message, n.Word):
+            if isinstance(message.body, NodeReport) and message.body.finished:
+                self._finished.add(sender)
             if self._node_ is not None:
                 self._reach_word(message.body, self._node_)
                 self._do(self._node_.handle_message(now, sender, message.body))
@@ -795,8 +838,8 @@ class CpuSideProcess:
             self._trained.assembly.clear()
         self._counting.waits(False)
         self._entering = Entering(begin.timeout, returned=self._is_ready, reason=output.reason)
-        if self._is_ready:
-            self._post.send(d.LeftOut())
+        # Also before it is set up: its script may be in a meeting, which nobody else is in any more.
+        self._post.send(d.LeftOut())
 
     def _do_finished(self, _: out.Finished) -> None:
         self._tell_figures(now=True)
@@ -894,3 +937,8 @@ class CpuSideProcess:
         )
         if figures is not None:
             self._post.send(figures)
+
+
+def _have_finished(nodes: Sequence[int]) -> str:
+    names = " and ".join(f"node {node}" for node in nodes)
+    return f"the others have finished ({names}), so what it waits for does not come any more"

@@ -59,6 +59,7 @@ class PeerBatches(Sampler[list[int]]):
         self._start = self._plain_runs()  # of this deal: an iteration that is broken off begins there again
         self._given = False  # something of it
         self._within = False  # it begins inside an epoch, where a checkpoint was made
+        self._returned = False  # into this deal, in a loop that may not have ended
         self._orders: dict[int, Tensor] = {}
 
     @property
@@ -81,6 +82,11 @@ class PeerBatches(Sampler[list[int]]):
         return self._deal.ticks_left
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._returned and not self._given:  # the loop that it came back in had all of its epoch in hand
+            self._whole = self._whole or self._deal.tick(self._deal.used) is None
+            self._sizes.clear()
+            self._consumed = 0
+        self._returned = False
         if self._whole:
             self._begin(self._epoch + 1, carry=not self.drop_last)
         elif self._given:
@@ -183,6 +189,14 @@ class PeerBatches(Sampler[list[int]]):
         self._start = [(epoch, start, stop) for epoch, start, stop in state["start"]]
         self._begun()
         self._whole = bool(state["over"])
+
+    def return_to(self, state: Mapping[str, Any]) -> None:
+        """As `load_deal_state`, for a node without which the others have come there, and which may be within
+        a loop over its data: what its loader has fetched stands for the next ticks, as in
+        `DealtSampler.return_to`."""
+        sizes, consumed = list(self._sizes), self._consumed
+        self.load_deal_state(state)
+        self._sizes, self._consumed, self._returned = sizes, consumed, True
 
     # Inside
 

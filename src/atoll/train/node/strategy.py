@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from atoll.train.strategies import Stepper, Training, message_bytes_for
 from atoll.wire.device import NO_STATE, Applied, Ready, SetUp, State, WantState
 from atoll.wire.messages import plain_hyperparameters
 
+_FACTS = 256  # applied iterations that are kept for a deal that comes later than word of them
+
 
 class Peers:
     """Nodes exchange their gradients, and each makes the same global parameters of them.
@@ -53,6 +56,7 @@ class Peers:
         self._worker, self._workers, self._state, self._pace = worker, workers, state, pace
         self._stale_max = stale_max
         self._batches: list[PeerBatches] = []
+        self._facts: deque[tuple[int, dict[int, float]]] = deque(maxlen=_FACTS)
         worker.applied = self._applied
         self._model: PeerModel | None = None
 
@@ -115,11 +119,13 @@ class Peers:
 
     def _applied(self, message: Applied) -> None:
         paces = {part.node: said_in(part.note).pace for part in message.parts}
+        self._facts.append((message.iteration, paces))
         for each in self._batches:
             each.applied(message.iteration, paces)
 
     def loaded(self) -> None:
         """A checkpoint was loaded into model and optimizer, on every node."""
+        self._facts.clear()
         if self._model is not None:
             self._model.set_up()
 
@@ -162,6 +168,9 @@ class Peers:
                 "(samplers, buffers, what is registered), and their logs say why; go on from a checkpoint"
             )
         self._state.restore(script, fixed=True)
+        for batches in self._batches:  # what the member had not heard of, and this node has
+            for fact in self._facts:
+                batches.applied(*fact)
 
 
 class PeerModel:
