@@ -57,7 +57,8 @@ class Outcome:
     `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
 
     `unlike`: of each node whose hyperparameters, or wish to clip, were not those of node `first`, which
-    counted: what was another, in words. `wrong`: of nodes whose contributions no step takes, why; they were left out.
+    counted: what was another, in words. `wrong`: of nodes whose contributions no step takes, why; they were
+    left out.
     """
 
     iteration: int
