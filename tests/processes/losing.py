@@ -14,7 +14,8 @@ import torch
 
 from atoll.net.endpoint import Received
 from atoll.net.tunnel import TunnelServer
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
+from atoll.tensors.payload import tensor_of
 from atoll.wire import messages as m
 from atoll.wire.lost import spans_of
 from atoll.wire.messages import decode_untrusted

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from atoll.chunks import ChunkMap, lay_out
 from atoll.net.endpoint import Client, Server
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
 from atoll.server.shard import Shard
 from atoll.store.balance import balance
 from atoll.tensors.binding import specs_of
+from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import full_name
 from atoll.wire import messages as m
 from atoll.wire.messages import AnyMessage, decode_untrusted, encode, plain_hyperparameters

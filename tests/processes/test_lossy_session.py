@@ -22,7 +22,7 @@ import atoll
 from atoll.core.config import Chunks, Config, Consistency, Groups, Link, Run, Sync, Uplink
 from atoll.net.endpoint import Received
 from atoll.server import main as server
-from atoll.server.payloads import tensor_of
+from atoll.tensors.payload import tensor_of
 from atoll.testing.parity import await_groups
 from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker

@@ -473,6 +473,55 @@ def test_workers_that_reduce_unlike_things_are_told_so(pool: WorkerPool, by_shap
     assert {failure.kind for failure in caught.value.failures.values()} == {"UserError"}
 
 
+def clip_unlike(place: Place, way: str, meets: str, folder: Path) -> list[Tensor]:
+    """In iteration 2 worker 0 has no batch; what it does about clipping then is `way`."""
+    with atoll.join(Config(chunks=SMALL), place=place) as session:
+        model, optimizer = session.prepare(*make())
+        for step in range(3 if meets else 5):
+            idle = session.rank == 0 and step == 2
+            if not idle:
+                loss_of(model, share(session.rank, step)).backward()
+            if way == "another norm":
+                session.clip_grad_norm_(1e-2 if idle else 1e-3)
+            elif way == "torch's own" and not idle:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            elif way == "alike" or not idle:
+                session.clip_grad_norm_(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        if meets == "barrier":
+            session.barrier()
+        elif meets == "save":
+            session.save(folder / "checkpoint")
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("way", "meets", "said"),
+    [
+        ("none", "", "left the gradients as they were, and worker 1 clipped the gradients to 0.001, so that"),
+        ("none", "barrier", "left the gradients as they were, and worker 1 clipped the gradients to 0.001"),
+        ("none", "save", "left the gradients as they were, and worker 1 clipped the gradients to 0.001"),
+        ("none", "the end", "left the gradients as they were, and worker 1 clipped the gradients to 0.001"),
+        ("another norm", "", "clipped the gradients to 0.01, and worker 1 clipped the gradients to 0.001"),
+        ("torch's own", "the end", "left the gradients as they were, and worker 1 changed the gradients"),
+    ],
+)
+def test_members_that_make_something_else_of_the_mean_are_told_so(
+    pool: WorkerPool, tmp_path: Path, way: str, meets: str, said: str
+) -> None:
+    """Each steps its own copy of the model: nothing else would show it."""
+    with pytest.raises(JobFailedError, match=f"iteration 2: worker 0 {said}") as caught:
+        pool.run(clip_unlike, way, meets, tmp_path, world=2)
+    assert [failure.kind for failure in caught.value.failures.values()] == ["UserError"] * 2
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_member_without_a_batch_may_clip(pool: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool.run(clip_unlike, "alike", "save", tmp_path, world=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_several_sessions_one_after_another_leave_nothing_behind(pool: WorkerPool) -> None:
     """Threads of a closed session's process groups end; the next session is not disturbed."""
     counts = pool.run(threads_after_sessions, world=2)

@@ -28,9 +28,10 @@ from atoll.server import snapshot as snapshot_module
 from atoll.server.journal import Folder, Journal
 from atoll.server.logkeeper import sequence_of
 from atoll.server.main import serve
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
 from atoll.server.shard import Shard
 from atoll.server.snapshot import Snapshots, latest, read_contents, restore
+from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer, full_name
 from atoll.wire import messages as m
 from atoll.wire.messages import decode_untrusted, encode

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from atoll.net.endpoint import poll
 from atoll.net.returning import ReturningLinks
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
+from atoll.tensors.payload import tensor_of
 from atoll.testing.served import RUN
 from atoll.train.hub_client import HubClient
 from atoll.wire import messages as m

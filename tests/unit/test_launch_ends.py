@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from atoll.core.config import Config, Groups, Run, Strategy
 from atoll.core.errors import GivenUpError
 from atoll.core.events import AnyEvent, Decided, Failed, Started, Warned
 from atoll.hub.decisions import Decisions
-from atoll.launch.launcher import WorkerEnd, culprit_of, write_ends
+from atoll.launch.launcher import WorkerEnd, culprit_of, launcher_command, write_ends
 from atoll.launch.peers import PeerLaunch
 from atoll.launch.served import SERVICE_RESTARTS, ServedLaunch
 from atoll.observe.journal import Journal, JournalReader
@@ -42,6 +43,14 @@ def test_a_launch_of_several_workers_ends_as_the_one_that_ended_the_others(
 ) -> None:
     ends = [WorkerEnd(each, 100 + each, code) for each, code in enumerate(codes)]
     assert culprit_of(ends) == ends[worker]
+
+
+def test_a_scripts_options_may_be_short_for_several_of_torchruns() -> None:
+    script = ["train.py", "--n", "400", "--log", "--run=a", "--max", "7", "--", "-m", "--standalone"]
+    command = launcher_command(2, script)
+    parsed = get_args_parser().parse_args(command[command.index("atoll.launch.launcher") + 1 :])
+    assert (parsed.module, parsed.standalone, parsed.nproc_per_node) == (True, True, "2")
+    assert (parsed.training_script, parsed.training_script_args) == ("atoll.launch.worker", script)
 
 
 @pytest.mark.parametrize("code", [3, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT])

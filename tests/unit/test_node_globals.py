@@ -52,7 +52,7 @@ def test_a_step_is_plain_torchs(
         norm = model.step_plain(model.mean(gradients), clip)
         outcome = parameters.apply(iteration, given)
         assert outcome.stepped
-        assert outcome.unlike == ()
+        assert outcome.unlike == {}
         assert outcome.norm == (None if norm is None else float(norm))
         model.assert_equal(parameters)
         schedule.step()
@@ -165,10 +165,33 @@ def test_the_first_nodes_hyperparameters_count_and_others_are_named() -> None:
     given[1] = model.contribution(0, 1)
     given[2] = dataclasses.replace(given[2], clip=Clip(1.0))
     outcome = parameters.apply(0, given)
-    assert outcome.unlike == (1, 2)
+    assert outcome.unlike == {1: "other hyperparameters", 2: "another wish to clip"}
     model.plain.param_groups[0]["lr"] = 0.5
     twin.apply(0, [model.contribution(0, node) for node in range(3)])
     assert outcome.digest == twin.digest
+
+
+def test_who_weighs_nothing_has_no_say_in_clipping_and_hyperparameters() -> None:
+    """A worker that has no batch only calls step(): the others' wish to clip counts, and nobody is blamed."""
+    model, plain = (PeerModel(torch.optim.SGD, [{"lr": 0.5}]) for _ in range(2))
+    parameters = model.globals()
+    clip = Clip(1e-3)
+    idle = model.contribution(0, 0, weight=0.0)
+    given = [idle, *(model.contribution(0, node, clip=clip) for node in (1, 2))]
+    prepared = parameters.prepare(0, given)
+    assert prepared is not None
+    assert prepared.coefficient is not None
+    outcome = parameters.apply(0, given)
+    parts = [(WEIGHTS[node], plain.gradients(0, node)) for node in (1, 2)]
+    norm = plain.step_plain(plain.mean(parts), clip)
+    plain.assert_equal(parameters)
+    assert norm is not None
+    assert (outcome.norm, outcome.first, outcome.unlike) == (float(norm), 1, {})
+    groups = [{**group, "lr": 0.25} for group in idle.hyperparameters]
+    outcome = parameters.apply(1, [dataclasses.replace(idle, hyperparameters=groups), *given[1:]])
+    assert outcome.unlike == {0: "other hyperparameters"}
+    plain.step_plain(plain.mean(parts), clip)
+    plain.assert_equal(parameters)
 
 
 def test_an_iteration_is_applied_once_and_in_order() -> None:

@@ -182,6 +182,9 @@ def test_the_formula_is_what_is_there() -> None:
         waiting = [Pending(t, given[t][: 3 if t == 5 else 2]) for t in range(1, 1 + pending)]
         overlay.write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, waiting)
         assert (overlay._twin is not None) is (pending == 5)
+    late = [Pending(t, given[t][: 3 if t in (1, 5) else 2]) for t in range(1, 6)]  # one that is far behind
+    overlay.write({c: torch.empty_like(parameters.values(c)) for c in parameters.chunks}, late)
+    assert overlay._hidden.keys() == set(overlay._twin.chunks if overlay._twin is not None else ())
     used: list[int] = []
     parameters.for_each_chunk(lambda _chunk, scratch: used.append(scratch.nbytes))
     assert found.scratch == used[-1]
@@ -190,7 +193,8 @@ def test_the_formula_is_what_is_there() -> None:
     assert found.parameters == sum(chunk.nbytes for chunk in model.layout.chunks)
     assert overlay._twin is not None
     twins = [(overlay._twin.values(c), *overlay._twin.state(c)[0].values()) for c in overlay._twin.chunks]
-    assert found.twin == sum(flat.nbytes for flats in twins for flat in flats)
+    kept = [flat for flats in (*twins, overlay._hidden.values()) for flat in flats]
+    assert found.twin == sum(flat.nbytes for flat in kept)
     one = model.contribution(0, 0).gradients
     assert found.contributions == 6 * sum(flat.nbytes for flat in one.values())
     assert found.total == (

@@ -45,7 +45,9 @@ def launcher_command(workers: int, script: Sequence[str]) -> list[str]:
     """What starts a launch of so many workers, on this machine: `script` is its path and its arguments."""
     # One machine needs no name service, and a laptop's own name often leads nowhere.
     torchrun = ["--standalone", f"--nproc-per-node={workers}", "--local-addr=127.0.0.1"]
-    return [sys.executable, "-m", "atoll.launch.launcher", *torchrun, "-m", "atoll.launch.worker", *script]
+    # After "--" argparse looks for no options: the script's own may abbreviate several of torchrun's.
+    module = ["-m", "--", "atoll.launch.worker"]
+    return [sys.executable, "-m", "atoll.launch.launcher", *torchrun, *module, *script]
 
 
 def culprit_of(ends: Sequence[WorkerEnd]) -> WorkerEnd:

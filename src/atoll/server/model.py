@@ -16,7 +16,7 @@ from atoll.chunks import ChunkMap
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.server.logkeeper import IN_FLIGHT
-from atoll.server.payloads import Lent, payload_of, tensor_of, weighted_mean
+from atoll.server.payloads import Lent, payload_of, weighted_mean
 from atoll.server.snapshot import Heading, OpenRecord
 from atoll.store.actions import Action, ApplyChunks, CombineChunks, Parts, Release, StepChunks
 from atoll.store.balance import balance
@@ -25,6 +25,7 @@ from atoll.store.losses import absent
 from atoll.store.shard import AnyPull, HeldState, ShardState
 from atoll.store.streams import SCALED
 from atoll.tensors.compensation import Origins, compensated
+from atoll.tensors.payload import tensor_of
 from atoll.tensors.shardoptimizer import ShardOptimizer
 from atoll.wire.lost import flaw
 from atoll.wire.messages import (

@@ -1,8 +1,7 @@
-"""Chunks as bytes: what came in a message as a tensor, a tensor as what goes into one, and their mean."""
+"""Chunks as bytes: a tensor as what goes into a message, and the mean of what came."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -13,20 +12,7 @@ from torch import Tensor
 
 from atoll.wire.lost import Spans
 
-# Nobody writes to what came in a message; torch cannot know.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
 Part: TypeAlias = tuple[float, Tensor, bytes]  # a contribution's weight, gradients, and presence by slot
-
-
-def tensor_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """The values in a payload of the right size, in place where its address allows it."""
-    if payload.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
-    raw = torch.frombuffer(payload, dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype)
 
 
 def payload_of(flat: Tensor) -> memoryview:

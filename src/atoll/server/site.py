@@ -22,7 +22,7 @@ from atoll.server.gathered import merge_untrusted, pack
 from atoll.server.journal import Journal, JournalError
 from atoll.server.links import HubLink
 from atoll.server.logkeeper import LastMeeting, LogKeeper, Outgoing
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
 from atoll.server.peers import Peers
 from atoll.server.recovery import CONTRIBUTION, LAST_MEETING, MEETING
 from atoll.server.shard import Shard
@@ -35,6 +35,7 @@ from atoll.store.members import RETURN_PATIENCES
 from atoll.store.outcomes import Meeting
 from atoll.store.records import Part, Told
 from atoll.store.shard import AnyPull
+from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Hello, decode_untrusted
 

@@ -27,11 +27,12 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.core.points import reach
 from atoll.server.model import Done, Holder, MeanOf, Model
-from atoll.server.payloads import payload_of, tensor_of
+from atoll.server.payloads import payload_of
 from atoll.server.sitelosses import SiteLosses
 from atoll.server.upstream import LOG, Place, Upstream
 from atoll.store.actions import CombineChunks, StepChunks
 from atoll.store.balance import balance
+from atoll.tensors.payload import tensor_of
 from atoll.wire import messages
 from atoll.wire.messages import AnyMessage, Setup, Used
 

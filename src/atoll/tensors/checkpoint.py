@@ -12,6 +12,7 @@ dies, one of the three folders is whole, and reading finds it.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -52,12 +53,13 @@ class Checkpoint:
     """What a checkpoint holds; all tensors are on the CPU.
 
     `path` is the folder that was read: the one asked for, unless a writer died in the moment between the
-    two renames.
+    two renames. `digest` tells whether two are alike: of its manifest, which has the checksum of every file.
     """
 
     model: dict[str, Any]
     trees: dict[str, Any]
     path: Path
+    digest: str
 
 
 def write_checkpoint(
@@ -246,7 +248,8 @@ def _read_files(
         if name.endswith(_SUFFIX)
     }
     model, trees = _decoded(state_file.read_bytes(), tensors, str(state_file))
-    return Checkpoint(model, trees, folder)
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return Checkpoint(model, trees, folder, digest)
 
 
 def _decoded(

@@ -24,6 +24,7 @@ from atoll.core.config import LinkOptions
 from atoll.core.errors import RunError, UserError
 from atoll.net.returning import Payload
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.tensors.payload import tensor_of
 from atoll.train.lossy import LossyPushes
 from atoll.train.messages import ChunkGradients, Message
 from atoll.train.reducer import Calls, Reducer, SendingReducer
@@ -786,4 +787,4 @@ def values_of(
         raise RunError(f"shard {shard} sent {got} bytes for chunk {bound.chunk.id}, which has {expected}")
     if payload is None or not got:  # the last shares of a chunk that has fewer elements
         return torch.empty(0, dtype=bound.dtype)
-    return torch.frombuffer(payload, dtype=bound.dtype)
+    return tensor_of(payload, bound.dtype)

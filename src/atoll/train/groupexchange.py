@@ -78,6 +78,7 @@ class GroupReducer(RingReducer, Exchange):
     """What both kinds of groups' exchange have: the ring, the uplink, and the data that all members used."""
 
     fills_up = True  # where batches were only filled up, nothing is contributed
+    steps_here = False
 
     def __init__(
         self,
@@ -183,6 +184,7 @@ class GroupReducer(RingReducer, Exchange):
         # What was measured alone is not what the others have measured.
         self._order.sort(key=lambda message: message.number)
         self._order_is_measured, self._reference = False, 1.0
+        self._treatments.latest = None
 
     def _is_again(self, outgoing: Outgoing) -> bool:
         """Whether members, who may be gone by now, may have sent this contribution in a ring before this one,
@@ -408,6 +410,7 @@ class GroupExchange(GroupReducer):
         self._set_gradients(gradients)
         if self._able:
             self.after_step()
+            self._treatments.latest = None  # what the others made of their mean is theirs
         return bool(self._able)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:

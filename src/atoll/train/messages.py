@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.tensors.binding import BoundChunk, Buffer
+from atoll.train.alike import SAID
 from atoll.train.channel import Pending
 
 _ALIGNMENT = 64  # bytes: a cache line, at which the kernels of torch's fused optimizers begin
@@ -182,7 +183,7 @@ def lay_messages(chunks: Iterable[BoundChunk], at_least: int) -> list[Message]:
     return messages
 
 
-HEAD = 5  # values of an agreement besides those for each message and each parameter
+HEAD = 5 + SAID  # values of an agreement besides those for each message and each parameter
 
 
 def _aligned(elements: int, size: int) -> int:

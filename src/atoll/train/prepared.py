@@ -197,6 +197,7 @@ class Prepared:
         self.reducer.before_step()
         if isinstance(self.reducer, PeerExchange):  # the mean is clipped where it is made
             self.reducer.clip(max_norm, norm_type)
+            self.reducer.clipped(max_norm, norm_type)
             return self._tell_norm(self.norm.measure(norm_type, error_if_nonfinite))
         if self._shared is not None:  # each member measures what it owns
             return self._shared.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -216,6 +217,7 @@ class Prepared:
             self.reducer.clip(clip)
         else:
             clip()
+        self.reducer.clipped(max_norm, norm_type)
         return self._tell_norm(norms[0])
 
     def _tell_norm(self, norm: Tensor) -> Tensor:

@@ -151,6 +151,13 @@ class Reducer:
         names = [culprit] if culprit else self.own_nonfinite()
         return [f"{name!r} on worker {rank}" for name in names[:1]]
 
+    def clipped(self, max_norm: float, norm_type: float) -> None:
+        """The script has clipped this iteration's gradients."""
+
+    def confirm(self, what: str) -> None:
+        """Hear of all members that they made the same of the iterations so far; UserError where they did not.
+        A collective of theirs."""
+
     def _own_gradients(self, bound: BoundChunk) -> list[Tensor | None]:
         return [parameter.grad for parameter in bound.parameters]
 

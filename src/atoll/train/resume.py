@@ -82,8 +82,8 @@ class TrainingState:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Every worker reads; raises CheckpointError on every worker, and changes nothing, if one cannot go
-        on from it."""
-        failure = ""
+        on from it, or has another one."""
+        failure, found = "", None
         model: dict[str, Any] = {}
         trees: dict[str, Any] = {}
         try:
@@ -93,9 +93,11 @@ class TrainingState:
             model = self._of_own_groups(model, trees, str(path))
             for sampler, saved in zip(self.samplers, trees["state"]["samplers"], strict=True):
                 sampler.check_state(saved)
+            found = (trees["state"]["iteration"], checkpoint.digest, str(path))
         except CheckpointError as error:
             failure = str(error)
-        self._raise_together(failure, "session.load (the other workers to read)")
+        everyone = self._raise_together(failure, "session.load (the other workers to read)", found)
+        _check_alike(self._workers.ranks, everyone)
         self._put_back(model, trees)
         state = trees["state"]
         for prepared, saved in zip(self.prepared, state["reducers"], strict=True):
@@ -346,11 +348,26 @@ class TrainingState:
             set_random_state(self.resumed_random, self._device)
             self.resumed_random = None
 
-    def _raise_together(self, failure: str, what: str) -> None:
-        everyone = self._workers.gather(failure, what)
-        for rank, message in zip(self._workers.ranks, everyone, strict=True):
+    def _raise_together(self, failure: str, what: str, said: Any = None) -> list[Any]:
+        """Raise CheckpointError where any worker has a failure; else what each has said, in order of rank."""
+        everyone = self._workers.gather((failure, said), what)
+        for rank, (message, _) in zip(self._workers.ranks, everyone, strict=True):
             if message:
                 raise CheckpointError(failure or f"worker {rank}: {message}")
+        return [each for _, each in everyone]
+
+
+def _check_alike(ranks: Sequence[int], everyone: Sequence[tuple[int, str, str]]) -> None:
+    """Raise CheckpointError unless all workers have read the same: the iteration, digest and path of each."""
+    first, (iteration, digest, _) = ranks[0], everyone[0]
+    for rank, (its, other, where) in zip(ranks, everyone, strict=True):
+        if other == digest:
+            continue
+        if its != iteration:
+            has = f"a checkpoint of iteration {its} in {where}, worker {first} of {iteration}"
+        else:
+            has = f"another checkpoint of iteration {its} in {where} than worker {first}"
+        raise CheckpointError(f"worker {rank} has {has}: give all the same")
 
 
 def _lies_elsewhere(module: nn.Module) -> bool:

@@ -14,14 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
+from torch import Tensor
 
 from atoll.core import points
 from atoll.core.errors import RunError, UserError
 from atoll.tensors.binding import BoundChunk
+from atoll.train.alike import SAID, Treatment, Treatments, are_alike, difference
 from atoll.train.channel import BrokenRingError
 from atoll.train.messages import HEAD, ChunkGradients, Message
 from atoll.train.reducer import Calls, SendingReducer
+from atoll.train.ringbytes import gather_bytes
 from atoll.train.rounds import Ring
 from atoll.train.samples import Contribution
 
@@ -44,6 +48,7 @@ class RingReducer(SendingReducer):
     """Reduces one model's trainable chunks over a ring."""
 
     fills_up = False  # an iteration in which nobody has samples is none to complain of: it weighs nothing
+    steps_here = True  # each member steps its own copy of the model
 
     def __init__(
         self,
@@ -62,6 +67,8 @@ class RingReducer(SendingReducer):
         self._order_is_measured = False
         self._generation = ring.generation  # of the ring that this iteration's messages leave in
         self._reference = 1.0  # the last iteration's sum of weights
+        self._treatments = Treatments()
+        self._means_seen: list[tuple[Tensor | None, int]] = []  # the means, and at which versions
         self._agreement_rides = _agreement_rides(self._order)
         self.held_back = int(self._agreement_rides)  # with what is said at the end of backward
 
@@ -116,7 +123,9 @@ class RingReducer(SendingReducer):
         agreed, order = self._ring.round(f"iteration {self.steps}", lambda: self._reduce(own), self.steps)
         if self._number == 0:
             self._boundary.awaited = agreed.newcomers
+        self._treatments.latest = None  # all know
         self._publish(agreed)
+        self._look()
         self._leave_in(order)
         points.reach("ring.published", self.steps)
         self._ring_is_whole(own, agreed)
@@ -159,7 +168,42 @@ class RingReducer(SendingReducer):
         self._generation = self._ring.generation
         self._mean_of_one(own)
 
+    def before_step(self) -> None:
+        super().before_step()
+        now = [each.grad for bound in self._chunks for each in bound.parameters] if self._means_seen else []
+        self._treatments.edited |= any(
+            gradient is not seen or (seen is not None and seen._version != version)
+            for gradient, (seen, version) in zip(now, self._means_seen, strict=True)
+        )
+
+    def clipped(self, max_norm: float, norm_type: float) -> None:
+        self._treatments.clipped(max_norm, norm_type)
+        self._look()  # whether a coefficient of 1 was written is a matter of the device
+
+    def _look(self) -> None:
+        """See the means as they are, to notice what the script changes where members must do alike."""
+        if self.steps_here:
+            gradients = [each.grad for bound in self._chunks for each in bound.parameters]
+            self._means_seen = [(each, 0 if each is None else each._version) for each in gradients]
+
+    def confirm(self, what: str) -> None:
+        ring = self._ring
+        if not self.steps_here or ring.outside or ring.world == 1:
+            return
+        if not are_alike(ring.sum(self._treatments.said(), what)):
+            ring.round(what, lambda: self._refuse_unlike(what))
+        self._treatments.latest = None
+
+    def _refuse_unlike(self, what: str) -> None:
+        said = gather_bytes(self._ring.agreement, msgspec.msgpack.encode(self._treatments.latest), what)
+        names = [str(self._ring.place.name_of(rank)) for rank in range(self._ring.world)]
+        raise UserError(
+            difference([msgspec.msgpack.decode(one, type=Treatment | None) for one in said], names)
+        )
+
     def after_step(self) -> None:
+        self._treatments.stepped(self.steps)
+        self._means_seen = []
         super().after_step()
         if self._number == 0:
             self._boundary.reached, self._boundary.awaited = self._boundary.awaited, False
@@ -203,6 +247,7 @@ class RingReducer(SendingReducer):
         present = [here and own.weight > 0 for row in rows for here in row]
         head = [own.weight, own.samples, self.steps % _STEPS, any(any(row) for row in rows)]
         head.append(self._number == 0 and self._ring.is_awaited)
+        head += self._treatments.said()
         assert len(head) == HEAD
         return [float(value) for value in (*head, *(message.dirty for message in self._order), *present)]
 
@@ -224,6 +269,8 @@ class RingReducer(SendingReducer):
                 f"the workers are at different iterations (this one at {self.steps}, on average "
                 f"{self.steps + off:g}); every worker must call optimizer.step() equally often"
             )
+        if not agreement.alike:
+            self._refuse_unlike(f"what the workers made of the mean before iteration {self.steps}")
         return agreement
 
     def _measured_order(self) -> list[int]:
@@ -272,15 +319,17 @@ class RingReducer(SendingReducer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._reference = state.get("reference", 1.0)
+        self._treatments.latest = None
 
 
 class Agreement:
     """The workers' sums for one iteration: weight, samples, steps, how many have gradients, how many know of
-    newcomers, dirty messages, and the presence of each gradient, chunk by chunk (of `slots` parameters
-    each)."""
+    newcomers, what each made of the mean before, dirty messages, and the presence of each gradient, chunk by
+    chunk (of `slots` parameters each)."""
 
     def __init__(self, summed: list[float], messages: int, slots: list[int]) -> None:
-        self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[:HEAD]
+        self.weight, self.samples, self.steps, self.with_gradients, newcomers = summed[: HEAD - SAID]
+        self.alike = are_alike(summed[HEAD - SAID : HEAD])
         self.newcomers = newcomers > 0
         self.dirty_messages = [count > 0 for count in summed[HEAD : HEAD + messages]]
         self.dirty = any(self.dirty_messages)

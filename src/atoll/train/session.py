@@ -424,6 +424,7 @@ class Session:
         """
         self._settle()
         self._workers.barrier()
+        self._confirm("the barrier")
         self._strategy.refresh()
         self._state.sync("the barrier")
 
@@ -465,6 +466,7 @@ class Session:
             self._settle()
             self._workers.barrier("session.save")
             self._strategy.refresh()
+        self._confirm("session.save")
         self._state.sync("session.save")
         with self._not_computing():
             self._state.save(path)
@@ -555,6 +557,7 @@ class Session:
         # Nobody leaves early: the store goes with the worker that holds it, and worker 0 reads all journals.
         try:
             self._workers.barrier(_END.format(self.iteration))
+            self._confirm(_END.format(self.iteration))
             if self._member is not None:
                 self._member.finished = True
         finally:
@@ -600,6 +603,11 @@ class Session:
             self._workers.gather_members()
         for prepared in self._state.prepared:
             prepared.reducer.settle()
+
+    def _confirm(self, what: str) -> None:
+        """Hear of all who step copies of their own that these are alike; raises UserError."""
+        for prepared in self._state.prepared:
+            prepared.reducer.confirm(what)
 
     def _make_strategy(self) -> Strategy:
         if self._service is not None:

@@ -56,14 +56,15 @@ class Outcome:
     """What became of an iteration: whether a step was made (not where all contributions were left out),
     `norm` of the mean before clipping, where it was asked for, and the digest of the parameters after it.
 
-    `unlike`: the nodes whose hyperparameters, or wish to clip, were not those of node `first`, which counted.
-    `wrong`: of nodes whose contributions no step takes, why; they were left out.
+    `unlike`: of each node whose hyperparameters, or wish to clip, were not those of node `first`, which
+    counted: what was another, in words. `wrong`: of nodes whose contributions no step takes, why; they were
+    left out.
     """
 
     iteration: int
     stepped: bool
     norm: float | None
-    unlike: tuple[int, ...]
+    unlike: Mapping[int, str]
     digest: bytes
     first: int = -1
     wrong: Mapping[int, str] = field(default_factory=dict)
@@ -178,9 +179,10 @@ class GlobalParameters:
     def apply(self, iteration: int, contributions: Sequence[Contribution]) -> Outcome:
         """Make the step of an iteration, which is the next one, with all its contributions in order of node.
 
-        The first node's hyperparameters count, and its wish to clip. What no step takes is left out, and the
-        same everywhere: it hangs on the contribution and the steps before alone. Where all are left out no
-        step is made, but the iteration counts. Raises RunError for another iteration than the next.
+        The hyperparameters, and the wish to clip, of the first that has weight count. What no step takes is
+        left out, and the same everywhere: it hangs on the contribution and the steps before alone. Where all
+        are left out no step is made, but the iteration counts. Raises RunError for another iteration than the
+        next.
         """
         if iteration != self.iteration or not contributions:
             raise RunError(
@@ -192,20 +194,17 @@ class GlobalParameters:
         step = self.prepare(iteration, taken)
         if step is not None:
             self.for_each_chunk(lambda chunk, scratch: self._advance(chunk, step, scratch))
+        first = -1
         if taken:
-            self.optimizer.set_hyperparameters(taken[0].hyperparameters)
+            counts = _first(taken)
+            first = counts.node
+            self.optimizer.set_hyperparameters(counts.hyperparameters)
         self.made[iteration] = () if step is None else step.whose
         self.made.pop(iteration - _MADE, None)
         self.iteration += 1
         self._norms = {t: norm for t, norm in self._norms.items() if t >= self.iteration}
-        unlike = tuple(
-            each.node
-            for each in taken
-            if (each.hyperparameters, each.clip) != (taken[0].hyperparameters, taken[0].clip)
-        )
         norm = None if step is None or step.norm is None else float(step.norm)
-        first = taken[0].node if taken else -1
-        return Outcome(iteration, step is not None, norm, unlike, self.digest, first, wrong)
+        return Outcome(iteration, step is not None, norm, _unlike(taken), self.digest, first, wrong)
 
     def _wrong(self, contributions: Sequence[Contribution]) -> dict[int, str]:
         """Whose hyperparameters a step would not take, by node, and why. (The rest of what came from outside
@@ -227,7 +226,7 @@ class GlobalParameters:
         counted = [each for each in contributions if each.weight > 0]
         if not counted:
             return None
-        first, total = contributions[0], sum(each.weight for each in counted)
+        first, total = _first(contributions), sum(each.weight for each in counted)
         settings = self.optimizer.settings(first.hyperparameters)
         whose = tuple((each.node, each.incarnation) for each in contributions)
         shares = [each.weight / total for each in counted]
@@ -258,8 +257,8 @@ class GlobalParameters:
         self._crew.do(work, self.chunks)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of the "parameters", of the "optimizer"'s state, of a "twin", and of "scratch" memory at
-        most."""
+        """Bytes of the "parameters", of the "optimizer"'s state, of a "twin" with what an Overlay does not
+        show yet, and of "scratch" memory at most."""
         state, trained, largest = 0, 0, {"values": 0}  # the last in scratch memory, of each kind
         for id_ in self.chunks:
             extent, values = self.layout.chunks[id_].extent, self.optimizer.nbytes(id_)
@@ -270,7 +269,8 @@ class GlobalParameters:
                 largest[key] = max(largest.get(key, 0), extent * dtype.itemsize)
         parameters = sum(chunk.nbytes for chunk in self.layout.chunks)
         scratch = sum(largest.values()) * self._crew.size
-        return {"parameters": parameters, "optimizer": state, "twin": trained + state, "scratch": scratch}
+        twin = 2 * trained + state
+        return {"parameters": parameters, "optimizer": state, "twin": twin, "scratch": scratch}
 
     def _advance(self, chunk: int, step: Step, scratch: Scratch) -> None:
         self.step_chunk(chunk, step, scratch)
@@ -313,6 +313,28 @@ class _Norm:
     whose: Whose
     norm: Tensor
     coefficient: Tensor | None
+
+
+def _first(contributions: Sequence[Contribution]) -> Contribution:
+    """Whose hyperparameters and wish to clip count: the first that has weight, for a script that has no batch
+    only calls `step()`; where none has, the first."""
+    return next((each for each in contributions if each.weight > 0), contributions[0])
+
+
+def _unlike(contributions: Sequence[Contribution]) -> dict[int, str]:
+    """Of each node that gave something else than the one that counts: what. Without weight it need not say
+    how to clip."""
+    found: dict[int, str] = {}
+    if not contributions:
+        return found
+    first = _first(contributions)
+    for each in contributions:
+        others = ["other hyperparameters"] if each.hyperparameters != first.hyperparameters else []
+        if each.clip != first.clip and each.weight > 0:
+            others.append("another wish to clip")
+        if others:
+            found[each.node] = " and ".join(others)
+    return found
 
 
 def _coefficient(norm: Tensor, clip: Clip) -> Tensor | None:

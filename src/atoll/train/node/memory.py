@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from atoll.chunks import Chunk, ChunkMap, itemsize
 from atoll.core.errors import RunError
 from atoll.core.units import format_bytes
+from atoll.tensors.payload import bytes_in
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 PAGE = 4096  # bytes; slots and buffers begin on pages, so that no two share one
@@ -218,9 +218,7 @@ def map_bytes(fd: int, nbytes: int, *, writes: bool = True) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if writes:
         return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-    with warnings.catch_warnings():  # that torch cannot keep anybody from writing
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), dtype=torch.uint8)
+    return bytes_in(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,9 @@ class HostBytes:
     shared: int  # slots, buffers and frozen chunks
     parameters: int  # the global parameters
     optimizer: int  # the optimizer's state
-    twin: int  # of the trained parameters and that state, for the overlay; only behind a node that is slow
+    # Only behind a node that is slow, for the overlay: one more of the trained parameters and that state, and
+    # what is not shown of those parameters yet.
+    twin: int
     scratch: int  # of a step, and of the overlay
     contributions: int  # received, and kept for others: at most
 

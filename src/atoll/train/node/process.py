@@ -115,7 +115,7 @@ class CpuSideProcess:
         self._waiting_told, self._waiting_at = "", 0.0
         self._round_told_at = 0.0
         self._digests: dict[int, bytes] = {}
-        self._unlike: set[tuple[int, ...]] = set()  # who was told to have given other hyperparameters
+        self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
         self._wrong: set[int] = set()  # and who what no step takes
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
             d.Begin: self._handle_begin,
@@ -740,15 +740,15 @@ class CpuSideProcess:
             if node not in self._wrong:  # told once as well
                 self._wrong.add(node)
                 self._tell("refused", "", f"iteration {iteration + shift}: {wrong}: it counts for nothing")
-        if outcome.unlike and outcome.unlike not in self._unlike:  # told once: it may be so each time
-            self._unlike.add(outcome.unlike)
-            who = " and ".join(f"node {node}" for node in outcome.unlike)
-            self._tell(
-                "hyperparameters",
-                "",
-                f"iteration {iteration + shift}: {who} gave other hyperparameters than node "
-                f"{outcome.first}, whose counted: set them by the iteration alone",
-            )
+        for node, other in outcome.unlike.items():
+            if (node, other) not in self._unlike:  # told once: it may be so each time
+                self._unlike.add((node, other))
+                self._tell(
+                    "hyperparameters",
+                    "",
+                    f"iteration {iteration + shift}: node {node} gave {other} than node {outcome.first}, "
+                    "whose counted: set them by the iteration alone",
+                )
         self._digests[iteration] = outcome.digest
         self._digests.pop(iteration - _DIGESTS, None)
         assert self._view is not None

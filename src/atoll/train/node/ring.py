@@ -48,6 +48,7 @@ class NodeReducer(RingReducer, OfDevices):
     make the same ones."""
 
     fills_up = True  # a node of which nobody has samples weighs nothing
+    steps_here = False
 
     def __init__(
         self, chunks: Sequence[BoundChunk], ring: Ring, calls: Calls, parts: NodeParts, message_bytes: int
@@ -84,3 +85,4 @@ class NodeReducer(RingReducer, OfDevices):
 
     def load_member_state(self, state: Mapping[str, Any]) -> None:
         PeerExchange.load_member_state(self, state)
+        self._treatments.latest = None

@@ -12,7 +12,6 @@ held against the layout before anything is copied. A byte that is not as it was 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,13 +24,11 @@ from atoll.chunks import Chunk, itemsize
 from atoll.core.errors import PrepareError, UserError
 from atoll.tensors.binding import BoundChunk, carve
 from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.payload import bytes_in
 from atoll.train.node.globals import GlobalParameters, sum_of_bits
 from atoll.train.node.memory import ALIGNMENT, aligned, map_bytes, resize
 from atoll.wire.base import HEADER_BYTES, Count, Hyperparameters, Name
 from atoll.wire.messages import plain_hyperparameters
-
-# Nobody writes to what came in a message; torch cannot know.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _LENGTH, _BEGIN = 8, 16  # bytes: of the length, and up to the head
 
@@ -160,7 +157,7 @@ def unpack(raw: memoryview, chunks: Mapping[int, Chunk]) -> Packed:
     length = int.from_bytes(raw[:_LENGTH], "little")
     if not 0 < length <= min(HEADER_BYTES, raw.nbytes - _BEGIN):
         raise UserError(f"the state given has {raw.nbytes} bytes, which are no packed state")
-    memory = torch.frombuffer(raw, dtype=torch.uint8)
+    memory = bytes_in(raw)
     if sum_of_bits(memory[_BEGIN:]) != raw[_LENGTH:_BEGIN]:
         raise UserError(f"the state given, {raw.nbytes} bytes, is not as it was packed: damaged or cut short")
     try:

@@ -182,14 +182,14 @@ def least_host_bytes(
     for each device but the leader the gradients that it has at its node's ring."""
     memory = plan_memory(layout, slots_for(stale_max), BUFFERS)
     kept: dict[str, dict[str, torch.dtype]] = {}  # by a chunk's dtype: what is kept for each element
-    twin = state = 0
+    trained = state = 0
     largest = {"": 0}  # of scratch memory: of means and values, and of each kind of state
     for chunk in layout.trainable:
         values = chunk.extent * itemsize(chunk.dtype)
         largest[""] = max(largest[""], 2 * values)
         if not layout.groups[chunk.group].settings:  # no optimizer steps it
             continue
-        twin += values
+        trained += values
         if chunk.dtype not in kept:
             kept[chunk.dtype] = state_dtypes(optimizer, getattr(torch, chunk.dtype))
         for key, dtype in kept[chunk.dtype].items():
@@ -199,7 +199,7 @@ def least_host_bytes(
     parts = {
         "parameters": sum(chunk.nbytes for chunk in layout.chunks),
         "optimizer": state,
-        "twin": twin + state,
+        "twin": 2 * trained + state,
         "scratch": sum(largest.values()) * threads,
     }
     held = Settings(stale_max=stale_max).most_held(nodes)

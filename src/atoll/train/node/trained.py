@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from atoll.chunks import ChunkMap
 from atoll.core.errors import UserError
 from atoll.net.endpoint import Buffer
+from atoll.tensors.payload import tensor_of
 from atoll.train.node import globals as steps
 from atoll.train.node.assembly import Assembly
 from atoll.train.node.memory import Buffers, HostMemory, map_bytes, plan_memory
@@ -32,9 +32,6 @@ from atoll.wire.device import Contribute, SetUp
 from atoll.wire.nodes import About
 from atoll.wire.peers import Key
 from atoll.wire.peerviews import Life
-
-# Nobody writes to what came in a message; torch cannot know.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 class Trained:
@@ -140,7 +137,7 @@ class Trained:
         about = held.about
         assert about is not None
         tensors = (
-            _tensor_of(payload, dtype) for payload, dtype in zip(held.payloads, self._dtypes, strict=True)
+            tensor_of(payload, dtype) for payload, dtype in zip(held.payloads, self._dtypes, strict=True)
         )
         return steps.Contribution(
             node=key.life.node,
@@ -160,7 +157,7 @@ class Trained:
             outcome = self.globals.apply(iteration, contributions)
         else:  # all who were to contribute are gone
             self.globals.iteration = iteration + 1
-            outcome = steps.Outcome(iteration, False, None, (), self.globals.digest)
+            outcome = steps.Outcome(iteration, False, None, {}, self.globals.digest)
         self.seconds_applying += time.perf_counter() - began
         return outcome
 
@@ -193,14 +190,3 @@ def _bytes_of(flat: Tensor) -> numpy.ndarray[Any, Any]:
 
 def _copy_of(payload: Buffer) -> memoryview:
     return memoryview(bytearray(payload))
-
-
-def _tensor_of(payload: Buffer, dtype: torch.dtype) -> Tensor:
-    """The values in a payload of the right size, in place where its address allows it."""
-    view = memoryview(payload)
-    if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
-    raw = torch.frombuffer(view, dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype)
