@@ -207,12 +207,12 @@ class Speculation:
 
     # `optimizer.step()`, on the script's thread.
 
-    def accept(
+    def accepted(
         self, own: Settings, groups: list[Settings], present: Mapping[int, tuple[bool, ...]]
     ) -> dict[int, Ahead]:
         """What was begun, by chunk, of those steps that are the ones that are to be made."""
         with self._condition:
-            accepted = {}
+            found = {}
             self._backward = time.monotonic() - self._first
             for chunk, states in self._states.items():
                 ahead = self._could.get(chunk)
@@ -220,11 +220,11 @@ class Speculation:
                 holds = ahead is not None and self._holds(ahead, own, settings, here)
                 self._held[chunk] = self._held[chunk] + 1 if holds else 0
                 if ahead is not None and holds and ahead.begun:
-                    accepted[chunk] = ahead
+                    found[chunk] = ahead
                 elif ahead is not None:
                     self._drop(ahead)
             self._could, self._expected, self._came = {}, self._came, self._none_came()
-            return accepted
+            return found
 
     def _holds(
         self, ahead: Ahead, own: Settings, settings: Settings, present: tuple[bool, ...] | None

@@ -353,7 +353,7 @@ class Stepper:
         )
         self.figures.steps += 1
         if self.speculation is not None:
-            step.ahead = self.speculation.accept(step.own, step.groups, step.present)
+            step.ahead = self.speculation.accepted(step.own, step.groups, step.present)
         for chunk in order:
             if chunk in self._at_once:
                 self._step_chunk(step, chunk)
