@@ -576,3 +576,17 @@ def test_the_end_while_steps_are_made_ahead(how: str) -> None:
     else:
         run.fitted.abandon()  # type: ignore[union-attr]
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("between", [read_all, change_lr, another_backward])
+def test_nesterov_by_foreach_which_writes_into_gradients(between: Callable[[Early], Any]) -> None:
+    """Its step is not made ahead: what it leaves in the gradients would be seen."""
+
+    def body(run: Early) -> list[Any]:
+        seen = steps(run, 0, 4)
+        return seen + steps(run, 4, 3, lambda: between(run))
+
+    def nesterov(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+
+    assert compare(body, make=nesterov)[0] == 0

@@ -528,14 +528,18 @@ class Gradients:
 
     @contextmanager
     def stepped_with(self, chunk: int) -> Iterator[Tensor]:
-        """Those gradients, (extent,), to be read; at the end the chunk's step is over."""
+        """Those gradients, (extent,), at the end of which the step is over; what it made of them counts."""
         each = self._chunks[chunk]
         try:
             # Not for what a later backward sends: it waits for this step.
             wait_for(each.stepped_after, f"the gradients of {each.trained.names[0]!r}")
             each.tell()
             with each.borrow(writes=False) as flat:
+                before = flat._version
                 yield flat
+                if flat._version != before:
+                    with each.payloads.pin(each.key, writes=True):  # so that it is kept where it leaves
+                        each.norms.clear()
         finally:
             each.stepping = False
             each.release()

@@ -133,6 +133,8 @@ class Speculation:
         gradient = self._gradients.changes(chunk)
         if gradient is None or not states.is_cut_for(present, settings):
             return None
+        if settings.get("foreach"):  # whose kernels may write into gradients (SGD's nesterov)
+            return None
         return Ahead(chunk, present, settings, noted(self._optimizer.__dict__), gradient, states.changes)
 
     def _ready(self, ahead: Ahead) -> None:

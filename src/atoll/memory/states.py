@@ -160,7 +160,7 @@ class ChunkStates:
         """Step the segments, which lie in `stepped` and `elements`; what is then to be kept of each."""
         parameters = [self._segment(stepped, gradients, first, last) for first, last in self._runs]
         state = self._segment_states(parameters, elements)
-        new = run(self._settings(settings), parameters, {**state})
+        new = run(self._settings(settings), parameters, {p: {**kept} for p, kept in state.items()})
         made = []
         for parameter, bounds in zip(parameters, self._runs, strict=True):
             parameter.grad = None
@@ -250,15 +250,17 @@ class ChunkStates:
         """What the optimizer now has for the segment from slot `bounds[0]` to `bounds[1]`: numbers, and the
         keys of what it has for each element, which is put where `place` says."""
         start, end = self._bounds(*bounds)
-        numbers, kept = {}, set()
+        numbers, kept, replaced = {}, set(), {}
         for key, value in after.items():
             if self._is_elementwise(key, value, end - start):
                 kept.add(key)
-                if value is not before.get(key):
-                    with place(key, value.dtype) as elements:
-                        elements[start:end].copy_(value)
+                if value is not before.get(key):  # a copy, where two may have changed places
+                    replaced[key] = value.clone() if before else value
             else:
                 numbers[key] = value
+        for key, value in replaced.items():
+            with place(key, value.dtype) as elements:
+                elements[start:end].copy_(value)
         return bounds, numbers, frozenset(kept)
 
     def _keep(self, bounds: tuple[int, int], numbers: State, kept: frozenset[str]) -> None:

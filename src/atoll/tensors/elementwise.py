@@ -38,6 +38,8 @@ def elementwise_state_keys(
             [list(torch.split(g.reshape(-1), half)) for g in gradients],
             device,
         )
+    except NotElementwiseError:
+        raise
     except Exception as error:  # whatever an unknown optimizer raises on small dense parameters
         raise NotElementwiseError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if not torch.allclose(whole.reshape(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
@@ -61,11 +63,13 @@ def _try(
     """Step a copy of `optimizer` on parameters of its own; returns them and their states."""
     parameters = [nn.Parameter(value.clone().to(device)) for value in values]
     probe = copy_for(optimizer, group, parameters)
-    step = type(optimizer).step
+    step, places = type(optimizer).step, [parameter.data_ptr() for parameter in parameters]
     for these in gradients:
         for parameter, gradient in zip(parameters, these, strict=True):
             parameter.grad = gradient.clone().to(device)
         step(probe)
+    if [parameter.data_ptr() for parameter in parameters] != places:
+        raise NotElementwiseError("it sets p.data to another tensor; let it write into p, as p.sub_() does")
     return [p.detach() for p in parameters], [probe.state[p] for p in parameters]
 
 

@@ -133,6 +133,7 @@ class ChunkState:
         """Take over what the optimizer keeps in `state` for a segment; returns whether the keys changed."""
         changed = state.keys() != segment.state.keys()
         renewed: State = {}
+        replaced: dict[str, Tensor] = {}
         for key, value in state.items():
             if value is segment.state.get(key):
                 continue
@@ -140,10 +141,13 @@ class ChunkState:
                 key in elementwise or (value.numel() > 1 and value.shape == segment.parameter.shape)
             )
             if per_element:
-                state[key] = self._hold(segment, key, value)
-                changed = True
+                # A copy, where two may have changed places.
+                replaced[key] = value.clone() if segment.state else value
             else:
                 renewed[key] = value
+        for key, value in replaced.items():
+            state[key] = self._hold(segment, key, value)
+            changed = True
         segment.state = state
         if changed:
             self._share(segment)

@@ -1,0 +1,76 @@
+"""Optimizers of the script's own, in chunks: alone over tiers, and in a session's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import own_optimizer
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.core.config import Config
+from atoll.core.errors import PrepareError
+from atoll.testing.pool import ring_of_one
+
+LAYERS, WIDTH, STEPS = 6, 64, 5
+RIGHT = [own_optimizer.RenewedMomentum, own_optimizer.TwoInTurn, own_optimizer.DecaysGradients]
+
+
+class Twins:
+    """A model and its optimizer, and a plain twin of both."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.model = copy.deepcopy(self.plain)
+        self.plain_optimizer, self.optimizer = make(self.plain.parameters()), make(self.model.parameters())
+
+    def train(self, *, keep_gradients: bool = False) -> None:
+        for number in range(STEPS):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+            for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
+                model(x).square().mean().backward()
+                optimizer.step()
+                if not keep_gradients:
+                    optimizer.zero_grad()
+
+    def assert_equal(self) -> None:
+        for (name, a), b in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        left, right = self.plain_optimizer.state_dict()["state"], self.optimizer.state_dict()["state"]
+        for index, state in left.items():
+            for key, value in state.items():
+                assert torch.equal(value, right[index][key]), (index, key)
+
+
+@pytest.mark.parametrize("keep_gradients", [False, True], ids=["cleared", "kept"])
+@pytest.mark.parametrize("make", RIGHT)
+def test_over_tiers(make: type[torch.optim.Optimizer], keep_gradients: bool, tmp_path: Path) -> None:
+    twins = Twins(make)
+    memory = atoll.Memory(device="48KiB", host="160KiB", disk=f"{tmp_path}:16MiB")
+    with atoll.memory.fit(twins.model, twins.optimizer, memory=memory):
+        twins.train(keep_gradients=keep_gradients)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("make", RIGHT)
+def test_in_a_ring(make: type[torch.optim.Optimizer]) -> None:
+    twins = Twins(make)
+    with atoll.join(Config(), place=ring_of_one()) as session:
+        session.prepare(twins.model, twins.optimizer)
+        twins.train()
+        twins.assert_equal()
+
+
+def test_one_that_gives_parameters_other_memory_is_refused_in_a_line() -> None:
+    twins = Twins(own_optimizer.ReplacesData)
+    said = "it sets p.data to another tensor; let it write into p, as p.sub_\\(\\) does"
+    with pytest.raises(PrepareError, match=said):
+        atoll.memory.fit(twins.model, twins.optimizer, memory=atoll.Memory(device="48KiB", step="host"))
+    with atoll.join(Config(), place=ring_of_one()) as session, pytest.raises(PrepareError, match=said):
+        session.prepare(twins.model, twins.optimizer)
