@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_optimizer import SignMomentum
+from own_optimizer import RenewedMomentum, SignMomentum, TwoInTurn
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -83,15 +83,29 @@ def make_own(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler | Non
     return SignMomentum(model.parameters(), lr=1e-3, decay=0.1), None
 
 
-def train_own(place: Place, case: Case) -> Trajectory:
-    OPTIMIZERS["own"] = make_own
+def make_renewed(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    return RenewedMomentum(model.parameters(), lr=1e-2), None
+
+
+def make_in_turn(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    return TwoInTurn(model.parameters(), lr=1e-2), None
+
+
+OWN = {"sign": make_own, "renewed": make_renewed, "in turn": make_in_turn}
+
+
+def train_own(place: Place, case: Case, which: str) -> Trajectory:
+    OPTIMIZERS["own"] = OWN[which]
     return train_peers(place, case, stale_max=0)
 
 
-def test_the_script_s_own_optimizer_is_imported(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "own", make_own)
+@pytest.mark.parametrize("which", OWN)
+def test_the_script_s_own_optimizer_is_imported(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "own", OWN[which])
     case = Case("odd", "own", workers=2, clip=True)
-    nodes = pool.run(train_own, case, world=2)
+    nodes = pool.run(train_own, case, which, world=2)
     found = differences(case, train_plain(case), nodes, 1e-9) + same_bits(case, nodes)
     assert not found, "\n".join(found)
 
