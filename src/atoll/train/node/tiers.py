@@ -29,7 +29,9 @@ from atoll.memory.stepping import state_dtypes
 from atoll.peers.settings import Settings
 from atoll.tensors.binding import BoundChunk, carve, specs_of
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks
+from atoll.train.alike import Treatments
 from atoll.train.memory import Tiers
+from atoll.train.messages import HEAD
 from atoll.train.node.devices import one_node_in_trouble
 from atoll.train.node.exchange import NodeParts, PeerExchange
 from atoll.train.node.memory import BUFFERS, HostMemory, host_bytes, plan_memory, slots_for
@@ -378,6 +380,8 @@ class LentNodeExchange(ReducingAtEnd, OfDevices, LentExchange):
         here = [float(each and own.weight > 0) for row in rows for each in row]
         has_gradient = float(any(any(row) for row in rows))
         head = [own.weight, own.samples, float(self.steps % _STEPS), has_gradient, 0.0]
+        head += Treatments().said()  # nothing: the leader's wish to clip counts, and no device steps
+        assert len(head) == HEAD
         vector = torch.tensor([*head, *here], dtype=torch.float64)
         self._over_ring(vector, f"the agreement on iteration {self.steps}")
         agreed = Agreement(vector.tolist(), 0, [len(row) for row in rows])
