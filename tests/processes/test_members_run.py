@@ -39,7 +39,8 @@ MEMORY = '[memory]\ndevice = "48KiB"\nchunk = "17KiB"\nstep = "host"\n'  # of 98
 
 
 @pytest.mark.parametrize(
-    ("workers", "options"), [(2, ()), (4, ("--strategy", "hierarchical", "--groups", "2"))]
+    ("workers", "options"),
+    [(2, ()), pytest.param(4, ("--strategy", "hierarchical", "--groups", "2"), marks=pytest.mark.soak)],
 )
 def test_a_new_user_s_script_trains_sharded_over_its_workers(
     command: Command, workers: int, options: tuple[str, ...]
