@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from atoll.chunks import lay_out_memory
 from atoll.core.errors import AtollError, ConfigError, PrepareError, RunError, UserError
 from atoll.core.memory import Memory
-from atoll.memory import planning
+from atoll.memory import copies, planning
 from atoll.memory.bandwidth import measure
 from atoll.memory.fit import fit, plan
 from atoll.memory.sharded import Sharded
+from atoll.memory.sharing import Sharing
 from atoll.moves.owners import UNIT, Groups
 from atoll.moves.timeline import Bandwidths
 from atoll.testing.families import FAMILIES, batch, build, loss_of
@@ -198,6 +199,25 @@ def test_four_members_train_as_plain_pytorch_does(family: str, share: float, sha
 
 def test_chunks_that_stay_on_the_device_have_new_values_after_each_step() -> None:
     compare(Script("gpt", (1.0, 1.0)), 0.5, resident="0.3")
+
+
+@BOTH
+def test_values_come_by_the_host_where_a_device_has_memory_of_its_own(
+    sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    stage = Sharing._stage
+
+    def noted(sharing: Sharing, chunk: int, *wanted: Any) -> Any:
+        staged.append(chunk)
+        return stage(sharing, chunk, *wanted)
+
+    monkeypatch.setattr(Sharing, "_stage", noted)
+    compare(Script("gpt", (1.0, 1.0)), 0.5, sharding=sharding)
+    at_once = len(staged)  # as the model is laid out, and given back
+    monkeypatch.setattr(copies, "is_needless", lambda _: False)
+    compare(Script("gpt", (1.0, 1.0)), 0.5, sharding=sharding)
+    assert len(staged) > 2.5 * at_once
 
 
 def test_one_member_is_a_world_of_one() -> None:

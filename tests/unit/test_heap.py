@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from atoll.core.heap import keep_freed_memory
+from atoll.core.heap import FreedMemory, keep_freed_memory, process_bytes
 
 KEPT = """
 import sys
 from pathlib import Path
 import torch
-from atoll.core.heap import keep_freed_memory
+from atoll.core.heap import FreedMemory, keep_freed_memory, process_bytes
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 if sys.argv[1] == "keep":
@@ -52,3 +52,29 @@ def test_freed_memory_stays_for_the_next_allocation() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_what_the_user_has_set_is_left_alone(name: str) -> None:
     assert not keep_freed_memory(environment={name: "1"})
+
+
+def given_back(sizes: list[int], budget: int = 3200) -> list[bool]:
+    freed = FreedMemory(budget)
+    return [freed.handle_step_ended(size) for size in sizes]
+
+
+def test_steps_that_take_what_the_first_ones_took_give_nothing_back() -> None:
+    assert given_back([1000] * 6) == [True, True, False, False, False, False]
+
+
+def test_what_has_grown_by_a_32nd_of_the_budget_is_given_back() -> None:
+    # The third is what steps take; the fifth has grown by more than 100; the sixth is what they take now.
+    assert given_back([1000, 1200, 1300, 1400, 1401, 1350, 1450, 1451]) == [
+        *(True, True, False, False, True),
+        *(False, False, True),
+    ]
+
+
+def test_one_that_shrinks_may_grow_to_what_it_was() -> None:
+    assert not any(given_back([1000, 1000, 2000, 500, 2000, 2100])[2:])
+
+
+def test_a_process_knows_its_bytes() -> None:
+    bytes_ = process_bytes()
+    assert bytes_ is None or bytes_ > 2**20

@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt's names for them, in malloc.h
 _KEPT = 2**30  # bytes that may lie free at the top of the heap
@@ -20,6 +21,10 @@ _PARTS = 64  # of a budget: a tensor larger than one comes from the system, too
 _LEAST_FROM_SYSTEM = (
     2**17
 )  # bytes; glibc's own bound, below which a call of the system costs more than a copy
+
+_FIRST_STEPS = 2  # after which what is made once (an optimizer's state) has been made
+_GROWTH = 32  # of a budget: what a process may grow by before it gives back what is free
+_STATM = Path("/proc/self/statm")
 
 
 def keep_freed_memory(
@@ -60,3 +65,45 @@ def give_back_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class FreedMemory:
+    """When to give back what is free on the heap of a process that trains under a budget.
+
+    A step that begins with nothing free leaves behind what steps take, and the next uses that again. To give
+    it back costs the page faults of a whole step, a tenth of its time where the model is small; so it is only
+    done where the process has grown by more than a 32nd of `budget` beyond such a step: by holes, or by what
+    was done between two steps.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._allowed = budget // _GROWTH
+        self._steps = 0
+        self._usual: int | None = None  # bytes at the end of a step that began with nothing free; not known
+
+    def handle_step_ended(self, resident: int) -> bool:
+        """`resident`: the process's bytes in memory now. Whether to give back."""
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            return True
+        if self._usual is None:
+            self._usual = resident
+        elif resident > self._usual + self._allowed:
+            self._usual = None
+            return True
+        return False
+
+    def step_ended(self) -> None:
+        """Give back what is free, where that is due; in each step where the system does not tell what the
+        process has in memory."""
+        resident = process_bytes()
+        if resident is None or self.handle_step_ended(resident):
+            give_back_freed_memory()
+
+
+def process_bytes() -> int | None:
+    """This process's bytes in memory; None where the system does not tell."""
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

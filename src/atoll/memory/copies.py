@@ -1,8 +1,9 @@
-"""Copies between the device's arena and the host's. All of them go through these two functions, so that who
-looks at speed can put a link of a known rate in their place (`testing/links.py`)."""
+"""Copies between the device's arena and the host's. All of them go through these functions, so that who looks
+at speed can put a link of a known rate in their place (`testing/links.py`)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,8 @@ def to_host(target: Tensor, source: Tensor, *, adds: bool = False) -> None:
         target.add_(source.to(target.device))
     else:
         target.copy_(source)
+
+
+def is_needless(device: torch.device) -> bool:
+    """Whether the device's memory is the host's, so that what others have may come there at once."""
+    return device.type == "cpu"

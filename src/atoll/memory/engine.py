@@ -53,6 +53,8 @@ class Engine:
         self.chunks = {each.chunk.id: each for each in chunks}
         self.arena, self.cache, self.payloads = arena, cache, payloads
         self.wait_stepped: Callable[..., None] = lambda _, **__: None
+        # Fills memory on the device with the values of a chunk, past the host; False: they come by there.
+        self.fill: Callable[[int, Tensor], bool] = lambda _chunk, _memory: False
         self.edited: Callable[[int], None] = lambda _: None
         self.written: Callable[[int], None] = lambda _: None
         self.gradients: Gradients  # whoever makes the engine makes them too
@@ -271,8 +273,11 @@ class Engine:
         """Bring the values; `ahead` of their use on a thread of its own, with a stream where there is one."""
         if stream is not None:
             torch.accelerator.set_stream(stream)
-        with torch.inference_mode(False), torch.no_grad(), self._values(stay.each, tells=not ahead) as values:
-            copies.to_device(stay.memory, values)
+        with torch.inference_mode(False), torch.no_grad():
+            self.wait_stepped(stay.each.chunk.id, tells=not ahead)
+            if not self.fill(stay.each.chunk.id, stay.memory):
+                with self._values(stay.each, tells=not ahead) as values:
+                    copies.to_device(stay.memory, values)
 
     def _wait(self, stay: Stay) -> None:
         """Wait until nobody copies into it any more, whether the values came or not."""

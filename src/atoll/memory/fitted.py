@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atoll.chunks import Chunk, ChunkMap
 from atoll.core.errors import UserError
-from atoll.core.heap import give_back_freed_memory, keep_freed_memory
+from atoll.core.heap import FreedMemory, give_back_freed_memory, keep_freed_memory
 from atoll.core.memory import Budgets, MemoryFigures
 from atoll.core.units import format_bytes
 from atoll.memory import interrupts
@@ -160,6 +160,7 @@ class Moving(Fitted):
         self._sizes = {chunk.id: chunk_map.blocks_of(chunk) for chunk in chunk_map.chunks}
         arenas = plan.blocks * plan.chunk_bytes + plan.host_bytes
         self._heap_is_bounded = keep_freed_memory(budget=arenas)
+        self._freed = FreedMemory(arenas)
         self._staying = [chunk for chunk in plan.resident if chunk not in set(plan.steps_on_device)]
         self._blocks = plan.cache_blocks + sum(self._sizes[chunk] for chunk in self._staying)
         device = next(iter(parameters.values())).device
@@ -258,7 +259,10 @@ class Moving(Fitted):
     def choices(self) -> list[tuple[str, str, str]]:
         heap = "as the C library has it", "it is not glibc, or the user has set glibc's own variables"
         if self._heap_is_bounded:
-            heap = "bounded", "large tensors come from the system, and each step gives back what is free"
+            heap = (
+                "bounded",
+                "large tensors come from the system; what is free is given back as it grows",
+            )
         there = len(self.plan.steps_on_device)
         where = f"{there} chunks on the device, the others on the host" if there else "on the host"
         found = [*self._store.choices, ("memory.heap", *heap), ("memory.step", where, self.plan.reason)]
@@ -304,7 +308,7 @@ class Moving(Fitted):
         self._step_blocks = ended.blocks_in
         self._store.step_ended()
         # Of gradients and copies, whose holes glibc does not fill.
-        self.gradients.once_arrived(give_back_freed_memory)
+        self.gradients.once_arrived(self._freed.step_ended)
         self._came.clear()
         self.steps += 1
         moves, nbytes = self._latest

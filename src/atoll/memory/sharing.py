@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atoll.chunks import Chunk
 from atoll.core.errors import DeadlineError, RunError, UserError
+from atoll.memory import copies
 from atoll.memory.arena import Arena, Block
 from atoll.memory.grouping import Grouping
 from atoll.memory.members import Members
@@ -161,6 +162,14 @@ class Sharing:
 
     def _is_here(self, key: Key) -> bool:
         return key[1] == GRADIENT or self.holds_all(key[0])
+
+    def fill(self, chunk: int, memory: Tensor) -> bool:
+        """Let a chunk's values come to where it lies on a device whose memory is the host's, (extent,), with
+        no stage between; False: it is not of that kind, or no other member holds any of the chunk."""
+        if self.holds_all(chunk) or not copies.is_needless(memory.device):
+            return False
+        self._gather((chunk, VALUES), memory)
+        return True
 
     @contextmanager
     def _staged(self, key: Key) -> Iterator[Tensor]:

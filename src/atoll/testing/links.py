@@ -43,5 +43,9 @@ def slow_link(to_device: float, to_host: float) -> Iterator[tuple[SlowLine, Slow
     device and to the host."""
     there = SlowLine(copies.to_device, to_device)
     back = SlowLine(copies.to_host, to_host)
-    with mock.patch.object(copies, "to_device", there), mock.patch.object(copies, "to_host", back):
+    with (
+        mock.patch.object(copies, "to_device", there),
+        mock.patch.object(copies, "to_host", back),
+        mock.patch.object(copies, "is_needless", return_value=False),
+    ):
         yield there, back
