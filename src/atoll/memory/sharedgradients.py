@@ -29,6 +29,7 @@ from atoll.memory.payloads import Payloads
 from atoll.memory.proxies import LostSource
 from atoll.memory.sharing import Sharing
 from atoll.memory.sums import Summing
+from atoll.tensors.finite import is_finite
 
 _UNDER_WAY = 2  # sums at once: while one travels, the next is made ready
 _FRAMES = 8  # from where p.grad is read to the function that reads it
@@ -592,7 +593,7 @@ class SharedGradients(Gradients):
                 continue
             with each.settled() as flat:
                 for slot, here in enumerate(each.present):
-                    if here and not bool(torch.isfinite(each.own(flat, slot)).all()):
+                    if here and not is_finite(each.own(flat, slot)):
                         return each.trained.names[slot]
         return ""
 

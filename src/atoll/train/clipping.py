@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from atoll.tensors.finite import is_finite
+
 
 class GradientNorm:
     """The global norm of `parameters`' gradients; per-parameter norms, combined in registration order.
@@ -60,7 +62,7 @@ class GradientNorm:
 
     def _first_nonfinite(self) -> str:
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            if parameter.grad is not None and not is_finite(parameter.grad):
                 return name
         return ""
 

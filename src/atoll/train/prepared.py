@@ -18,6 +18,7 @@ from atoll.memory.over import features_of, refuse_apart
 from atoll.memory.sharded import Sharded
 from atoll.tensors.binding import BoundChunk, bind_model, check_bindable, specs_of
 from atoll.tensors.clipping import check_max_norm
+from atoll.tensors.finite import is_finite
 from atoll.tensors.optimizer import RemoteOptimizer, StepHooks, elementwise_keys
 from atoll.train.agreement import check_same, describe
 from atoll.train.apart import take_from_groups
@@ -316,7 +317,7 @@ def _all_finite(gradients: Sequence[Tensor]) -> bool:
         number = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).sum()
     if math.isfinite(number):
         return True
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    return all(map(is_finite, gradients))
 
 
 def _settings(

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from atoll.core.errors import RunError
 from atoll.tensors.binding import BoundChunk, check_usable
+from atoll.tensors.finite import is_finite
 from atoll.train.messages import ChunkGradients, Message, lay_messages
 from atoll.train.samples import Contribution
 
@@ -142,7 +143,7 @@ class Reducer:
             name
             for bound in self._chunks
             for name, gradient in zip(bound.names, self._own_gradients(bound), strict=True)
-            if gradient is not None and not bool(torch.isfinite(gradient).all())
+            if gradient is not None and not is_finite(gradient)
         ]
 
     def blamed(self, rank: int, culprit: str) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from atoll.memory.exchanged import Exchanged
 from atoll.net.returning import MOST_UNDER_WAY, Made, Payload
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.finite import is_finite
 from atoll.train.exchange import (
     CONTRIBUTION,
     AsyncExchange,
@@ -224,10 +225,10 @@ class _Tiered(Exchange):
     def _gradient(self, bound: BoundChunk, present: Sequence[bool]) -> memoryview:
         """This worker's own gradient of a chunk, as it leaves; zeros where there is none."""
         flat = gradient_from(self._held(), bound, present)
-        if not bool(torch.isfinite(flat).all()):
+        if not is_finite(flat):
             for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
                 run = flat[slot.offset : slot.offset + slot.numel]
-                if name not in self._nonfinite and not bool(torch.isfinite(run).all()):
+                if name not in self._nonfinite and not is_finite(run):
                     self._nonfinite.append(name)
         return bytes_of(flat)
 

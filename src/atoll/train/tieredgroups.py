@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll.core import points
 from atoll.tensors.binding import BoundChunk
+from atoll.tensors.finite import is_finite
 from atoll.train.exchange import CONTRIBUTION, Connection, NewParameters, bytes_of, values_of
 from atoll.train.groupexchange import GroupExchange, GroupMeanExchange, GroupReducer, Outgoing
 from atoll.train.messages import ChunkGradients, Message
@@ -171,9 +172,9 @@ class TieredRing(RingReducer):
             return torch.zeros(bound.chunk.extent, dtype=bound.dtype)
         held = self._held()
         flat = gradient_from(held, bound, held.present(bound.parameters))
-        if not bool(torch.isfinite(flat).all()):
+        if not is_finite(flat):
             for name, slot in zip(bound.names, bound.chunk.slots, strict=True):
-                if not bool(torch.isfinite(flat[slot.offset : slot.offset + slot.numel]).all()):
+                if not is_finite(flat[slot.offset : slot.offset + slot.numel]):
                     self._nonfinite.append(name)
         return flat.mul_(scale) if scale != 1.0 else flat
 
