@@ -105,11 +105,17 @@ class FakeLog:
             set[tuple[int, int]]
         ] = []  # who was fenced when the hub said that the run is over
         self.silent = False  # whether fences are left without an answer
+        self.refused: list[str] = []  # what the hub has said to its heartbeats
         self._server = Server("tcp://127.0.0.1:0", None, limit=2**20, name="shard 0")
         self.address = self._server.address
         self._to_hub = Client(hub, None, limit=2**20, name="hub")
         hello = Hello(version=VERSION, run=run, role="shard", shard=0, address=self.address)
-        self.welcome = wait_for(lambda: self._join(hello), "a welcome")
+        try:
+            self.welcome = wait_for(lambda: self._join(hello), "a welcome")
+        except BaseException:
+            self._server.close()
+            self._to_hub.close()
+            raise
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -124,14 +130,22 @@ class FakeLog:
         while not self._stop.is_set():
             if time.monotonic() - beaten > HEARTBEAT:
                 beaten = time.monotonic()
-                self._to_hub.send(encode(Heartbeat(incarnation=self.welcome.incarnation)))
+                beat = Heartbeat(run=self.welcome.run, incarnation=self.welcome.incarnation)
+                self._to_hub.send(encode(beat))
             received = self._server.receive(0.02)
             if received is not None:
                 self._handle(received.peer, decode_untrusted(received.header), peers)
             told = self._to_hub.receive(0)
-            if told is not None and isinstance(decode_untrusted(told[0]), Over):
-                self.told_over.append(set(self.fenced))
-                self._to_hub.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
+            if told is not None:
+                self._note(decode_untrusted(told[0]))
+
+    def _note(self, word: Any) -> None:
+        """What the hub says to a heartbeat."""
+        if isinstance(word, Refused):
+            self.refused.append(word.reason)
+        elif isinstance(word, Over):
+            self.told_over.append(set(self.fenced))
+            self._to_hub.send(encode(Goodbye(incarnation=self.welcome.incarnation)))
 
     def _handle(self, peer: bytes, message: Any, peers: dict[bytes, Hello]) -> None:
         if isinstance(message, Hello):
@@ -267,9 +281,7 @@ class Forwarder:
         self._listener = socket.create_server(("127.0.0.1", self._port))
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
-    def close(self) -> None:
-        self._listener.close()
-        self.hang_up()
+    close = shut  # for good
 
 
 class HubProcess:

@@ -176,6 +176,20 @@ def test_a_shard_that_comes_again_elsewhere_is_fenced_anew(folder: Path) -> None
         second.close()
 
 
+def test_who_is_of_a_run_before_keeps_nobody_alive(folder: Path, tmp_path: Path) -> None:
+    """It tries its hub's port, which is another hub's by now, and its incarnation is another member's."""
+    with hub_of(tmp_path / "before") as service:
+        before = FakeLog(service.address)
+    with hub_of(folder, listen=service.address, patience=1.0) as service:
+        wait_for(lambda: before.refused, "its first heartbeat here")
+        log = FakeLog(service.address)
+        assert log.welcome.incarnation == before.welcome.incarnation
+        log.close()
+        wait_for(lambda: service.decisions("shard died"), "the shard's death")
+        assert f"and not of run {before.welcome.run!r}" in before.refused[-1]
+    before.close()
+
+
 def test_a_worker_that_computes_for_long_lives(folder: Path) -> None:
     with hub_of(folder) as service, client(service) as one:
         one.join()
@@ -257,7 +271,8 @@ def test_messages_of_others_and_nonsense_disturb_nothing(folder: Path) -> None:
                 Lease(incarnation=1, sampler=0, epoch=0, length=1000, count=1000),
                 Lease(incarnation=9, sampler=0, epoch=0, length=1000, count=1000),
                 Step(incarnation=1, iteration=0, scale=1.0, hyperparameters=[]),
-                Heartbeat(incarnation=12345),
+                Heartbeat(run=good.welcome.run, incarnation=12345),  # type: ignore[union-attr]
+                Heartbeat(run="another", incarnation=1),
                 Fenced(worker=0, incarnation=1, iteration=0, used=[]),
             ):
                 with pytest.raises(RefusedError):
@@ -335,6 +350,8 @@ def test_a_hub_that_falls_silent_is_told_at_once_and_when_it_is_back(
             one.tell, one.meanwhile = told.append, "on"
             one.join()
             assert one.lease(0, 0, 100, 10).stop == 10
+            wait_for(lambda: one._silent is None, "the hub's answers")  # which may take longer than that too
+            told.clear()
             door.stand_still()
             if gone:
                 door.hang_up()

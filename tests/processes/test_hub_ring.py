@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,6 +198,17 @@ def test_what_the_hub_refuses_is_one_line() -> None:
         assert store.get("word") == b"seven"  # and the store goes on
 
 
+def test_who_is_of_a_run_before_changes_no_key() -> None:
+    """Its ring had the same number, and its worker the same incarnation."""
+    with hub_of(1) as served, store_at(served.address) as store:
+        stranger = msgspec.structs.replace(store._welcome, run="before")
+        before = HubStore(served.address, None, stranger, 1, DEADLINE)
+        with pytest.raises(RefusedError, match="not of run 'before'"):
+            before.set("word", "theirs")
+        assert not store.check(["word"])
+        before.close()
+
+
 def test_a_hub_that_is_gone_is_given_up_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.train.hub_client._FAREWELL_SECONDS", 0.2)  # nobody is there to hear it
     with contextlib.ExitStack() as ends:
@@ -276,6 +288,10 @@ class Cutter:
                 near.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        import socket
+
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # frees who waits in accept
         self._door.close()
         self.cut()
 

@@ -288,8 +288,8 @@ def outlives(place: Place, address: str, folder: str, dies_after: int) -> str:
     a word, after some iterations where `dies_after` is not 0. The line of the error that ends it."""
     model, optimizer = make()
     made = 0
+    session = joined(address, place.rank, "asp")
     try:
-        session = joined(address, place.rank, "asp")
         session.prepare(model, optimizer)
         sampler, loader = batches(session, 2)
         with (Path(folder) / str(place.rank)).open("w", buffering=1) as notes:
@@ -309,6 +309,7 @@ def outlives(place: Place, address: str, folder: str, dies_after: int) -> str:
                     session.close()
                     return ""
     except AtollError as error:
+        session._leave()  # else its heartbeats would go on for as long as the pool
         return f"{type(error).__name__}: {error}"
     raise AssertionError("nobody has had enough")
 

@@ -482,8 +482,9 @@ class Shard:
         self._thread.start()
 
     def _beat(self) -> None:
+        beat = Heartbeat(run=self.welcome.run, incarnation=self.welcome.incarnation)
         while not self._stop.wait(0.05):
-            self._client.send(encode(Heartbeat(incarnation=self.welcome.incarnation)))
+            self._client.send(encode(beat))
 
     def stop(self) -> None:
         """Give no sign of life any more, as under SIGSTOP."""

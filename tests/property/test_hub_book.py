@@ -175,7 +175,7 @@ class Hub:
             return
         number = self.number - small  # some are sent twice
         call = StoreCall(
-            incarnation=incarnation, group=1, number=number, operation="add", keys=["n"], amount=1
+            run="r", incarnation=incarnation, group=1, number=number, operation="add", keys=["n"], amount=1
         )
         self.rings.handle(b"x", call)
 

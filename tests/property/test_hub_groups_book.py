@@ -131,7 +131,7 @@ class Hub:
         elif kind in ("fenced", "news"):
             self.told(kind == "news", who, what)
         elif kind == "pace" and incarnation:
-            beat = Heartbeat(incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
+            beat = Heartbeat(run="r", incarnation=incarnation, iteration=what % 100, pace=0.1 + what % 7)
             self.groups.beat(who, beat)
         elif kind == "place" and incarnation:
             self.groups.handle_links(
@@ -227,7 +227,7 @@ def begun(consistency: Any) -> Hub:
     for rank in range(4):
         hub.comes(rank)
         incarnation = hub.book.members.live()[rank]
-        hub.groups.beat(rank, Heartbeat(incarnation=incarnation, iteration=4, pace=0.1))
+        hub.groups.beat(rank, Heartbeat(run="r", incarnation=incarnation, iteration=4, pace=0.1))
     return hub
 
 

@@ -74,6 +74,7 @@ class Run:
         self.number += 1
         values = [b"7" * size] if operation in ("set", "append") else []
         call = StoreCall(
+            run="r",
             incarnation=self.incarnations[rank],
             group=self.group,
             number=self.number,

@@ -62,7 +62,7 @@ def test_news_is_of_the_ring_and_the_grouping_that_are_a_workers_own(hub: Hub) -
 
 def test_one_whose_member_moves_on_is_broken_and_goes_on_without_it(hub: Hub) -> None:
     ring = hub.rings.form_group({1: 0, 2: 1, 3: 2})
-    call = StoreCall(incarnation=2, group=ring, number=1, operation="get", keys=["k"], seconds=60.0)
+    call = StoreCall(run="r", incarnation=2, group=ring, number=1, operation="get", keys=["k"], seconds=60.0)
     hub.rings.handle(b"2", call)
     apart = hub.rings.form_group({1: 0})
     assert apart != ring

@@ -39,7 +39,7 @@ class Ring:
     def all(self, rank: int, operation: str, *keys: str, **fields: Any) -> list[tuple[Any, Any]]:
         """Every answer to a call."""
         self._numbers += 1
-        fields = {"incarnation": rank + 1, "group": 1, "number": self._numbers, **fields}
+        fields = {"run": "r", "incarnation": rank + 1, "group": 1, "number": self._numbers, **fields}
         call = StoreCall(operation=operation, keys=list(keys), **fields)  # type: ignore[arg-type]
         answers = self.meeting.handle_call(self.now, str(rank), call)
         # As they arrive: an answer that is no message would help nobody.
@@ -310,7 +310,7 @@ def test_a_value_grows_no_further_than_one_may_be() -> None:
     ],
 )
 def test_messages_beyond_their_bounds_are_none(change: dict[str, Any]) -> None:
-    fields = {"incarnation": 1, "group": 1, "number": 1, "operation": "wait", "keys": ["a"]}
+    fields = {"run": "r", "incarnation": 1, "group": 1, "number": 1, "operation": "wait", "keys": ["a"]}
     assert decode_untrusted(encode(StoreCall(**fields))) == StoreCall(**fields)  # type: ignore[arg-type]
     with pytest.raises(WireError):
         decode_untrusted(msgspec.msgpack.encode({"m": "StoreCall", **fields, **change}))

@@ -25,6 +25,8 @@ from atoll.wire.messages import (
     encode,
 )
 
+BEAT = Heartbeat(run="r", incarnation=1)
+
 
 @pytest.fixture(params=["plain", "keys"])
 def keys(request: pytest.FixtureRequest) -> Keys | None:
@@ -54,12 +56,12 @@ def test_ask_returns_the_answer_and_puts_others_aside(keys: Keys | None) -> None
     aside: list[Message] = []
     with (
         pair(keys) as (server, client),
-        answering(server, Heartbeat(incarnation=1), Welcome(run="r")) as came,
+        answering(server, BEAT, Welcome(run="r")) as came,
     ):
         answer, payload = ask(
             client, HELLO, Welcome, SOON, "being let in", aside=lambda m, _: aside.append(m)
         )
-    assert (answer.run, payload, aside, came) == ("r", b"payload", [Heartbeat(incarnation=1)], [HELLO])
+    assert (answer.run, payload, aside, came) == ("r", b"payload", [BEAT], [HELLO])
 
 
 def test_a_refusal_is_the_reason() -> None:

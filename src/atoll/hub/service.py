@@ -373,7 +373,10 @@ class Hub:
             self._refuse(received.peer, str(error), "")
             return
         peer = received.peer
-        if isinstance(message, Hello):
+        if isinstance(message, (Heartbeat, StoreCall)) and message.run != self._run:
+            number = message.number if isinstance(message, StoreCall) else 0
+            self._refuse(peer, self._of_another_run(message.run), type(message).__name__, number)
+        elif isinstance(message, Hello):
             self._handle_hello(peer, message)
         elif isinstance(message, Heartbeat):
             self._handle_heartbeat(peer, message)
@@ -441,8 +444,11 @@ class Hub:
                 f"{hello.version}; install the same version of Atoll everywhere"
             )
         if hello.run not in ("", self._run):
-            return f"this hub is of run {self._run!r}, and not of run {hello.run!r}"
+            return self._of_another_run(hello.run)
         return ""
+
+    def _of_another_run(self, run: str) -> str:
+        return f"this hub is of run {self._run!r}, and not of run {run!r}"
 
     def _admit(self, peer: bytes, hello: Hello) -> None:
         came = Came(

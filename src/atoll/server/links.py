@@ -144,12 +144,15 @@ class HubLink:
             while not self._stop.wait(pause) and not self._refused:
                 pause = self.welcome.heartbeat or 1.0
                 if link.connected:  # a hub that is gone needs no queue of these
-                    beat = Heartbeat(incarnation=self.welcome.incarnation, iteration=self.steps)
-                    link.send(encode(beat))
+                    link.send(encode(self._heartbeat()))
                 else:
                     pause = min(pause, _LOOK_SECONDS)
                 while (received := link.receive(0)) is not None:
                     self._note(received[0])
+
+    def _heartbeat(self) -> Heartbeat:
+        welcome = self.welcome
+        return Heartbeat(run=welcome.run, incarnation=welcome.incarnation, iteration=self.steps)
 
     def _note(self, header: bytes) -> None:
         """The answer to a heartbeat, where there is one."""

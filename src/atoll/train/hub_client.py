@@ -401,13 +401,15 @@ class HubClient:
             while not self._pause(link, pause):
                 pause = min(welcome.heartbeat or 1.0, 0.05 if not link.connected else 60.0)
                 if link.connected:  # else they would only heap up
-                    self._send_beat(link, welcome.incarnation)
+                    self._send_beat(link, welcome)
                 if self._given_up:
                     return
                 self._look(link)
 
-    def _send_beat(self, link: Client, incarnation: int) -> None:
+    def _send_beat(self, link: Client, welcome: Welcome) -> None:
+        incarnation = welcome.incarnation
         beat = Heartbeat(
+            run=welcome.run,
             incarnation=incarnation,
             iteration=self.iteration,
             pace=self._pace,

@@ -148,6 +148,7 @@ class HubStore(Store):
         seconds: float = 0.0,
     ) -> StoreAnswer:
         call = StoreCall(
+            run=self._welcome.run,
             incarnation=self._welcome.incarnation,
             group=self._group,
             number=next(self._numbers),

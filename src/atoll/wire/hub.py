@@ -13,11 +13,15 @@ LinkToken: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker or a shard is alive. `iteration` is how many iterations the worker has committed. `pace` is
-    how long a worker of a run with groups computes a sample, in seconds, over its latest batches; 0: not
-    known yet. Of such a run too, `size` is what its gradients take in bytes, and `batch` how many samples its
-    latest iteration had."""
+    """A worker or a shard is alive. It may come over a connection on which nobody has said Hello, so it bears
+    the run's name: each run counts incarnations from 1, and an earlier run's members may still try the port
+    that this hub has got.
 
+    `iteration` is how many iterations the worker has committed. `pace` is how long a worker of a run with
+    groups computes a sample, in seconds, over its latest batches; 0: not known yet. Of such a run too, `size`
+    is what its gradients take in bytes, and `batch` how many samples its latest iteration had."""
+
+    run: Name
     incarnation: Count
     iteration: Count = 0
     pace: Seconds = 0.0
@@ -271,10 +275,11 @@ class InGroup(Message, frozen=True):
 
 
 class StoreCall(Message, frozen=True):
-    """One call of c10d's Store on a ring's keys, answered by StoreAnswer. store/rendezvous.py says what each
-    operation wants; `seconds` is for how long "get" and "wait" wait for keys. `number` counts this worker's
-    calls: what is sent twice counts once."""
+    """One call of c10d's Store on a ring's keys, answered by StoreAnswer. It bears the run's name, as a
+    Heartbeat does. store/rendezvous.py says what each operation wants; `seconds` is for how long "get" and
+    "wait" wait for keys. `number` counts this worker's calls: what is sent twice counts once."""
 
+    run: Name
     incarnation: Count
     group: Count
     number: Count
