@@ -177,6 +177,23 @@ def test_what_comes_next_is_brought_as_soon_as_who_leaves_for_it_has_been_used()
     assert (ended.moves_in, ended.prefetched, ended.misses) == (2, 2, 0)
 
 
+def test_of_those_not_needed_again_who_is_done_with_first_leaves_for_what_comes_next() -> None:
+    made: Cache[str] = Cache(3)
+    uses = "abcad"
+    for _ in range(2):
+        for key in uses:
+            made.handle_use(key)
+        for key in set(uses):
+            made.forget(key)  # the optimizer steps them: none is worth keeping until the next step
+        made.handle_step_ended()
+    assert brought(made) == ["a", "b", "c"]
+    made.handle_use("a")
+    assert brought(made) == []
+    made.handle_use("b")
+    assert brought(made) == ["d"]  # in the place of b, and not of a, which came first and is still to be used
+    assert all(made.handle_use(key).hit for key in "cad")
+
+
 @pytest.mark.parametrize("as_foreseen", [True, False])
 def test_what_is_brought_for_the_next_step_is_counted_there_if_that_comes(as_foreseen: bool) -> None:
     made: Cache[str] = Cache(3)

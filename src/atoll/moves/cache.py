@@ -276,7 +276,11 @@ class Cache(Generic[K]):
         chunk = self.order.at(self._seen)
         if chunk in self._ranking:
             self._needed[chunk] = self._seen
-            self._ranking.rescore(chunk, self.order.need_after(chunk, self._seen))
+            need = self.order.need_after(chunk, self._seen)
+            # Of those that are not needed again, who is done with first leaves first, so that what is brought
+            # ahead need not wait for another's last use.
+            put = self._ranking.enter if need == NEVER else self._ranking.rescore
+            put(chunk, need)
         self._seen += 1
 
     def _see(self) -> bool:
