@@ -74,7 +74,7 @@ def lives(place: Place, folder: str) -> dict[str, Any]:
         found["dealt"] = list(session.sampler(data, shuffle=False))
         loader = DataLoader(data, batch_sampler=session.batches(data, seed=3))
         for part in range(2):
-            for batch in loader:
+            for batch in session.epoch_of(loader):
                 model(batch).square().mean().backward()
                 session.clip_grad_norm_(1.0)
                 optimizer.step()

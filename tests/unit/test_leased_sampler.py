@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from atoll.core.errors import CheckpointError, RunError, UserError
 from atoll.store.leases import Leases
-from atoll.train.leased_sampler import FIRST_LEASE, LeasedSampler
+from atoll.train.epochs import epoch_of
+from atoll.train.leased_sampler import FIRST_LEASE, LeasedBatches, LeasedSampler
 from atoll.train.sampler import ShardedSampler, epoch_order
 from atoll.wire.messages import Lease, Leased
 
@@ -70,6 +71,23 @@ def test_alone_the_order_is_the_sharded_samplers(shuffle: bool, batch: int) -> N
         assert train(office, 0, ours, batch) == list(theirs)
         assert ours.epoch == epoch
         assert office.used[epoch] == Counter(range(50))
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_an_epoch_of_a_loader_is_one_loop_over_it(in_batches: bool) -> None:
+    office = Office()
+    sampler = office.sampler(0, 10)
+    how: dict[str, Any] = {"batch_sampler": LeasedBatches(sampler, lambda: 4)} if in_batches else {}
+    data: Any = range(10)
+    loader = DataLoader(data, **(how or {"batch_size": 4, "sampler": sampler}))
+    for epoch in range(2):
+        had = []
+        for batch in epoch_of(loader, [sampler], lambda: None):
+            had += batch.tolist()
+            sampler.consumed += len(batch)
+            office.commit(0, sampler)
+        assert sorted(had) == list(range(10))
+        assert sampler.epoch == epoch
 
 
 def test_leases_are_whole_batches_once_a_batch_is_known() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from peer_side import FakeSide, fake_session
 from torch import nn
+from torch.utils.data import DataLoader
 
 import atoll
 from atoll.core.config import Config, Run, Sync
@@ -32,6 +33,7 @@ from atoll.wire.device import (
     Contribute,
     Freed,
     LeftOut,
+    Published,
     Release,
     Resumed,
     Returned,
@@ -213,6 +215,45 @@ def test_a_node_that_was_left_out_goes_on_with_all_its_devices(pool: WorkerPool,
     assert (other["lost"], other["resumed"], other["iterations"]) == (0, 0, [])
     for each in (leader, other):
         assert (each["values"], each["at"], each["meeting"]) == ({7.0}, 42, 10)
+
+
+def returns_at_an_end(place: Place) -> list[int]:
+    """The iterations of an epoch of three, at whose end the node hears that it is left out, and later that
+    it is where the others begin an epoch with iteration 41."""
+    sync, data = Sync(stale_max=8, timeout="20s", global_batch=6), torch.ones(18, 2)
+    settings, made = Config(run=Run(strategy="peers"), sync=sync), list[int]()
+    with device(place, settings) as giver:
+        giver.session.batches(data)  # type: ignore[arg-type]
+        giver.session._state.iteration = 41
+        script = giver.session._state.capture(fixed=True)
+    place = replace(place, store=torch.distributed.PrefixStore("again", place.store))
+    with device(place, settings) as node:
+
+        def leave_out(side: FakeSide) -> None:
+            side.say(LeftOut())
+            side.later = [
+                Returned(incarnation=2, iteration=41, meeting=9, script=script),
+                Published(buffer=side.free.pop(0), taken=41, through=41),
+            ]
+
+        batches: Any = node.session.batches(data)  # type: ignore[arg-type]
+        for batch in node.session.epoch_of(DataLoader(data, batch_sampler=batches)):  # type: ignore[arg-type]
+            made.append(at := node.session.iteration)
+            if at in (2, 43):  # what is waited for at a loop's end
+                node.lead(lambda side, at=at: side.publish(at + 1, at + 1))
+            node.model(batch).mean().backward()
+            node.optimizer.step()
+            node.optimizer.zero_grad()
+            if at == 2:
+                node.lead(leave_out)
+        node.session.barrier()
+    return made
+
+
+def test_all_devices_of_a_node_that_comes_back_at_an_epochs_end_go_on_with_the_others(
+    pool: WorkerPool,
+) -> None:
+    assert pool.run(returns_at_an_end, world=2) == [[0, 1, 2, 41, 42, 43]] * 2
 
 
 def is_left_out(place: Place) -> tuple[int, str, int]:

@@ -32,6 +32,7 @@ from atoll.wire.device import (
     Meet,
     Members,
     NodeAt,
+    Published,
     Release,
     Resumed,
     Returned,
@@ -417,6 +418,67 @@ def test_a_node_that_comes_back_within_its_loop_makes_as_many_iterations_of_it_a
         node.side.publish(made, made)
         node.train(batch)
     assert (node.last().iteration, node.session.iteration) == (4, 5)  # 5 are an epoch
+
+
+@pytest.mark.parametrize("by", ["sampler", "batches"])
+@pytest.mark.parametrize("heard", ["in its last step", "after that"])
+def test_where_a_node_comes_back_at_its_epochs_end_the_epoch_goes_on_where_the_others_are(
+    by: str, heard: str
+) -> None:
+    """Whoever loops by session.epoch_of has come in again before it meets the others."""
+    sync = Sync(stale_max=8, timeout="5s", global_batch=12)
+    member, node = (Node(Config(run=Run(strategy="peers"), sync=sync)) for _ in range(2))
+    loaders = []
+    for each in (member, node):
+        data: Any = torch.ones(3 * 20, 2)
+        sampler: Any = getattr(each.session, by)(data)
+        options = {"batch_sampler": sampler} if by == "batches" else {"batch_size": 4, "sampler": sampler}
+        loaders.append(DataLoader(data, **options))
+    for _ in range(2):  # its first epoch, and two iterations of the second one
+        for batch in member.session.epoch_of(loaders[0]):
+            member.side.publish(member.session.iteration + 1, member.session.iteration + 1)
+            member.train(batch)
+            if member.session.iteration == 7:
+                break
+    script = member.session._state.capture(fixed=True)
+    returned = Returned(incarnation=2, iteration=7, meeting=3, script=script, reason="it was silent")
+    iterations = []
+    for batch in node.session.epoch_of(loaders[1]):
+        iteration = node.session.iteration
+        iterations.append(iteration)
+        if iteration == 4 and heard == "in its last step":
+            node.side.say(LeftOut(), returned)
+            node.side.publish(7, 7)
+        elif iteration in (3, 9):  # what the end of the epoch waits for
+            node.side.publish(iteration + 1, iteration + 1)
+        node.train(batch)
+        if iteration == 4 and heard == "after that":
+            node.side.say(LeftOut())
+            node.side.later = [returned, Published(buffer=node.side.free.pop(0), taken=7, through=7)]
+    assert iterations == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert node.side.of(Resumed) == [Resumed(incarnation=2)]
+    assert (node.last().iteration, node.session.iteration) == (9, 10)
+    node.session.barrier()  # which the others have come to as well
+
+
+def test_a_loader_that_asks_takes_a_return_up_between_two_iterations_alone() -> None:
+    """And not between a backward and its step, as where a script fetches the next batch early."""
+    sync = Sync(stale_max=8, timeout="5s", global_batch=12)
+    member, node = (Node(Config(run=Run(strategy="peers"), sync=sync)) for _ in range(2))
+    data: Any = torch.ones(60, 2)
+    _, loop = (iter(each.session.batches(data)) for each in (member, node))
+    member.session._state.iteration = 7
+    script = member.session._state.capture(fixed=True)
+    next(loop)
+    node.side.say(LeftOut(), Returned(incarnation=2, iteration=7, meeting=3, script=script))
+    node.side.publish(7, 7)
+    node.backward()
+    next(loop)
+    assert node.side.of(Resumed) == []
+    node.optimizer.step()
+    next(loop)
+    assert node.side.of(Resumed) == [Resumed(incarnation=2)]
+    assert node.session.iteration == 7
 
 
 def test_a_model_whose_parts_are_called_comes_back_too() -> None:

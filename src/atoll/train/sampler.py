@@ -76,8 +76,15 @@ class DealtSampler(Sampler[Given], Generic[Given]):
         if epoch != self._epoch or self._whole:
             self._turn_to(int(epoch))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop that has just ended was the epoch's last: not where this worker came back within
+        the others' epoch, and its loader had been told of the end of one before. The next loop goes on
+        there."""
+        return self._whole or self._made_beyond() >= 0
+
     def __iter__(self) -> Iterator[Given]:
-        if self._whole or self._made_beyond() >= 0:
+        if self.ended:
             self._turn_to(self._epoch + 1)
         elif self._made:  # the loop that it came back in has ended within the epoch
             self._skip(self._made)

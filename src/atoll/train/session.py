@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from atoll.core import events
 from atoll.core.config import (
@@ -41,6 +42,7 @@ from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.device import device_of
 from atoll.train.entering import Entrance, ServedEntrance
+from atoll.train.epochs import epoch_of
 from atoll.train.exchange import Exchange
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.groupworkers import GroupWorkers
@@ -364,6 +366,16 @@ class Session:
         sampler = BatchesSampler(dataset, batch=whole, **place, **order)
         self._state.samplers.append(sampler)
         return sampler
+
+    def epoch_of(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """One epoch's batches, as `for batch in loader` gives them; its sampler is one of this session's.
+
+        It ends where the others' epoch does, also for a node that they went on without (strategy `peers`) and
+        that came back meanwhile; a loop over the loader may end with what that had in hand. Use it where all
+        meet at each epoch's end. There it waits, under `peers`, until what this node has contributed is
+        applied. Raises UserError for another loader.
+        """
+        return epoch_of(loader, self._state.samplers, self._peers.catch_up if self._peers else lambda: None)
 
     def _service_members(self) -> int:
         """How many workers make a step together, where each goes at its own pace."""

@@ -162,6 +162,12 @@ class PeerExchange(Reducer):
                 f"{returned.iteration}{': ' if returned.reason else ''}{returned.reason}"
             )
 
+    def between(self) -> None:
+        """The script asks for data: between two iterations that is as good as a forward, and the loop over
+        the data hears in time that it is to go on."""
+        if not self._reduced:
+            self.before_use()
+
     def reduce(self) -> None:
         """A backward has ended: nothing leaves the node before `step`."""
         self._come()
@@ -231,6 +237,16 @@ class PeerExchange(Reducer):
         """Wait until all that this node has contributed is applied, and take those parameters."""
         if self._memory is not None:
             self.go_on(self.steps, self.steps, "all that was contributed to be applied: ")
+
+    def catch_up(self) -> None:
+        """Return when all that this node has contributed is applied: so it is one of the members. Where they
+        went on without it, when it is where they are."""
+        self.settle()
+        self._worker.wait(
+            lambda: not self._worker.is_out or self._worker.returned is not None,
+            "the others to let this node in again",
+        )
+        self.between()
 
     def go_on(self, iteration: int, least: int, why: str = "") -> None:
         """Take the newest parameters; wait for them where `iteration` must not begin before the global

@@ -93,7 +93,7 @@ class NodeWorkers(MeetingWorkers):
         if met is None:
             raise GivenUpError(
                 f"node {worker.node}: the others went on without this node while it was in {what}; start it "
-                "again, and it enters where they are"
+                "again, and it enters where they are (atoll run does so with run.restarts)"
             )
         return met
 

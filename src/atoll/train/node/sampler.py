@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,25 +40,29 @@ class PeerBatches(Sampler[list[int]]):
         drop_last: bool = False,
         ahead: int | None = None,
         on_index: Callable[[Any], None] | None = None,
+        asked: Callable[[], None] = lambda: None,
     ) -> None:
         """`iteration()` is the one under way; this worker is the node's `device`-th of `devices`; `ahead` is
-        how many batches are asked for at most that are beyond the next one; the rest as in BatchesSampler.
+        how many batches are asked for at most that are beyond the next one; `asked` is called before it is
+        looked whether there is a next one, and may `return_to` another place; the rest as in BatchesSampler.
         Raises UserError for an `ahead` below 0."""
         if ahead is not None and ahead < 0:
             raise UserError(f"session.batches with ahead={ahead}: batches fetched ahead are 0 or more")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._length = length_of(dataset)
-        self._node, self._iteration, self._on_index = node, iteration, on_index
+        self._node, self._iteration, self._on_index, self._asked = node, iteration, on_index, asked
         self._device, self._devices = device, devices
         self._seed, self._epoch = int(seed), 0
         options = {} if ahead is None else {"ahead": ahead}
         self._deal = PeerDeal(self._plain_runs(), batch, nodes, stale_max, drop_last=drop_last, **options)
         self._sizes: list[int] = []  # of what was given and not used; 0 for a fill
         self._consumed = 0  # samples of it that a backward has reached
-        self._iterations = self._iterating = 0  # the number of the one that is asked for more; 0: none is
+        self._loop = 0  # the number of the latest one over its batches
+        self._told = False  # it was told that there are no more
         self._whole = False  # the epoch has given its last batch
         self._start = self._plain_runs()  # of this deal: an iteration that is broken off begins there again
         self._given = False  # something of it
+        self._trained_on = False  # something of it was
         self._within = False  # it begins inside an epoch, where a checkpoint was made
         self._returned = False  # into this deal, in a loop that may not have ended
         self._orders: dict[int, Tensor] = {}
@@ -81,9 +86,18 @@ class PeerBatches(Sampler[list[int]]):
         """How many batches this node gets from what is left of the epoch, if no node is lost."""
         return self._deal.ticks_left
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop that has just ended was the epoch's last: not where this node came back within the
+        others' epoch, in a loop whose loader had nothing more in hand. The next loop goes on there."""
+        if self._returned and not self._given:
+            return self._whole or self._deal.tick(self._deal.used) is None
+        return self._whole
+
     def __iter__(self) -> Iterator[list[int]]:
-        if self._returned and not self._given:  # the loop that it came back in had all of its epoch in hand
-            self._whole = self._whole or self._deal.tick(self._deal.used) is None
+        self._asked()
+        if self._returned and not self._given:
+            self._whole = self.ended
             self._sizes.clear()
             self._consumed = 0
         self._returned = False
@@ -92,27 +106,27 @@ class PeerBatches(Sampler[list[int]]):
         elif self._given:
             self._deal.again(self._start, carry=False)
             self._begun()
-        self._iterations += 1
-        self._iterating = self._iterations
-        return self._give(self._iterations)
+        self._loop += 1
+        self._told = False
+        return _Batches(partial(self._next_of, self._loop))
 
-    def _give(self, iteration: int) -> Iterator[list[int]]:
-        try:
-            while self._iterating == iteration:
-                dealt = self._deal.tick(self._deal.used + len(self._sizes))
-                if dealt is None:
-                    self._whole = True
-                    return
-                items = self._own(dealt.part_of(self._node))
-                self._sizes.append(len(items))
-                self._given = True
-                if self._on_index is not None:
-                    self._on_index(self)
-                self._within = False
-                yield [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
-        finally:
-            if self._iterating == iteration:
-                self._iterating = 0
+    def _next_of(self, loop: int) -> list[int]:
+        """The next batch for a loop; raises StopIteration where the epoch has none, or another loop began."""
+        if loop == self._loop:
+            self._asked()
+        if loop != self._loop or self._told:
+            raise StopIteration
+        dealt = self._deal.tick(self._deal.used + len(self._sizes))
+        if dealt is None:
+            self._whole = self._told = True
+            raise StopIteration
+        items = self._own(dealt.part_of(self._node))
+        self._sizes.append(len(items))
+        self._given = True
+        if self._on_index is not None:
+            self._on_index(self)
+        self._within = False
+        return [self._index(*item) for item in items] or [self._index(self._epoch, 0)]
 
     def _own(self, of_node: list[Item]) -> list[Item]:
         begin, end = (len(of_node) * each // self._devices for each in (self._device, self._device + 1))
@@ -130,6 +144,7 @@ class PeerBatches(Sampler[list[int]]):
         if used == len(self._sizes):  # of a deal before: its loader had it in hand
             return samples
         self._consumed += int(samples)
+        self._trained_on = True
         return 0.0 if self._sizes[used] == 0 else samples
 
     def committed(self) -> None:
@@ -169,7 +184,8 @@ class PeerBatches(Sampler[list[int]]):
     def deal_state(self) -> dict[str, Any]:
         """The deal as it is: with it, one who comes late and the others deal alike."""
         start = [list(run) for run in self._start]
-        return {**self.state_dict(), "deal": self._deal.state(), "start": start, "over": self._whole}
+        over = self._whole and not self._trained_on  # else what its loader has is yet to be used
+        return {**self.state_dict(), "deal": self._deal.state(), "start": start, "over": over}
 
     def check_deal_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where `state` is no deal of this sampler's dataset and order."""
@@ -193,10 +209,12 @@ class PeerBatches(Sampler[list[int]]):
     def return_to(self, state: Mapping[str, Any]) -> None:
         """As `load_deal_state`, for a node without which the others have come there, and which may be within
         a loop over its data: what its loader has fetched stands for the next ticks, as in
-        `DealtSampler.return_to`."""
+        `DealtSampler.return_to`. The loop goes on there, also one that was told of its end, if it asks again:
+        torch's DataLoader with workers does so whenever it hands out a batch."""
         sizes, consumed = list(self._sizes), self._consumed
         self.load_deal_state(state)
-        self._sizes, self._consumed, self._returned = sizes, consumed, True
+        self._sizes, self._consumed = sizes, consumed
+        self._returned, self._told = True, False
 
     # Inside
 
@@ -209,7 +227,7 @@ class PeerBatches(Sampler[list[int]]):
     def _begun(self) -> None:
         self._sizes.clear()
         self._consumed, self._whole = 0, False
-        self._given = self._within = False
+        self._given = self._within = self._trained_on = False
 
     def _used(self) -> int:
         """How many of the batches given have been used."""
@@ -226,3 +244,16 @@ class PeerBatches(Sampler[list[int]]):
         if epoch not in self._orders:
             self._orders[epoch] = epoch_order(self._length, self._seed, epoch, self.shuffle)
         return int(self._orders[epoch][position])
+
+
+class _Batches:
+    """An iterator that may give more after it has ended (a generator cannot): see `PeerBatches.return_to`."""
+
+    def __init__(self, give: Callable[[], list[int]]) -> None:
+        self._give = give
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        return self._give()

@@ -97,6 +97,7 @@ class Peers:
             devices=self._worker.devices.count,
             stale_max=self._stale_max,
             iteration=lambda: 0 if self.exchange is None else self.exchange.steps,
+            asked=lambda: None if self.exchange is None else self.exchange.between(),
             **options,
         )
         self._batches.append(batches)
@@ -133,6 +134,11 @@ class Peers:
         """Take the parameters in which all that this node has contributed is applied."""
         if self.exchange is not None:
             self.exchange.settle()
+
+    def catch_up(self) -> None:
+        """Be where the others are, between two iterations."""
+        if self.exchange is not None:
+            self.exchange.catch_up()
 
     def figures(self) -> dict[str, Any]:
         """Of the latest step, for its StepDone."""

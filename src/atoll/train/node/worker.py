@@ -85,6 +85,7 @@ class NodeWorker:
         self.wanted: list[int] = []  # iterations before which this worker's state is asked for
         self.returned: Returned | None = None  # the others went on without this node; not acted on yet
         self.left_out = False  # the same; the CPU side has not heard that the script is awake
+        self.is_out = False  # it has not come in again
         self.meets = False  # the script is in a meeting, which it cannot leave to come back
         self._holds_up = ""  # what keeps the global iteration where it is, as was last said
         self._handlers: dict[type, Handler] = {}
@@ -306,10 +307,10 @@ class NodeWorker:
         self.asked()
 
     def _handle_left_out(self, _message: LeftOut, _descriptors: list[int]) -> None:
-        self.left_out = True
+        self.left_out = self.is_out = True
 
     def _handle_returned(self, message: Returned, _descriptors: list[int]) -> None:
-        self.returned, self.incarnation = message, message.incarnation
+        self.returned, self.incarnation, self.is_out = message, message.incarnation, False
         self.next_meeting = self.coming_meeting = message.meeting
         self.wanted.clear()
         self.left_behind()
@@ -317,7 +318,7 @@ class NodeWorker:
 
     def entered(self, ready: Ready) -> None:
         """The CPU side is set up, and this node a member."""
-        self.incarnation = ready.incarnation
+        self.incarnation, self.is_out = ready.incarnation, False
         self.next_meeting = self.coming_meeting = max(self.next_meeting, ready.meeting)
         self.script, self.door = ready.script, ready.door
         self.introduction.lived(ready.incarnation)
