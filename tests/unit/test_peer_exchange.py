@@ -445,6 +445,22 @@ def test_a_model_whose_parts_are_called_comes_back_too() -> None:
     node.session._leave()
 
 
+def test_of_several_backwards_those_before_a_return_weigh_nothing() -> None:
+    """Their gradients are in the sum that the iteration would contribute, and of parameters too old."""
+    node = Node(config())
+    script = script_at(41)
+    node.side.say(Returned(incarnation=2, iteration=41, meeting=3, script=script, reason="it was silent"))
+    node.side.publish(40, 40, values=9.0)
+    node.backward()
+    node.backward()  # its forward goes on where the others are
+    node.side.publish(42, 42, values=11.0)
+    node.optimizer.step()
+    node.optimizer.zero_grad()
+    assert (node.last().iteration, node.last().weight) == (41, 0.0)
+    node.side.publish(43, 43, values=12.0)
+    assert (node.step().iteration, node.last().weight) == (42, 4.0)
+
+
 def test_one_that_is_left_out_in_a_meeting_does_not_come_in_again_by_itself(node: Node) -> None:
     """Its script could not go on with the others; before an iteration it could."""
     node.side.meets = False

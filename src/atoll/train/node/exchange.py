@@ -153,6 +153,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
+        self._stale = self._stale or self._reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
