@@ -123,6 +123,7 @@ class Node:
         self._is_over = False
         self._withheld: dict[Life, list[Key]] = {}  # of its own, for which a member has no room yet
         self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
+        self._arriving: set[Key] = set()  # some of whose payload is here
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
@@ -339,6 +340,12 @@ class Node:
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
         allocated. What is refused for want of room is asked for again in time; iteration W_i never is."""
+        if (useless := self._useless(key)) or key.number < self._room(key.life, self._ledger(key)):
+            return useless
+        return f"no room for iteration {key.number} of {_name(key.life)} while {self.applied} is not applied"
+
+    def _useless(self, key: Key) -> str:
+        """Why the payload of `key` will never be taken; empty where it may be."""
         ledger = self._ledger(key)
         if key.life not in ledger.cuts or not self.is_member:
             return f"{_name(key.life)} is in no view that is known here"
@@ -346,10 +353,6 @@ class Node:
             return f"of {_name(key.life)} only what is below {ledger.cuts[key.life]} counts"
         if ledger.is_settled(key) or (key.stream == "iterations" and key.number < ledger.firsts[key.life]):
             return f"{key.stream} {key.number} of {_name(key.life)} is not needed"
-        if key.number >= self._room(key.life, ledger):
-            return (
-                f"no room for iteration {key.number} of {_name(key.life)} while {self.applied} is not applied"
-            )
         return ""
 
     def _room(self, life: Life, ledger: Ledger) -> float:
@@ -366,7 +369,9 @@ class Node:
             self._watch.handle_heard(now, life.node)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
-        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
+        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet.
+        Where that will never be of use, what is here comes back in a Drop."""
+        self._arriving.add(key)
         self._fetching.handle_arriving(now, key)
         return self._flush()
 
@@ -374,6 +379,7 @@ class Node:
         """The payload of `key` is here, whole, from whomever. `since`, of a part in a meeting: the first
         number of its node's meetings (0, but for joiners). What nobody needs comes back in a Drop."""
         ledger = self._ledger(key)
+        self._arriving.discard(key)
         if self.refusal(key):
             if not ledger.has(key):
                 self._out.append(Drop((key,)))
@@ -532,7 +538,10 @@ class Node:
         return ledger.shared(life, own)
 
     def _drop(self) -> None:
-        """What every member has applied is kept no longer."""
+        """What every member has applied is kept no longer, nor what has come in part and is of no use."""
+        if useless := sorted(key for key in self._arriving if self._useless(key)):
+            self._arriving.difference_update(useless)
+            self._out.append(Drop(tuple(useless)))
         applied = min([self.applied, *self._floors(self._iterations)])
         met = min([self.met if self._has_met else math.inf, *self._floors(self._meetings)])
         if (applied, met) == self._dropped:
