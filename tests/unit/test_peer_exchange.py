@@ -356,6 +356,22 @@ def test_who_was_left_out_as_a_checkpoint_was_loaded_goes_on_where_the_others_ar
     assert node.step().iteration == 41
 
 
+def test_after_an_earlier_checkpoint_it_has_not_come_to_later_iterations(node: Node) -> None:
+    """Members' meetings would wait for a newcomer, which begins with one of those."""
+    for made in range(1, 6):
+        node.side.publish(made, made)
+        node.side.say(Freed(before=made))
+        node.step()
+    node.session._peers.exchange.steps = 2  # type: ignore[union-attr]
+    node.session._strategy.loaded()
+    node.session.reduce(1.0)
+    assert node.side.of(Meet)[-1].at == 1
+    node.side.publish(3, 3)
+    node.step()
+    node.session.reduce(1.0)
+    assert node.side.of(Meet)[-1].at == 2
+
+
 def test_frozen_parameters_come_from_the_members_too() -> None:
     session, side = fake_session(config(), late=True)
     side.first, side.frozen = 7, 3.0

@@ -130,6 +130,7 @@ class PeerExchange(Reducer):
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
         self.steps = self._freed = iteration
+        self._worker.at = min(self._worker.at, max(0, iteration - 1))  # it may be an earlier checkpoint's
         self._through, self._left = 0, 0.0
         self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
         self.taken = 0  # of what the CPU side had before
