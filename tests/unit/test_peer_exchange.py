@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -37,6 +38,8 @@ from atoll.wire.device import (
     Returned,
     SetUp,
     Want,
+    decode,
+    encode,
 )
 
 
@@ -271,6 +274,15 @@ def test_clipping_is_the_means_and_the_gradients_stay(node: Node) -> None:
     assert all(torch.equal(a, b) for a, b in zip(own, grads, strict=True))
     node.side.publish(2, 2)
     assert node.step().clip is None
+
+
+@pytest.mark.parametrize("norm", [(torch.tensor(0.5), "inf"), (0.5, torch.tensor(math.inf))])
+def test_a_wish_to_clip_is_told_in_numbers(node: Node, norm: tuple[Any, Any]) -> None:
+    """Torch's own function takes tensors, and the norm's type as a word."""
+    node.backward()
+    node.session.clip_grad_norm_(*norm)
+    node.optimizer.step()
+    assert decode(encode(node.last())).clip == Clip(max_norm=0.5, norm_type=math.inf)  # type: ignore[union-attr]
 
 
 def test_accumulated_gradients_are_one_contribution(node: Node) -> None:

@@ -198,7 +198,7 @@ class PeerExchange(Reducer):
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """The CPU side clips the mean, whose norm this node does not know."""
-        self._clip = Clip(max_norm=max_norm, norm_type=norm_type)
+        self._clip = Clip(max_norm=float(max_norm), norm_type=float(norm_type))
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:
