@@ -395,6 +395,10 @@ def test_a_node_comes_late() -> None:
         assert len(late.ready.script) == len(script) + 17 * MIB + givers[script]
         run.train(run.furthest + 6)
         run.assert_equal()
+        # Also what was applied before its state: the script may be of a member that had not heard of that.
+        heard = [each.iteration for each in late.applied]
+        assert heard == list(range(len(heard)))
+        assert [each.parts for each in late.applied[:5]] == [each.parts for each in run.nodes[0].applied[:5]]
 
 
 def allows_no_scripts() -> None:
