@@ -108,6 +108,7 @@ class Node:
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
         self._wish = views.Wish()
+        self._overtaken: set[Life] = set()  # newcomers whose state is of before a checkpoint was loaded
         self._joiners: dict[int, tuple[views.Joiner, float]] = {}  # by node, and when it last asked
         self._known_tokens: set[str] = set()
         self._wanted: tuple[int, int] | None = None  # an iteration, and the least W for it
@@ -247,6 +248,15 @@ class Node:
         if self._finished_at == math.inf:
             self._finished_at = now
             self._wanted, self._tell = None, True
+        return self._advance(now)
+
+    def handle_replaced(self, now: float) -> list[Output]:
+        """What is trained was replaced, as the scripts of all members load a checkpoint: a newcomer that has
+        not begun is to come in once more, for its state may be of before."""
+        new = {each.life for each in self.view.members if each.token and each.first >= self.iteration}
+        if self.is_member and not self._overtaken >= new:
+            self._overtaken |= new
+            self._watch_at = -math.inf
         return self._advance(now)
 
     def _give(self, key: Key) -> None:
@@ -688,7 +698,8 @@ class Node:
         if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
             return
         awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
-        remove = self._watch.suspects(now, awaited, absent)
+        why = "it came in while a checkpoint was loaded"
+        remove = {life.node: why for life in self._overtaken} | self._watch.suspects(now, awaited, absent)
         self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
@@ -779,6 +790,7 @@ class Node:
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
+        self._overtaken &= set(self._others())
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self._sync.reset()
         self._watch.install(now, self._others())

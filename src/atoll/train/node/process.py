@@ -339,6 +339,8 @@ class CpuSideProcess:
                 trouble = self._network.trouble(node)
                 missing.append(f"node {node} at {each.address}{f' ({trouble})' if trouble else ''}")
         self._check_refused()
+        if missing and self._number > 1:
+            self._do(self._node.handle_replaced(time.monotonic()))
         if not missing:
             self._setup_since = None
             self._ready(self._node.iteration, self._node.life.incarnation, 0, b"")
