@@ -395,6 +395,10 @@ def test_a_node_comes_late() -> None:
         assert len(late.ready.script) == len(script) + 17 * MIB + givers[script]
         run.train(run.furthest + 6)
         run.assert_equal()
+        # Also what was applied before its state: the script may be of a member that had not heard of that.
+        heard = [each.iteration for each in late.applied]
+        assert heard == list(range(len(heard)))
+        assert [each.parts for each in late.applied[:5]] == [each.parts for each in run.nodes[0].applied[:5]]
 
 
 def allows_no_scripts() -> None:
@@ -445,6 +449,23 @@ def set_up_anew(run: FakeRun, number: int, iteration: int) -> None:
     for each in run.nodes:
         each.set_up(number=number, iteration=iteration)
     run.until(lambda: all(each.ready for each in run.nodes), "all are ready")
+
+
+def test_who_has_not_begun_as_a_checkpoint_is_loaded_comes_in_once_more() -> None:
+    """It waits for a script that comes to its first iteration, and has the parameters of before; the members
+    would wait for it to be set up with them, and all end with the deadline of that."""
+    with FakeRun(2, stale_max=1) as run:
+        run.train(5)
+        members, late = list(run.nodes), FakeNode(2, stale_max=1)
+        run.introduce_late(late)
+        run.until(lambda: all(each.capture for each in members), "it is in a view")
+        for each in members:
+            each.set_up(number=2, iteration=3)
+        run.until(lambda: all(each.ready for each in members), "the members are ready")
+        assert any("while a checkpoint was loaded" in told.reason for each in members for told in each.told)
+        run.train_until_all_are_in()
+        run.train(run.furthest + 3)
+        run.assert_equal()
 
 
 def test_who_came_late_is_set_up_anew_with_the_others() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 from statistics import stdev
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from atoll.core.errors import UserError
 from atoll.train.dealing import Item
 from atoll.train.node.dealing import AHEAD, Fact, PeerDeal, split, weights_by
+from atoll.train.node.sampler import PeerBatches
 
 
 class World:
@@ -180,6 +183,39 @@ def test_a_node_that_has_died_gets_nothing_after_a_while_and_its_part_is_dealt_a
     last = world.deals[0].tick(world.deals[0].used - 1)
     assert last is not None
     assert sorted(last.parts) == [0, 1, 2]
+
+
+def test_after_an_earlier_checkpoint_was_loaded_who_is_lost_is_seen_and_its_part_dealt_again() -> None:
+    """Iterations then have numbers that they had before: what was applied under those is no word of these."""
+    now = 0
+    batches = PeerBatches(
+        1000, batch=8, node=0, nodes=[0, 1], stale_max=0, iteration=lambda: now, ahead=0, shuffle=False
+    )
+    trained: Counter[int] = Counter()
+
+    def iterate(loop: Iterator[list[int]], nodes: list[int]) -> None:
+        """Make an iteration that these nodes contribute to; node 1's part comes after node 0's."""
+        nonlocal now
+        batch = next(loop)
+        batches.count(len(batch))
+        batches.committed()
+        batches.applied(now, dict.fromkeys(nodes, 1.0))
+        now += 1
+        trained.update(batch)
+        if 1 in nodes:
+            trained.update(range(batch[-1] + 1, batch[-1] + 5))
+
+    saved, loop = batches.state_dict(), iter(batches)
+    for _ in range(100):
+        iterate(loop, [0, 1])
+    batches.load_state_dict(saved)
+    now, loop = 0, iter(batches)
+    trained.clear()
+    with contextlib.suppress(StopIteration):  # at the end of the epoch
+        while True:
+            iterate(loop, [0, 1] if now < 32 else [0])
+    assert set(trained.values()) == {1}
+    assert len(trained) == 1000
 
 
 @given(st.integers(0, 300), st.dictionaries(st.integers(0, 9), st.floats(0.001, 1000), min_size=1))

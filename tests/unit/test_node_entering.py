@@ -1,14 +1,18 @@
-"""The script's state for a node that comes in: in pieces from each member, checked before it is kept."""
+"""The script's state for a node that comes in: in pieces from each member, checked before it is kept; and for
+how long a member keeps what it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from atoll.train.node import takeover
-from atoll.train.node.entering import Entering, digest_of, most_script
+from atoll.train.node.entering import Entering, Newcomers, Scripted, digest_of, most_script
+from atoll.train.node.network import Network
 from atoll.wire.nodes import Script
+from atoll.wire.peerviews import Life, Member, View
 
 FIRST, MOST = 7, 1000
 
@@ -80,3 +84,49 @@ def test_what_is_wrong_is_told_and_kept_nowhere(entering: Entering) -> None:
     ]
     assert entering.script is None
     assert most_script(10**9) > 10**9
+
+
+class Sent:
+    """A network that notes to whom a script's state goes."""
+
+    def __init__(self) -> None:
+        self.to: list[int] = []
+
+    def send_chunk(self, node: int, _message: Script, _payload: memoryview) -> None:
+        self.to.append(node)
+
+
+def view(number: int, *members: Member) -> View:
+    return View(0, number, members)
+
+
+def test_a_script_s_state_is_kept_for_a_newcomer_until_it_contributes_or_is_left_out() -> None:
+    own, newcomer = Member(Life(0, 1)), Member(Life(1, 2), first=FIRST)
+    alone, both = view(1, own), view(2, own, newcomer)
+    sent, newcomers = Sent(), Newcomers()
+    network = cast(Network, sent)
+    script = Scripted(FIRST, meeting=3, number=1, state=b"abc")
+    assert newcomers.view(alone, both, own.life) == [FIRST]
+    newcomers.captured(script, network)
+    newcomers.up(1, network)
+    assert sent.to == [1, 1]
+    newcomers.view(both, view(3, own), own.life)  # it has died
+    newcomers.up(1, network)
+    assert sent.to == [1, 1]
+    assert newcomers.kept == 0
+    newcomers.captured(script, network)  # the script came there all the same
+    assert newcomers.kept == 0
+
+
+def test_what_the_script_was_at_is_kept_for_the_other_newcomer() -> None:
+    own, one, other = Member(Life(0, 1)), Member(Life(1, 2), first=FIRST), Member(Life(2, 2), first=FIRST + 4)
+    sent, newcomers = Sent(), Newcomers()
+    network = cast(Network, sent)
+    newcomers.view(view(1, own), view(2, own, one), own.life)
+    newcomers.view(view(2, own, one), view(3, own, one, other), own.life)
+    for first in (FIRST, FIRST + 4):
+        newcomers.captured(Scripted(first, meeting=3, number=1, state=b"abc"), network)
+    newcomers.contributed(one.life)
+    assert newcomers.kept == 1
+    newcomers.up(2, network)
+    assert sent.to == [1, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -38,6 +39,8 @@ from atoll.wire.device import (
     Returned,
     SetUp,
     Want,
+    decode,
+    encode,
 )
 
 
@@ -274,6 +277,15 @@ def test_clipping_is_the_means_and_the_gradients_stay(node: Node) -> None:
     assert node.step().clip is None
 
 
+@pytest.mark.parametrize("norm", [(torch.tensor(0.5), "inf"), (0.5, torch.tensor(math.inf))])
+def test_a_wish_to_clip_is_told_in_numbers(node: Node, norm: tuple[Any, Any]) -> None:
+    """Torch's own function takes tensors, and the norm's type as a word."""
+    node.backward()
+    node.session.clip_grad_norm_(*norm)
+    node.optimizer.step()
+    assert decode(encode(node.last())).clip == Clip(max_norm=0.5, norm_type=math.inf)  # type: ignore[union-attr]
+
+
 def test_accumulated_gradients_are_one_contribution(node: Node) -> None:
     with node.session.no_sync():
         node.backward(samples=3)
@@ -355,6 +367,22 @@ def test_who_was_left_out_as_a_checkpoint_was_loaded_goes_on_where_the_others_ar
     assert node.session.iteration == 41
     node.side.publish(42, 42)
     assert node.step().iteration == 41
+
+
+def test_after_an_earlier_checkpoint_it_has_not_come_to_later_iterations(node: Node) -> None:
+    """Members' meetings would wait for a newcomer, which begins with one of those."""
+    for made in range(1, 6):
+        node.side.publish(made, made)
+        node.side.say(Freed(before=made))
+        node.step()
+    node.session._peers.exchange.steps = 2  # type: ignore[union-attr]
+    node.session._strategy.loaded()
+    node.session.reduce(1.0)
+    assert node.side.of(Meet)[-1].at == 1
+    node.side.publish(3, 3)
+    node.step()
+    node.session.reduce(1.0)
+    assert node.side.of(Meet)[-1].at == 2
 
 
 def test_frozen_parameters_come_from_the_members_too() -> None:
@@ -505,6 +533,22 @@ def test_a_model_whose_parts_are_called_comes_back_too() -> None:
     step()
     assert (node.last().iteration, node.last().weight, node.session.iteration) == (42, 1.0, 43)
     node.session._leave()
+
+
+def test_of_several_backwards_those_before_a_return_weigh_nothing() -> None:
+    """Their gradients are in the sum that the iteration would contribute, and of parameters too old."""
+    node = Node(config())
+    script = script_at(41)
+    node.side.say(Returned(incarnation=2, iteration=41, meeting=3, script=script, reason="it was silent"))
+    node.side.publish(40, 40, values=9.0)
+    node.backward()
+    node.backward()  # its forward goes on where the others are
+    node.side.publish(42, 42, values=11.0)
+    node.optimizer.step()
+    node.optimizer.zero_grad()
+    assert (node.last().iteration, node.last().weight) == (41, 0.0)
+    node.side.publish(43, 43, values=12.0)
+    assert (node.step().iteration, node.last().weight) == (42, 4.0)
 
 
 def test_one_that_is_left_out_in_a_meeting_does_not_come_in_again_by_itself(node: Node) -> None:

@@ -384,6 +384,14 @@ def test_bad_hyperparameters_are_the_users_mistake(groups: list[dict[str, Any]])
         ShardOptimizer(twins.layout, [0], full_name(torch.optim.Adam), groups)
 
 
+def test_a_hyperparameter_of_many_elements_is_the_users_mistake() -> None:
+    twins = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}])
+    groups = plain_hyperparameters([{"lr": torch.tensor([0.1]), "scales": torch.ones(2)}])
+    assert groups[0]["lr"] == pytest.approx(0.1)
+    with pytest.raises(UserError, match=r"hyperparameter 'scales' is a Tensor, and not a plain number"):
+        ShardOptimizer(twins.layout, [0], full_name(torch.optim.Adam), groups)
+
+
 def test_a_number_of_groups_that_changes_is_refused() -> None:
     shard = Twins(torch.optim.Adam, torch.float32, [{"lr": 0.01}]).shards[0]
     with pytest.raises(UserError, match="param groups"):

@@ -108,6 +108,7 @@ class Node:
         self._change: views.Change | None = None
         self._frozen: dict[Life, Held] | None = None  # what it acknowledges, since it has promised
         self._wish = views.Wish()
+        self._overtaken: set[Life] = set()  # newcomers whose state is of before a checkpoint was loaded
         self._joiners: dict[int, tuple[views.Joiner, float]] = {}  # by node, and when it last asked
         self._known_tokens: set[str] = set()
         self._wanted: tuple[int, int] | None = None  # an iteration, and the least W for it
@@ -123,6 +124,7 @@ class Node:
         self._is_over = False
         self._withheld: dict[Life, list[Key]] = {}  # of its own, for which a member has no room yet
         self._dropped: tuple[float, float] = (-1, -1)  # below which iterations and meetings
+        self._arriving: set[Key] = set()  # some of whose payload is here
         self._watch_at = -math.inf  # when somebody may be suspected; minus infinity: look now
         self._whole = -1  # what was last acknowledged by a report of its own
         self._tell = True  # a report is due
@@ -248,6 +250,15 @@ class Node:
             self._wanted, self._tell = None, True
         return self._advance(now)
 
+    def handle_replaced(self, now: float) -> list[Output]:
+        """What is trained was replaced, as the scripts of all members load a checkpoint: a newcomer that has
+        not begun is to come in once more, for its state may be of before."""
+        new = {each.life for each in self.view.members if each.token and each.first >= self.iteration}
+        if self.is_member and not self._overtaken >= new:
+            self._overtaken |= new
+            self._watch_at = -math.inf
+        return self._advance(now)
+
     def _give(self, key: Key) -> None:
         """A contribution of its own goes to everybody."""
         self._ledger(key).hold(key)
@@ -339,6 +350,12 @@ class Node:
     def refusal(self, key: Key) -> str:
         """Why the payload of `key` is not taken now, in one line; empty where it is: ask before anything is
         allocated. What is refused for want of room is asked for again in time; iteration W_i never is."""
+        if (useless := self._useless(key)) or key.number < self._room(key.life, self._ledger(key)):
+            return useless
+        return f"no room for iteration {key.number} of {_name(key.life)} while {self.applied} is not applied"
+
+    def _useless(self, key: Key) -> str:
+        """Why the payload of `key` will never be taken; empty where it may be."""
         ledger = self._ledger(key)
         if key.life not in ledger.cuts or not self.is_member:
             return f"{_name(key.life)} is in no view that is known here"
@@ -346,10 +363,6 @@ class Node:
             return f"of {_name(key.life)} only what is below {ledger.cuts[key.life]} counts"
         if ledger.is_settled(key) or (key.stream == "iterations" and key.number < ledger.firsts[key.life]):
             return f"{key.stream} {key.number} of {_name(key.life)} is not needed"
-        if key.number >= self._room(key.life, ledger):
-            return (
-                f"no room for iteration {key.number} of {_name(key.life)} while {self.applied} is not applied"
-            )
         return ""
 
     def _room(self, life: Life, ledger: Ledger) -> float:
@@ -366,7 +379,9 @@ class Node:
             self._watch.handle_heard(now, life.node)
 
     def handle_arriving(self, now: float, key: Key) -> list[Output]:
-        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet."""
+        """Some of the payload of `key` has come, and the rest is on its way: it need not be asked for yet.
+        Where that will never be of use, what is here comes back in a Drop."""
+        self._arriving.add(key)
         self._fetching.handle_arriving(now, key)
         return self._flush()
 
@@ -374,6 +389,7 @@ class Node:
         """The payload of `key` is here, whole, from whomever. `since`, of a part in a meeting: the first
         number of its node's meetings (0, but for joiners). What nobody needs comes back in a Drop."""
         ledger = self._ledger(key)
+        self._arriving.discard(key)
         if self.refusal(key):
             if not ledger.has(key):
                 self._out.append(Drop((key,)))
@@ -532,7 +548,10 @@ class Node:
         return ledger.shared(life, own)
 
     def _drop(self) -> None:
-        """What every member has applied is kept no longer."""
+        """What every member has applied is kept no longer, nor what has come in part and is of no use."""
+        if useless := sorted(key for key in self._arriving if self._useless(key)):
+            self._arriving.difference_update(useless)
+            self._out.append(Drop(tuple(useless)))
         applied = min([self.applied, *self._floors(self._iterations)])
         met = min([self.met if self._has_met else math.inf, *self._floors(self._meetings)])
         if (applied, met) == self._dropped:
@@ -679,7 +698,8 @@ class Node:
         if now < self._watch_at and not (self._joiners or self._wish.remove or self._wish.join):
             return
         awaited, absent = self._awaited(), dict.fromkeys(self._absent(), self._met_since)
-        remove = self._watch.suspects(now, awaited, absent)
+        why = "it came in while a checkpoint was loaded"
+        remove = {life.node: why for life in self._overtaken} | self._watch.suspects(now, awaited, absent)
         self._watch_at = self._watch.deadline(awaited, absent)
         late = now - self.settings.silence[1]
         self._joiners = {node: pair for node, pair in self._joiners.items() if pair[1] > late}
@@ -770,6 +790,7 @@ class Node:
         self._change = views.Change(self.life.node, view, waits, self._rng)
         self._change.has_state = self._source is None
         self._frozen, self._wish = None, views.Wish()
+        self._overtaken &= set(self._others())
         self._dropped, self._watch_at = (-1, -1), -math.inf
         self._sync.reset()
         self._watch.install(now, self._others())

@@ -262,11 +262,14 @@ def decode_untrusted(header: bytes | memoryview) -> AnyMessage:
 
 def plain_hyperparameters(groups: Sequence[Mapping[str, Any]]) -> Hyperparameters:
     """A torch optimizer's param groups as they can be sent: without parameters; tensors of one element as
-    numbers."""
+    numbers. Other tensors stay what they are: whoever runs the optimizer says that they are no number."""
     return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(part) for part in value]
-    return value.item() if hasattr(value, "item") else value
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # torch's and numpy's word for many elements
+        return value

@@ -23,7 +23,7 @@ from atoll.wire.base import (
     Weight,
     decode_with,
 )
-from atoll.wire.device import Clip, Note
+from atoll.wire.device import Applied, Clip, Note
 from atoll.wire.peers import Key, PeerMessage
 from atoll.wire.peerviews import Life
 
@@ -120,12 +120,13 @@ class Lacks(Message, frozen=True):
 class Takeover(Message, frozen=True):
     """The payload is what lies from byte `start` of the state, of `total` bytes (train/node/state.py), at
     global iteration `iteration`. The script counts each iteration `shift` higher, or lower: it may have begun
-    from a checkpoint."""
+    from a checkpoint. The first piece says what the latest of those iterations were made of (`applied`)."""
 
     iteration: Count
     start: Count
     total: Count
     shift: int = 0
+    applied: Annotated[list[Applied], Meta(max_length=2048)] = []
 
 
 class Script(Message, frozen=True):

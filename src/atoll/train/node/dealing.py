@@ -78,7 +78,13 @@ class PeerDeal:
         ahead: int = AHEAD,
     ) -> None:
         self.batch, self._stale_max, self._drop_last, self._ahead = batch, stale_max, drop_last, ahead
-        self._state = DealState(list(runs), 0, 0, [], [], [], {}, -1, sorted(nodes))
+        self._nodes = sorted(nodes)
+        self.begin(runs)
+
+    def begin(self, runs: Iterable[Run]) -> None:
+        """Deal these as at the beginning. What was told of iterations is forgotten: after a checkpoint, which
+        may be an earlier one, others have their numbers."""
+        self._state = DealState(list(runs), 0, 0, [], [], [], {}, -1, self._nodes)
 
     # What is told
 

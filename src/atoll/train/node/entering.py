@@ -97,16 +97,24 @@ class Entering:
 
 class Newcomers:
     """Those who come in while this node is a member: each gets what this node's script is at when it comes to
-    the newcomer's first iteration. Kept until the newcomer has contributed: it is sent again on each new
-    connection, since one that breaks loses what is on its way."""
+    the newcomer's first iteration. Kept until the newcomer has contributed, or is left out: it is sent again
+    on each new connection, since one that breaks loses what is on its way."""
 
     def __init__(self) -> None:
         self._first: dict[Life, int] = {}
         self._scripts: dict[int, Scripted] = {}
 
+    @property
+    def kept(self) -> int:
+        """How many scripts' states are kept."""
+        return len(self._scripts)
+
     def view(self, old: View | None, new: View, own: Life) -> list[int]:
         """A view is there: the iterations at whose beginning the script is to be captured."""
         before = {each.life for each in old.members} if old is not None else set()
+        here = {each.life for each in new.members}
+        self._first = {life: first for life, first in self._first.items() if life in here}
+        self._keep_needed()
         if own not in before:
             return []  # a newcomer itself
         come = [each for each in new.members if each.life not in before]
@@ -119,6 +127,7 @@ class Newcomers:
         for life, first in self._first.items():
             if first == script.iteration:
                 _send(script, life.node, network)
+        self._keep_needed()
 
     def up(self, node: int, network: Network) -> None:
         """A node can be reached anew."""
@@ -129,8 +138,12 @@ class Newcomers:
     def contributed(self, life: Life) -> None:
         """A newcomer is at work."""
         if self._first.pop(life, None) is not None:
-            kept = set(self._first.values())
-            self._scripts = {first: script for first, script in self._scripts.items() if first in kept}
+            self._keep_needed()
+
+    def _keep_needed(self) -> None:
+        """Keep the scripts' states of those alone who have yet to contribute, and have not been left out."""
+        kept = set(self._first.values())
+        self._scripts = {first: script for first, script in self._scripts.items() if first in kept}
 
 
 def _send(script: Scripted, to: int, network: Network) -> None:

@@ -130,6 +130,7 @@ class PeerExchange(Reducer):
     def begin_at(self, iteration: int) -> None:
         """Take the parameters with which `iteration` begins."""
         self.steps = self._freed = iteration
+        self._worker.at = min(self._worker.at, max(0, iteration - 1))  # it may be an earlier checkpoint's
         self._through, self._left = 0, 0.0
         self._worker.wait(lambda: self._newest is not None, f"the parameters of iteration {iteration}")
         self.taken = 0  # of what the CPU side had before
@@ -153,6 +154,7 @@ class PeerExchange(Reducer):
         if returned is None:
             return
         self._clip = None
+        self._stale = self._stale or self._reduced  # an earlier backward's gradients are in the sum
         self._worker.send(Resumed(incarnation=returned.incarnation))
         self.begin_at(returned.iteration)
         self._returned(returned.script)
@@ -202,7 +204,7 @@ class PeerExchange(Reducer):
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """The CPU side clips the mean, whose norm this node does not know."""
-        self._clip = Clip(max_norm=max_norm, norm_type=norm_type)
+        self._clip = Clip(max_norm=float(max_norm), norm_type=float(norm_type))
 
     @torch.no_grad()
     def step(self, accepted: bool, hyperparameters: Hyperparameters) -> None:

@@ -359,11 +359,16 @@ class _InStore:
             store.wait([_key(node)], timedelta(seconds=self._timeout))
             record = msgspec.json.decode(store.get(_key(node)), type=_Record)
         except (DistStoreError, RuntimeError) as error:
-            waited = time.monotonic() - began
-            kind = DeadlineError if waited >= self._timeout else RunError  # whom it waits for may be lost
-            raise kind(
-                f"node {self.node} waited {waited:.1f} s for node {node} of {self.world} to say where it "
-                f"listens (deadline sync.timeout, {self._timeout:g} s): {str(error).splitlines()[0]}"
+            waited, which = time.monotonic() - began, f"node {node} of {self.world}"
+            late = waited >= 0.9 * self._timeout  # clocks and milliseconds are rounded
+            if isinstance(error, DistStoreError) and not late:  # a hub says so at once
+                raise RunError(
+                    f"{which} was lost before it had said where it listens (node {self.node} waited "
+                    f"{waited:.1f} s for that): start the run again"
+                ) from None
+            raise (DeadlineError if late else RunError)(
+                f"node {self.node} waited {waited:.1f} s for {which} to say where it listens (deadline "
+                f"sync.timeout, {self._timeout:g} s): {str(error).splitlines()[0]}"
             ) from None
         return NodeAt(node=node, incarnation=record.incarnation, address=record.address), record.devices
 

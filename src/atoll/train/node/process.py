@@ -66,6 +66,7 @@ _WAITING_EACH = 0.5  # seconds between two words on what the worker waits for
 _ROUNDS_EACH = 1.0  # seconds between two rounds that are told of: they are counted, and there may be many
 _PROGRESS = (0.1, 0.5)  # of sync.timeout: the least and the most for an iteration that all others wait for
 _DIGESTS = 64  # of the latest iterations, that others' are held against
+_APPLIED = 64  # of the latest iterations, at least, of which a newcomer hears what they were made of
 _OF_VIEWS = (Promised, Accepted, Outbid, ViewDecided)  # what a witness says
 _OF_ROUNDS = (AskRound, AnswerRound, RefuseRound, EndRound)
 _VOTES = (Prepare, Promised, Accept, Accepted)
@@ -115,6 +116,7 @@ class CpuSideProcess:
         self._waiting_told, self._waiting_at = "", 0.0
         self._round_told_at = 0.0
         self._digests: dict[int, bytes] = {}
+        self._applied: deque[d.Applied] = deque(maxlen=_APPLIED)  # the latest that the worker was told
         self._unlike: set[tuple[int, str]] = set()  # who was told to have given what others had not
         self._wrong: set[int] = set()  # and who what no step takes
         self._handlers: dict[type, Callable[[Any, list[int]], None]] = {
@@ -247,6 +249,7 @@ class CpuSideProcess:
     def _handle_begin(self, message: d.Begin, _: list[int]) -> None:
         self._begin = message
         self._counting = Counting(message.stale_max)
+        self._applied = deque(maxlen=max(_APPLIED, message.stale_max + 2))
         self._network_ = Network(message, self._tell)
         if message.hub:
             self._witness = WitnessLink(
@@ -302,6 +305,7 @@ class CpuSideProcess:
             self._trained.close()
         self._trained, self._is_ready, self._dirty, self._wanted = None, False, False, None
         self._digests.clear()
+        self._applied.clear()  # the script may count anew
         if message.devices > 1 and self._door is None:
             self._door = Door()
             self._epoll.register(self._door.fileno(), select.EPOLLIN)
@@ -335,6 +339,8 @@ class CpuSideProcess:
                 trouble = self._network.trouble(node)
                 missing.append(f"node {node} at {each.address}{f' ({trouble})' if trouble else ''}")
         self._check_refused()
+        if missing and self._number > 1:
+            self._do(self._node.handle_replaced(time.monotonic()))
         if not missing:
             self._setup_since = None
             self._ready(self._node.iteration, self._node.life.incarnation, 0, b"")
@@ -584,6 +590,9 @@ class CpuSideProcess:
                 self._do(self._node.handle_state_failed(now, sender, wrong))
                 return
             entering.has_state, model.shift = True, taker.shift
+            # The script that it begins with may be of a member that has not heard of all of these.
+            for each in taker.applied:
+                self._tell_applied(each)
             reach("node.took", model.globals.iteration)
             self._do(self._node.handle_state(now, model.globals.iteration))
 
@@ -605,7 +614,7 @@ class CpuSideProcess:
 
             def send(raw: memoryview, to: int = life.node) -> None:
                 reach("node.gives", model.globals.iteration)
-                give(self._network, to, raw, model.globals.iteration, model.shift)
+                give(self._network, to, raw, model.globals.iteration, model.shift, self._applied)
 
             self._jobs.append((lambda: pack_globals(model.globals), send))
 
@@ -676,6 +685,10 @@ class CpuSideProcess:
             self._meetings.keep(key, message.what, bytes(payload or b""), message.since)
             self._do(self._node.handle_part(time.monotonic(), key, message.since))
 
+    def _tell_applied(self, applied: d.Applied) -> None:
+        self._applied.append(applied)
+        self._post.send(applied)
+
     def _compare(self, sender: int, iteration: int, digest: bytes) -> None:
         """Hold another node's digest of its global parameters against our own."""
         own = self._digests.get(iteration)
@@ -734,7 +747,9 @@ class CpuSideProcess:
         ]
         skipped = "" if outcome.stepped else "no contribution was to be used"
         digest = outcome.digest.hex()
-        self._post.send(d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped))
+        self._tell_applied(
+            d.Applied(iteration=iteration + shift, parts=parts, digest=digest, skipped=skipped)
+        )
         self._counting.applied([iteration - each.taken for each in abouts])
         for node, wrong in outcome.wrong.items():
             if node not in self._wrong:  # told once as well
@@ -834,6 +849,7 @@ class CpuSideProcess:
         self._jobs.clear()
         self._meetings.clear()
         self._digests.clear()
+        self._applied.clear()
         if self._trained is not None:
             self._trained.assembly.clear()
         self._counting.waits(False)

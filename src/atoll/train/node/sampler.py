@@ -175,7 +175,7 @@ class PeerBatches(Sampler[list[int]]):
         self._seed, self._epoch = state["seed"], state["epoch"]
         self._orders.clear()
         self._start = left_in(state)
-        self._deal.again(self._start, carry=False)
+        self._deal.begin(self._start)
         self._begun()
         self._within = state["offset"] != 0
         if self._length and not self._deal.ticks_left:

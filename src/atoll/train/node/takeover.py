@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from atoll.train.node.network import Network
+from atoll.wire.device import Applied
 from atoll.wire.nodes import Lacks, Takeover
 from atoll.wire.peerviews import Life
 
@@ -32,10 +33,13 @@ class Giver:
         return due
 
 
-def give(network: Network, to: int, raw: memoryview, iteration: int, shift: int) -> None:
-    """Send a state, which nobody changes any more, to a node."""
+def give(
+    network: Network, to: int, raw: memoryview, iteration: int, shift: int, applied: Sequence[Applied]
+) -> None:
+    """Send a state, which nobody changes any more, to a node, and what its latest iterations were made of."""
     for start, piece in pieces_of(raw):
-        told = Takeover(iteration=iteration, start=start, total=raw.nbytes, shift=shift)
+        made_of = list(applied) if start == 0 else []
+        told = Takeover(iteration=iteration, start=start, total=raw.nbytes, shift=shift, applied=made_of)
         network.send_chunk(to, told, piece)
 
 
@@ -83,6 +87,7 @@ class Taker:
         self.source, self._network, self._life, self._base = source, network, life, base
         self._pieces = Pieces(most)
         self.shift = 0
+        self.applied: list[Applied] = []  # what the state's latest iterations were made of
         self._began = self._asked_at = time.monotonic()
         self._heard_at = self._began
         self._ask()
@@ -99,6 +104,8 @@ class Taker:
         if not self._pieces.add(of, message.start, message.total, payload):
             return None
         self._heard_at, self.shift = time.monotonic(), message.shift
+        if message.start == 0:
+            self.applied = message.applied
         return self._pieces.whole
 
     def stalled(self) -> str:
