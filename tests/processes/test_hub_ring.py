@@ -37,7 +37,8 @@ from atoll.testing.pool import WorkerPool
 from atoll.testing.served import ServedRun, served_worker
 from atoll.train.hub_client import HubClient
 from atoll.train.place import Place
-from atoll.train.rendezvous import HubLostError, HubStore
+from atoll.train.rendezvous import HubLostError, HubRing, HubStore
+from atoll.train.service import enter
 from atoll.wire.messages import Reform, encode
 
 DEADLINE = 30.0
@@ -432,6 +433,43 @@ def test_sessions_one_after_another_each_have_a_ring_of_their_own(pool: WorkerPo
         assert {result[number][0] for result in results} == {0, 1}
         assert [result[number][1] for result in results] == [2.0, 2.0]
     assert told(tmp_path, "ring") == [f"ring {number} of 2 workers" for number in (1, 2, 3)]
+
+
+def test_who_came_late_to_a_ring_that_is_over_meets_in_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one of the sessions above, where the hub hears it before the goodbyes of the last."""
+    with hub_of(2, folder=tmp_path) as served, ThreadPoolExecutor(3) as threads:
+        first, second = (HubClient(served.address, None, timeout=DEADLINE) for _ in range(2))
+        for each in (first, second):
+            each.join()
+        for ring in [threads.submit(each.gather) for each in (first, second)]:
+            ring.result(DEADLINE)
+        came, over = threading.Event(), threading.Event()
+        gather = HubClient.gather
+
+        def late(hub: HubClient) -> int:
+            came.set()
+            assert over.wait(DEADLINE)
+            return gather(hub)
+
+        monkeypatch.setattr(HubClient, "gather", late)
+        monkeypatch.setenv(HUB_VARIABLE, served.address)
+        entered = threads.submit(enter, ring_config())
+        assert came.wait(DEADLINE)
+        for each in (first, second):
+            each.goodbye()
+            each.close()
+        wait_for(lambda: len(told(tmp_path, "worker left")) == 2, "the end of the ring")
+        over.set()
+        with HubClient(served.address, None, timeout=DEADLINE) as other:
+            other.join(1)
+            gather(other)
+            late_one = entered.result(DEADLINE)
+            assert isinstance(late_one, HubRing)
+            assert (late_one.place.rank, late_one.place.world) == (0, 2)
+            late_one.hub.goodbye()
+            late_one.hub.close()
 
 
 def goes_on(_place: Place, address: str, folder: Path) -> list[Tensor]:

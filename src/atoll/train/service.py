@@ -19,6 +19,7 @@ from atoll.core.config import (
 from atoll.core.errors import ConfigError
 from atoll.core.heap import keep_freed_memory
 from atoll.net.keys import Keys
+from atoll.net.requests import RefusedError
 from atoll.observe.rundir import DIRECTORY_VARIABLE
 from atoll.train.hub_client import HubClient
 from atoll.train.leased_sampler import LeasedSampler
@@ -48,12 +49,24 @@ def enter(config: Config) -> Service | HubRing:
         )
     kept = keep_freed_memory(messages=True)
     keys = keys_from_environment()
+    try:
+        return _joined(config, address, keys, kept)
+    except _RingIsOverError:  # the hub heard of us before the last ring's workers had said goodbye
+        return _joined(config, address, keys, kept)
+
+
+class _RingIsOverError(RefusedError):
+    """This worker came late to a ring, and the ring was over before it could ask to enter."""
+
+
+def _joined(config: Config, address: str, keys: Keys | None, kept: bool) -> Service | HubRing:
     hub = HubClient(address, keys, run=os.environ.get(RUN_VARIABLE, ""), timeout=config.timeout_seconds)
     hub.tell = print_warning
     try:
         # A ring's workers tell one another where they are; a hub that knows no sites refuses who names one.
         site = "" if config.run.strategy == "hierarchical" else os.environ.get(SITE_VARIABLE, "")
-        welcome = hub.join(wished_rank(), site)
+        wish = wished_rank()
+        welcome = hub.join(wish, site)
         if welcome.shards and config.run.strategy == "hierarchical":
             raise ConfigError(
                 f"strategy 'hierarchical' is a ring's, and the run at {address} has shards: set run.strategy "
@@ -68,10 +81,21 @@ def enter(config: Config) -> Service | HubRing:
             )
         _tell_of_torchrun(welcome.workers)
         hub.meanwhile = _WITHOUT_HUB_RING
-        return HubRing(hub, address, keys, config.timeout_seconds)
+        return _ring_of(hub, address, keys, config, wish)
     except BaseException:  # a rank that is held, and never trains, would hold up the others
         hub.goodbye()
         hub.close()
+        raise
+
+
+def _ring_of(hub: HubClient, address: str, keys: Keys | None, config: Config, wish: int) -> HubRing:
+    assert hub.welcome is not None
+    is_late = wish < 0 and hub.welcome.worker >= hub.welcome.workers  # all of a ring's ranks were taken
+    try:
+        return HubRing(hub, address, keys, config.timeout_seconds)
+    except RefusedError as error:
+        if is_late:
+            raise _RingIsOverError(str(error)) from None
         raise
 
 
