@@ -17,8 +17,9 @@ from atoll.core.events import Logged
 from atoll.observe.journal import JournalReader
 from atoll.observe.rundir import RunDirectory
 from atoll.train.place import Place
+from atoll.train.records import MOST_LOGGED
 from atoll.train.resume import schedulers_of
-from atoll.train.session import MOST_LOGGED, Session
+from atoll.train.session import Session
 
 
 def prepared() -> tuple[Session, nn.Module, torch.optim.Optimizer]:
@@ -90,7 +91,7 @@ def test_what_is_logged_within_a_step_is_kept_up_to_a_bound(tmp_path: Any) -> No
     with atoll.join(Config(run=Run(directory=str(tmp_path)))) as session:
         for count in range(2 * MOST_LOGGED + 10):
             session.log(count=count)
-        assert len(session._logged) == 10
+        assert len(session._records._logged) == 10
     events = JournalReader(RunDirectory(tmp_path).journal(0)).read()
     assert [event.values["count"] for event in events if isinstance(event, Logged)] == [
         float(count) for count in range(2 * MOST_LOGGED + 10)

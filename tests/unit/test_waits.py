@@ -274,7 +274,7 @@ REVIEWED: dict[str, str] = {
     "train/ring.py: RingReducer._wait: "
     "torch.accelerator.current_stream(messages[0].memory.device).synchronize()": _OWN_DEVICE,
     "memory/bandwidth.py: settle: torch.accelerator.synchronize(device)": _OWN_DEVICE,
-    "train/session.py: Session._seconds_on_device: torch.accelerator.synchronize(self.device)": _OWN_DEVICE,
+    "train/meter.py: Meter._seconds_on_device: torch.accelerator.synchronize(self._device)": _OWN_DEVICE,
 }
 
 

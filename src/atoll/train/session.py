@@ -10,48 +10,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from atoll.core import events
-from atoll.core.config import (
-    LAB_JOURNALS_VARIABLE,
-    LAB_WORKER_VARIABLE,
-    SPEED_VARIABLE,
-    Config,
-)
+from atoll.core.config import SPEED_VARIABLE, Config
 from atoll.core.errors import PrepareError, UserError
 from atoll.core.heap import keep_freed_memory
 from atoll.core.memory import Memory
-from atoll.groups.grouping import show
-from atoll.observe.journal import Journal
-from atoll.observe.metrics import LATE_SECONDS
-from atoll.observe.recorder import Recorder
-from atoll.observe.rundir import DIRECTORY_VARIABLE, RunDirectory
 from atoll.tensors.checkpoint import is_checkpoint_there
 from atoll.train.backward import BackwardEnd
 from atoll.train.device import device_of
 from atoll.train.entering import Entrance, ServedEntrance
 from atoll.train.epochs import epoch_of
-from atoll.train.exchange import Exchange
 from atoll.train.groupexchange import GroupReducer
 from atoll.train.groupworkers import GroupWorkers
 from atoll.train.hierarchy import Hierarchy
 from atoll.train.leased_sampler import LeasedBatches, LeasedSampler
-from atoll.train.linkreport import LinkReport
-from atoll.train.logged import finite, loggable
-from atoll.train.lossy import LossyPushes
 from atoll.train.memory import tiers_for
+from atoll.train.meter import Meter
 from atoll.train.node.meetings import NodeWorkers
 from atoll.train.node.sampler import PeerBatches
 from atoll.train.node.tiers import PeersInTiers
@@ -59,13 +43,14 @@ from atoll.train.node.worker import NodeWorker
 from atoll.train.pace import Pace
 from atoll.train.place import Place
 from atoll.train.prepared import Prepared
+from atoll.train.records import Records
 from atoll.train.regrouping import GroupState, Leases, Parts, Regrouping
 from atoll.train.rendezvous import HubRing
 from atoll.train.resume import AnySampler, Stateful, TrainingState
 from atoll.train.rounds import MOVING, Regrouped, Ring
 from atoll.train.sampler import BatchesSampler, ShardedSampler
 from atoll.train.served_workers import ServedWorkers
-from atoll.train.service import Service, print_warning
+from atoll.train.service import Service
 from atoll.train.speed import Stretch, speed_from
 from atoll.train.strategies import Alone, Grouped, OverRing, Served, Strategy
 from atoll.train.workers import Reduction, Value, Workers
@@ -75,7 +60,6 @@ _END = (
     "the end of the session, which it reached after {} iterations (every worker must make equally many, and "
     "leave its `with` block)"
 )
-MOST_LOGGED = 1000  # calls of `log` that are kept to be read later
 
 
 @dataclass(frozen=True)
@@ -100,12 +84,7 @@ class Session:
         self._node = node = member if isinstance(member, NodeWorker) else None
         self.device = device_of(place)
         self._sampling: AnySampler | None = None  # the sampler that gave the latest index
-        self._logged: list[tuple[int, float, dict[str, Any]]] = []
-        self._read_at = self._stepped_at = time.perf_counter()
-        self._confirming = ""  # how, as was last told
-        self._counters = (0.0, 0)  # seconds waiting and bytes sent, at the latest step
         self._closed = False
-        self._bus = events.EventBus()
         timeout = config.timeout_seconds
         self._hierarchy = self._make_hierarchy()
         self._ring = self._make_ring(timeout)
@@ -120,6 +99,8 @@ class Session:
         else:
             self._workers = Workers(place, self._ring)
         self._state = TrainingState(self._workers, self.device)
+        self._records = Records(config, self._workers, self._state, service, node)
+        self._meter = Meter(self.device, self._workers, self._state, service, self._group_ring)
         self._pace = Pace(config.groups.probe)
         self._regrouping: Regrouping | None = None
         if self._ring is not None:
@@ -127,54 +108,51 @@ class Session:
         self._entrance: Entrance | None = self._ring  # where workers may come late
         self._peers: PeersInTiers | None = None  # strategy peers
         self._strategy = self._make_strategy()
-        self._links = self._make_link_report()
         self._stretch = self._make_stretch()
         self._backward = BackwardEnd(self._ring, self._stretch)
-        self._journal = self._open_journal()
+        self._records.open()
         if isinstance(self._entrance, ServedEntrance):
             self._entrance.begin()
-        self._lab_journal = self._open_lab_journal()
-        self._emit(
+        self._tell_of_start()
+
+    def _tell_of_start(self) -> None:
+        """What this worker begins with; from now on its service or its node tells through its records."""
+        config, records, service, node = self.config, self._records, self._service, self._node
+        records.emit(
             events.Started,
-            workers=place.world,
+            workers=self._first_place.world,
             strategy=config.run.strategy,
             device=str(self.device),
             pid=os.getpid(),
             groups=self._groups,
         )
         if service.keeps_memory if service is not None else self._keeps_memory():
-            self._decided(
+            records.decided(
                 "heap", "keeps up to 1 GiB of freed memory", "giving it back cost a tenth of a step"
             )
-        if isinstance(member, HubRing):
-            self._decided("place", f"of {place.world}, by the hub", member.describe())
+        if isinstance(self._member, HubRing):
+            records.decided("place", f"of {self._first_place.world}, by the hub", self._member.describe())
         if self._stretch is not None:
-            self._emit(
-                events.Decided,
-                what="speed",
-                choice=f"{speed_from():g} of this device's",
-                reason=f"{SPEED_VARIABLE}: what it computes is stretched by sleeping",
-            )
+            choice = f"{speed_from():g} of this device's"
+            reason = f"{SPEED_VARIABLE}: what it computes is stretched by sleeping"
+            records.decided_here(events.Decided, "speed", choice, reason)
         if node is not None:
-            node.tell, node.decided = self._warn, partial(self._decided_here, events.Decided)
-            node.round_seen = partial(self._decided_here, events.RoundSeen)
-            self._decided("nodes", node.who, node.describe(config))
+            node.tell, node.decided = records.warn, partial(records.decided_here, events.Decided)
+            node.round_seen = partial(records.decided_here, events.RoundSeen)
+            records.decided("nodes", node.who, node.describe(config))
         elif service is None:
-            self._decided("ring", self._ring_kind(), "the backend that c10d has for this device")
-            self._tell_of_groups()
-            self._tell_of_confirmations()
+            records.decided("ring", self._ring_kind(), "the backend that c10d has for this device")
+            records.tell_of_groups(self._hierarchy)
+            records.tell_of_confirmations(self._ring)
         else:
-            service.warn = self._warn
-            self._decided("server", service.describe(config), "run.strategy, run.shards and sync.consistency")
+            service.warn = records.warn
+            records.decided(
+                "server", service.describe(config), "run.strategy, run.shards and sync.consistency"
+            )
             if config.link.transport != "tcp":
-                self._decided("link", service.describe_link(config), "link.transport")
+                records.decided("link", service.describe_link(config), "link.transport")
 
     # Who and where
-
-    @property
-    def _place(self) -> Place:
-        """This worker's place, as it is now: a ring that loses a member has new ones."""
-        return self._first_place if self._ring is None else self._ring.place
 
     @property
     def rank(self) -> int:
@@ -206,7 +184,7 @@ class Session:
                 size=self._group_ring.world,
             )
         if self._hierarchy is not None and self._hierarchy.arranged is not None:
-            return Group(*self._hierarchy.arranged.place_of(self._place.rank))
+            return Group(*self._hierarchy.arranged.place_of(self._workers.place.rank))
         if self._node is not None and self._node.has_groups:
             devices = self._node.devices
             return Group(self._node.node, self._node.world, devices.rank, devices.count)
@@ -255,16 +233,20 @@ class Session:
             counted=self._count_samples,
             whole=self._iteration_whole,
             stepped=self._stepped,
-            skipped=lambda reason: self._emit(events.Skipped, iteration=self._state.iteration, reason=reason),
+            skipped=lambda reason: self._records.emit(
+                events.Skipped, iteration=self._state.iteration, reason=reason
+            ),
         )
         self._state.prepared.append(prepared)
         if self._service is not None:
             self._service.hub.size += prepared.trained_bytes
         for decided in tiers.describe() if tiers is not None else []:
-            self._decided(*decided)
+            self._records.decided(*decided)
         if tiers is None or tiers.fitted is None:
-            self._decided("chunks", prepared.chunk_map.describe(), "least waste among the sizes searched")
-        self._stepped_at, self._counters = time.perf_counter(), self._counted_so_far()
+            self._records.decided(
+                "chunks", prepared.chunk_map.describe(), "least waste among the sizes searched"
+            )
+        self._meter.begin()
         return model, optimizer
 
     @contextlib.contextmanager
@@ -414,18 +396,12 @@ class Session:
 
         A GPU's tensors are copied at once but read later, so that it is not waited for.
         """
-        kept = {name: loggable(name, value) for name, value in values.items()}
-        if self._journal is None and self._lab_journal is None:
-            return
-        weight = self._state.prepared[0].samples.latest if self._state.prepared else 1.0
-        self._logged.append((self._state.iteration, weight, kept))
-        if len(self._logged) >= MOST_LOGGED:  # many in one step, as in an evaluation
-            self._read_logged()
+        self._records.log(values)
 
     def expect(self, steps: int) -> None:
         """Say how many steps the run will take in all, for the display's estimate of the time left. Once a
         worker has made more, as one may who leases, it is not shown."""
-        self._emit(events.Expected, steps=int(steps))
+        self._records.emit(events.Expected, steps=int(steps))
 
     def barrier(self) -> None:
         """Return when every worker has called it.
@@ -483,7 +459,7 @@ class Session:
         with self._not_computing():
             self._state.save(path)
         if self.is_main:  # under `ssp` and `asp` each is at an iteration of its own, and it is one checkpoint
-            self._emit(events.Saved, iteration=self.iteration, path=str(path))
+            self._records.emit(events.Saved, iteration=self.iteration, path=str(path))
 
     def resume(self, folder: str | os.PathLike[str] | None = None) -> int:
         """Go on where the run is; returns how many iterations are done. Call it after `prepare` and after all
@@ -500,13 +476,15 @@ class Session:
                 entered = entrance.enter()
             if entered:
                 at = f"at iteration {self.iteration}"
-                self._emit(events.Decided, what="entered", choice=at, reason="a living worker gave its state")
+                self._records.emit(
+                    events.Decided, what="entered", choice=at, reason="a living worker gave its state"
+                )
                 return self.iteration
         there = folder is not None and is_checkpoint_there(folder)
         if folder is not None and any(self._workers.gather(there, "session.resume (who has a checkpoint)")):
             self.load(folder)
         elif entrance is not None and self.iteration:
-            self._warn(
+            self._records.warn(
                 f"nobody lives who could give its state: parameters and optimizer are those of iteration "
                 f"{self.iteration}, and schedulers, buffers and data begin anew"
             )
@@ -551,11 +529,7 @@ class Session:
         """Write the last records, wait for the other workers to finish too, and let the model go."""
         if self._closed:
             return
-        self._read_logged()
-        self._tell_of_memory()
-        if self._links is not None:
-            self._links.tell()
-        self._emit(events.Finished, iteration=self._state.iteration)
+        self._records.finished()
         if self._node is not None:
             self._end_peers(self._node)
             return
@@ -583,7 +557,7 @@ class Session:
                 self._peers.exchange.end(where)
             self._workers.barrier(where)
             node.leave(self.iteration)
-            self._tell_of_node()
+            self._records.tell_of_node()
         finally:
             self._leave()
 
@@ -592,18 +566,16 @@ class Session:
             return
         self._closed = True
         with contextlib.suppress(RuntimeError):  # a device that has failed must not hide why
-            self._read_logged()
+            self._records.read_logged()
         with contextlib.ExitStack() as ends:  # from the last on, and whatever one raises, the others too
-            ends.callback(self._summarise)
+            ends.callback(self._records.summarise)
             if self._member is not None:
                 ends.callback(self._member.close)
             ends.callback(self._workers.close)
             for ring in (self._ring, self._group_ring):
                 if ring is not None:
                     ends.callback(ring.close)
-            for journal in (self._journal, self._lab_journal):
-                if journal is not None:
-                    ends.callback(journal.close)
+            ends.callback(self._records.close)
             for prepared in self._state.prepared:
                 ends.callback(prepared.close)
 
@@ -672,7 +644,7 @@ class Session:
             arrive=grouped.arrive,
         )
         self._regrouping = Regrouping(parts, self._moved)
-        ring.state = GroupState(self._state, ring, service.samplers, self._warn)
+        ring.state = GroupState(self._state, ring, service.samplers, self._records.warn)
         ring.told = self._group_changed
         service.shards.watch = ring.check
         assert isinstance(workers, GroupWorkers)
@@ -685,7 +657,7 @@ class Session:
         """This worker is in another group, or was told to stay where it is."""
         self._pace.leave_out()
         if grouped.group:
-            self._emit(
+            self._records.emit(
                 events.Regrouped,
                 iteration=self._state.iteration + 1,  # it moves at the end of a step that is not counted yet
                 grouping=grouped.grouping,
@@ -697,7 +669,7 @@ class Session:
             reducer = self._state.prepared[0].reducer
             assert isinstance(reducer, GroupReducer)
             uplink = reducer.uplink
-            self._emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
+            self._records.emit(events.Decided, what="uplink", choice=uplink.kind, reason=uplink.reason)
 
     def _keeps_memory(self) -> bool:
         return self.device.type == "cpu" and keep_freed_memory()
@@ -716,21 +688,14 @@ class Session:
         late = isinstance(self._member, HubRing) and self._member.late
         return Hierarchy(self.config.groups.count, None if late else self._first_place.world)
 
-    def _tell_of_groups(self) -> None:
-        """Which workers are in which group, and why."""
-        arranged = self._hierarchy.arranged if self._hierarchy is not None else None
-        if arranged is not None:
-            named = show(arranged.grouping, lambda rank: str(self._place.name_of(rank)))
-            self._decided("groups", named, arranged.reason)
-
     def _regrouped(self, ring: Regrouped) -> None:
         """The ring goes on with other members than before."""
         for tiers in self._state.tiers:
             tiers.refuse_loss([*ring.lost, *ring.left])
         if self.is_main:
-            self._tell_of_ring(ring, "the ring")
-        self._tell_of_groups()
-        self._tell_of_confirmations()
+            self._records.tell_of_ring(ring, "the ring")
+        self._records.tell_of_groups(self._hierarchy)
+        self._records.tell_of_confirmations(self._ring)
 
     def _group_changed(self, ring: Regrouped) -> None:
         """The ring of this worker's group is another one; `_moved` tells of moves."""
@@ -740,39 +705,7 @@ class Session:
         assert isinstance(self._workers, GroupWorkers)
         self._workers.lose([*ring.lost, *ring.left])
         if ring.what != MOVING and self._group_ring.rank == 0:
-            self._tell_of_ring(ring, f"group {self._regrouping.contributor}")
-
-    def _tell_of_ring(self, ring: Regrouped, who: str) -> None:
-        gone = [f"worker {name} was lost" for name in ring.lost] + [
-            f"worker {name} left" for name in ring.left
-        ]
-        entered = [f"worker {name} entered" for name in ring.entered]
-        happened = ", ".join(gone + entered) or "a connection was lost"
-        how = f"made anew: {ring.what}" if ring.again else "nothing was to be made anew"
-        choice, reason = f"ring {ring.group} of {ring.world} workers", f"{happened}; {how}"
-        self._emit(events.Decided, what="ring", choice=choice, reason=reason)
-        self._warn(
-            f"{happened} during iteration {self.iteration}; {who} goes on with {ring.world} "
-            f"worker{'s' * (ring.world > 1)} after {ring.seconds:.1f} s"
-        )
-
-    def _tell_of_confirmations(self) -> None:
-        """How a ring's members confirm what they hold, where that has changed."""
-        confirmations = self._ring.confirmations if self._ring is not None else None
-        if confirmations is None:
-            return
-        choice, reason = "over connections of the workers' own", "all could connect"
-        if confirmations.without:
-            choice = "by all-reduce, which takes longer"
-            names = " and ".join(f"worker {name}" for name in confirmations.without)
-            reason = f"not all could connect: {names}"
-        if choice != self._confirming:
-            self._confirming = choice
-            self._decided("confirmations", choice, reason)
-            if confirmations.trouble:
-                self._warn(
-                    f"worker {self._place.name}: the ring's members confirm {choice}: {confirmations.trouble}"
-                )
+            self._records.tell_of_ring(ring, f"group {self._regrouping.contributor}")
 
     def _ring_kind(self) -> str:
         if self._ring is None:
@@ -830,167 +763,27 @@ class Session:
             return
         self._state.iteration += 1
         self._state.resumed_random = None
-        now = time.perf_counter()
-        waiting, sent = self._counted_so_far()
-        self._pace.stepped(now - self._stepped_at - (waiting - self._counters[0]), prepared.own_samples)
+        taken = self._meter.stepped()
+        self._pace.stepped(taken.computing, prepared.own_samples)
         if self._member is not None:
             self._member.stepped(self._state.iteration)
         if self._service is not None:
             self._service.hub.batch = prepared.own_samples
             self._service.hub.pace = self._pace.seconds
-        if self._journal is None and self._lab_journal is None:
-            self._stepped_at, self._counters = time.perf_counter(), (waiting, sent)
-            return
-        if self._links is not None:
-            self._links.tell_if_due()
-        if self._service is not None and not self._strategy.collective:
-            self._logged.append((self._state.iteration, 1.0, {"staleness": self._service.staleness}))
-        self._emit(
-            events.StepDone,
-            iteration=self._state.iteration,
-            samples=prepared.own_samples,
-            seconds=now - self._stepped_at,
-            waiting=waiting - self._counters[0],
-            bytes_sent=sent - self._counters[1],
-            phases=self._phases(waiting - self._counters[0]),
-            **(self._peers.figures() if self._peers is not None else {}),
-        )
-        self._stepped_at, self._counters = now, (waiting, sent)
-        if now - self._read_at > LATE_SECONDS:
-            self._read_at = now
-            self._tell_of_node()
-            self._tell_of_memory()
-            self._read_logged()
-
-    def _tell_of_memory(self) -> None:
-        """How the tiers of the first model that lies in some have done."""
-        fitted = next((tiers.fitted for tiers in self._state.tiers if tiers.fitted is not None), None)
-        if fitted is not None:
-            self._emit(events.MemorySeen, figures=fitted.stats())
-
-    def _tell_of_node(self) -> None:
-        """What this node's CPU side has counted; its leader tells it."""
-        node = self._node
-        if node is not None and node.leads:
-            figures = msgspec.structs.asdict(node.figures)
-            self._emit(events.NodeSeen, node=node.node, devices=node.devices.count, **figures)
-
-    def _phases(self, waiting: float) -> dict[str, float]:
-        """What the latest step's waiting was for, where a group's ring and its exchange are two things."""
-        if self._group_ring is None:
-            return {}
-        reducer = self._state.prepared[0].reducer
-        assert isinstance(reducer, GroupReducer)
-        exchange, reducer.exchange_seconds = reducer.exchange_seconds, 0.0
-        return {"ring": max(0.0, waiting - exchange), "exchange": exchange}
-
-    def _counted_so_far(self) -> tuple[float, int]:
-        """Seconds waited and bytes of gradients sent, in all."""
-        return self._seconds_waited(), sum(p.reducer.bytes_sent for p in self._state.prepared)
-
-    def _read_logged(self) -> None:
-        for iteration, weight, values in self._logged:
-            numbers = {name: finite(float(value)) for name, value in values.items()}
-            self._emit(events.Logged, iteration=iteration, weight=weight, values=numbers)
-        self._logged.clear()
-
-    def _open_journal(self) -> Journal | None:
-        """This worker's journal, where a directory for it is named; worker 0 first sees that it holds no
-        other run."""
-        by_command = os.environ.get(DIRECTORY_VARIABLE)
-        directory = by_command or self.config.run.directory
-        run = RunDirectory(Path(directory)) if directory else None
-        failure = ""
-        if self.is_main and run is not None and not by_command:
-            try:
-                run.require_unused()
-            except UserError as error:
-                failure = str(error)
-        # Every worker takes part, whether or not it keeps records itself.
-        found = self._workers.gather(failure, "worker 0 to look at the run directory")[0]
-        if found:
-            raise UserError(found)
-        if run is None:
-            return None
-        run.create()
-        journal = Journal(run.journal(self._place.name))
-        self._bus.subscribe(journal)
-        return journal
-
-    def _open_lab_journal(self) -> Journal | None:
-        """In a lab: a journal of the lab's, by which it tells what its links have cost."""
-        folder = os.environ.get(LAB_JOURNALS_VARIABLE)
-        if not folder:
-            return None
-        worker = os.environ.get(LAB_WORKER_VARIABLE, "")
-        journal = Journal(Path(folder) / f"{worker}-{os.getpid()}.jsonl")
-        self._bus.subscribe(journal)
-        return journal
-
-    def _make_link_report(self) -> LinkReport | None:
-        """What tells of the links to the shards, where parts of gradients may be lost on them."""
-        service = self._service
-        if service is None or service.shards.link.transport != "ltp":
-            return None
-
-        def lossy() -> LossyPushes | None:
-            reducers = [prepared.reducer for prepared in self._state.prepared]
-            return next((each.lossy for each in reducers if isinstance(each, Exchange)), None)
-
-        return LinkReport(service.shards, f"worker {self._first_place.rank}", lossy, self._emit)
+        if self._records.kept:
+            figures = self._peers.figures() if self._peers is not None else {}
+            staleness = None
+            if self._service is not None and not self._strategy.collective:
+                staleness = self._service.staleness
+            self._records.stepped(taken, prepared.own_samples, figures, staleness)
 
     def _make_stretch(self) -> Stretch | None:
         """What slows this worker down, where it is to be slower than it is."""
         speed = speed_from()
-        if speed == 1:
-            return None
-        # On a CPU by the thread's own clock: workers of a lab share cores, and what one loses to another is
-        # no computing of its own.
-        on_cpu = self.device.type == "cpu"
-        return Stretch(speed, time.thread_time if on_cpu else self._seconds_on_device)
-
-    def _seconds_on_device(self) -> float:
-        """A clock that stands still while this worker waits for others; what it has begun has ended then."""
-        torch.accelerator.synchronize(self.device)
-        return time.perf_counter() - self._seconds_waited()
-
-    def _seconds_waited(self) -> float:
-        """What this worker has waited for others in all, for whatever reason."""
-        service = self._service
-        sources: list[Any] = [self._workers] if service is None else [service.shards, service.hub]
-        if self._group_ring is not None:
-            sources.append(self._group_ring)
-        sources += self._state.tiers
-        return float(sum(source.seconds_waited for source in sources))
+        return None if speed == 1 else Stretch(speed, self._meter.computing_clock)
 
     def _not_computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._stretch is None else self._stretch.paused()
-
-    def _summarise(self) -> None:
-        """Without `atoll run` above, worker 0 puts the records together itself."""
-        if self._journal is None or DIRECTORY_VARIABLE in os.environ or not self.is_main:
-            return
-        recorder = Recorder(
-            RunDirectory(Path(self.config.run.directory)), self.world, self.config.run.strategy
-        )
-        recorder.poll()
-        recorder.close()
-
-    def _decided(self, what: str, choice: str, reason: str) -> None:
-        if self.is_main:
-            self._decided_here(events.Decided, what, choice, reason)
-
-    def _decided_here(self, kind: Any, what: str, choice: str, reason: str) -> None:
-        self._emit(kind, what=what, choice=choice, reason=reason)
-
-    def _warn(self, line: str) -> None:
-        """Tell people at once, from any thread; `atoll run` shows what is in the journal."""
-        if DIRECTORY_VARIABLE not in os.environ:
-            print_warning(line)
-        self._emit(events.Warned, message=line)
-
-    def _emit(self, kind: Any, **fields: Any) -> None:
-        self._bus.emit(kind(time=time.time(), worker=self._place.name, **fields))
 
 
 def _part_of(whole: int, rank: int, members: int) -> int:
