@@ -449,3 +449,41 @@ def test_a_use_is_reached_where_some_chunks_step_on_the_device() -> None:
 
 def _partly_stepped_there(given: Memory) -> Memory:
     return msgspec.structs.replace(given, step="0.4")
+
+
+def test_step_hooks_of_the_script() -> None:
+    """Registered before `fit` and after it: what they change before a step counts for it; they see what it
+    made, and may write over that."""
+
+    def add_hooks(optimizer: torch.optim.Optimizer, seen: list[float]) -> None:
+        def before(*_: Any) -> None:
+            (group,) = optimizer.param_groups
+            group["lr"] *= 0.9
+            parameters = group["params"]
+            parameters[0].grad = None
+            parameters[3].grad = torch.ones_like(parameters[3])
+            parameters[5].grad.mul_(0.5)
+            optimizer.state[parameters[7]].clear()
+            with torch.no_grad():
+                parameters[9].mul_(0.5)
+
+        def after(*_: Any) -> None:
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.1, 0.1)
+                    seen.append(parameter.sum().item())
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+        add_hooks(optimizer, [])
+        return optimizer
+
+    def scenario(run: Run) -> list[Any]:
+        seen: list[float] = []
+        add_hooks(run.optimizer, seen)
+        return [*run.losses(4), seen]
+
+    compare("gpt", scenario, shares=(0.4,), make=make)
