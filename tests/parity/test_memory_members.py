@@ -679,14 +679,25 @@ def test_who_is_behind_reads_gradients_that_others_have_let_go_of() -> None:
     assert same(found[0][0], found[1][0])
 
 
-def test_parameters_written_to_and_trained_on_before_all_have_met() -> None:
+def scale(parameter: nn.Parameter) -> None:
+    parameter.mul_(0.99)
+
+
+def give_other_data(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 0.99  # which lies on the device
+
+
+@pytest.mark.parametrize("write", [scale, give_other_data])
+def test_parameters_written_to_and_trained_on_before_all_have_met(
+    write: Callable[[nn.Parameter], None],
+) -> None:
     script = Script("gpt", (1.0, 1.0))
 
     def body(member: Member, model: Any, optimizer: Any, fitted: Sharded) -> Any:
         script.train(member, model, optimizer, fitted, 1)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(0.99)
+                write(parameter)
         with pytest.raises(UserError, match=r"has written to chunk .* call session\.barrier\(\)"):
             script.loss(model, member.rank, 1)
         fitted.sync("written")

@@ -311,6 +311,34 @@ def views_kept(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     return *seen, view.clone(), data.clone()
 
 
+def data_exchanged(run: Run, inputs: Tensor, targets: Tensor) -> Any:
+    """`p.data = other` while the script has the former data: that stays as it was."""
+    model = gpt(run)
+    run.step(loss_of(model(inputs), targets))
+    weights = [model.blocks[0].out.weight, model.blocks[1].out.weight, model.norm.weight]
+    before = [weight.data for weight in weights]  # as averages of weights are put in and out again
+    for weight in weights:
+        weight.data = weight.detach() * 0.5
+    with torch.no_grad():
+        seen = [loss_of(model(inputs), targets).item()]
+    run.step(loss_of(model(inputs), targets))  # on the halves
+    seen += [*(each.clone() for each in before), *(weight.detach().clone() for weight in weights)]
+    for weight, data in zip(weights, before, strict=True):
+        weight.data = data
+    first, second, other = weights[0], weights[1], torch.full_like(weights[0], 0.25).detach()
+    first.data, second.data = second.data, first.data
+    model.norm.weight.data = model.norm.weight.data.flip(0)
+    second.data, other.data = other.data, second.data
+    square = model.blocks[2].out.weight
+    square.data = square.data.t()
+    seen.append(square.detach().clone())
+    square.data = square.data.t()
+    before.clear()
+    del data
+    run.step(loss_of(model(inputs), targets))
+    return [*seen, other.clone()]
+
+
 def written_by_the_script(run: Run, inputs: Tensor, targets: Tensor) -> Any:
     """Weights are clamped, overwritten and initialised anew between steps."""
     model = gpt(run)
@@ -394,6 +422,7 @@ USES: dict[str, Callable[[Run, Tensor, Tensor], Any]] = {
     "dynamic control flow": branching,
     "double backward": penalised,
     "views kept": views_kept,
+    "data exchanged": data_exchanged,
     "written by the script": written_by_the_script,
     "state and copies": state_and_copies,
     "hooks of the script": hooks_of_the_script,

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from atoll.core.errors import DeadlineError, UserError
 from atoll.core.units import format_bytes
-from atoll.memory import copies
 from atoll.memory.arena import Arena
 from atoll.memory.gradients import Gradients, TrainedChunk
 from atoll.memory.initialising import resident_bytes, spilled_to, take
@@ -272,7 +271,7 @@ class Engine:
         if stream is not None:
             torch.accelerator.set_stream(stream)
         with torch.inference_mode(False), torch.no_grad(), self._values(stay.each, tells=not ahead) as values:
-            copies.to_device(stay.memory, values)
+            stay.bring(values)
 
     def _wait(self, stay: Stay) -> None:
         """Wait until nobody copies into it any more, whether the values came or not."""
@@ -329,6 +328,8 @@ class Engine:
             ADDRESSES.remove(address)
         self._put(stay.each, self._absent[stay.each.chunk.id])
         stay.coming = None
+        if stay.is_apart:
+            self._stays.pop((stay.each.chunk.id, stay.block.first), None)
 
     @staticmethod
     def _put(each: TrainedChunk, memory: Iterable[Tensor]) -> None:
@@ -381,7 +382,7 @@ class Engine:
         if versions == stay.versions and not stay.given_out:
             return
         with torch.no_grad(), self._values(each, writes=True) as values:
-            copies.to_host(values, stay.memory)
+            stay.return_to(values)
         self.written_back += 1
         self._count("to_host", each)
         if versions != stay.versions:
@@ -501,13 +502,22 @@ class Engine:
             self._mend()
             if place.chunk in self._resident:
                 stay = self._settled(place.chunk)
+                if stay.is_slot_viewed(place.slot):  # which plain PyTorch leaves as it is
+                    self._set_apart(stay, place.slot)
                 stay.views[place.slot].copy_(value)
                 stay.given_out = True
+                self.written(place.chunk)
                 return
             with self._values(each, writes=True) as values:
                 each.part(values, place.slot).copy_(value)
             self.written(place.chunk)
             self.edited(place.chunk)
+
+    def _set_apart(self, stay: Stay, slot: int) -> None:
+        """Let the parameter lie in new memory, with anything in it; who has views of the former keeps it."""
+        ADDRESSES.remove(stay.addresses[slot])
+        put(stay.each.parameters[slot], stay.set_apart(slot))
+        ADDRESSES.add(stay.addresses[slot], Place(self, stay.each.chunk.id, slot))
 
     # What parameters ask
 
