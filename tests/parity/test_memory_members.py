@@ -687,7 +687,11 @@ def give_other_data(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data * 0.99  # which lies on the device
 
 
-@pytest.mark.parametrize("write", [scale, give_other_data])
+def scale_past_autograd(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(0.99)
+
+
+@pytest.mark.parametrize("write", [scale, give_other_data, scale_past_autograd])
 def test_parameters_written_to_and_trained_on_before_all_have_met(
     write: Callable[[nn.Parameter], None],
 ) -> None:

@@ -480,6 +480,14 @@ def _partly_stepped_there(given: Memory) -> Memory:
     return msgspec.structs.replace(given, step="0.4")
 
 
+def test_a_model_that_is_compiled_after_fit_goes_on() -> None:
+    def scenario(run: Run) -> list[Any]:
+        compiled: Any = torch.compile(run.model, backend="eager")
+        return each_step(lambda run, inputs, targets: run.step(loss_of(compiled(inputs), targets)))(run)
+
+    compare("gpt", scenario, shares=(0.3,))
+
+
 def test_step_hooks_of_the_script() -> None:
     """Registered before `fit` and after it: what they change before a step counts for it; they see what it
     made, and may write over that."""

@@ -54,6 +54,9 @@ class Engine:
         self.wait_stepped: Callable[..., None] = lambda _, **__: None
         self.edited: Callable[[int], None] = lambda _: None
         self.written: Callable[[int], None] = lambda _: None
+        # Whether writes past autograd's count (`p.data.mul_()`) are to be `written` too, for a checksum
+        # whenever the chunk's memory is given out.
+        self.must_tell: Callable[[int], bool] = lambda _: False
         self.gradients: Gradients  # whoever makes the engine makes them too
         self.unpacked: Callable[[Place], None] | None = None  # told of what backward uses
         self.moves, self.nbytes = Counter[str](), Counter[str]()  # by direction
@@ -128,7 +131,10 @@ class Engine:
             pinned_here: list[int] = []
             try:
                 for chunk in chunks:
-                    self._bring(chunk).given_out |= gives_out
+                    stay = self._bring(chunk)
+                    stay.given_out |= gives_out
+                    if gives_out and self.must_tell(chunk):
+                        stay.seal()
                     self._pins[chunk] += 1
                     pinned_here.append(chunk)
                 self._prefetch()
@@ -363,7 +369,7 @@ class Engine:
             stay = self._resident.get(chunk)
             if stay is None or not stay.ready or chunk in self._void:
                 return False
-            return self._versions(stay.each) != stay.versions
+            return self._versions(stay.each) != stay.versions or stay.is_seal_broken
 
     def write_back(self) -> None:
         """Hand what the script has written on the device to the payloads."""
@@ -381,12 +387,14 @@ class Engine:
         versions = self._versions(each)
         if versions == stay.versions and not stay.given_out:
             return
+        is_changed = versions != stay.versions or stay.is_seal_broken
         with torch.no_grad(), self._values(each, writes=True) as values:
             stay.return_to(values)
         self.written_back += 1
         self._count("to_host", each)
-        if versions != stay.versions:
+        if is_changed:
             self.written(chunk)
+        stay.seal(anew=True)
         self.edited(chunk)
         stay.versions = versions  # last: what was cut short is written back again
 
@@ -437,6 +445,7 @@ class Engine:
         """Bring a chunk's new values to where it lies."""
         self._copy(stay)
         stay.versions = self._versions(stay.each)
+        stay.seal(anew=True)
         self._count("to_device", stay.each)
         self._void.discard(stay.each.chunk.id)
 

@@ -59,6 +59,7 @@ class Sharded(Moving):
         super().__init__(model, optimizer, budgets, plan, chunk_map)
         self._foreign = [chunk for chunk in self.engine.chunks if not self.sharing.holds_all(chunk)]
         self.engine.written = self.sharing.written
+        self.engine.must_tell = lambda chunk: not self.sharing.holds_all(chunk)
         self._handles.append(model.register_forward_pre_hook(self._before_forward))
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import Future
 
 import torch
@@ -25,6 +26,7 @@ class Stay:
         self.storages = [view.untyped_storage() for view in self.views]
         self.addresses = [storage.data_ptr() for storage in self.storages]
         self._ids = [storage._cdata for storage in self.storages]
+        self._seal: int | None = None  # a checksum, to see a change that autograd does not count
         self._left: list[torch.UntypedStorage] = []  # where slots lay that were set apart
         self._apart: set[int] = set()  # slots whose values lie outside of the block
         self.coming: Future[None] | None = None  # what brings the values, until they are used
@@ -36,7 +38,7 @@ class Stay:
 
     def begin(self, versions: list[int]) -> None:
         """The values and the parameters are here."""
-        self.versions, self.given_out = versions, False
+        self.versions, self.given_out, self._seal = versions, False, None
         self._unheld = self._uses()
         self._unheld_by_slot = list(map(torch._C._storage_Use_Count, self._ids))
         self.ready, self.coming = True, None
@@ -69,6 +71,23 @@ class Stay:
     def is_apart(self) -> bool:
         """Whether any slot lies outside of the block: this stay is not one to be used again."""
         return bool(self._apart)
+
+    def seal(self, *, anew: bool = False) -> None:
+        """Note what lies here, if nobody has yet, or, `anew`, if somebody has."""
+        if (self._seal is not None) == anew:
+            self._seal = self._checksum()
+
+    @property
+    def is_seal_broken(self) -> bool:
+        """Whether what lies here is not what was noted."""
+        return self._seal is not None and self._seal != self._checksum()
+
+    def _checksum(self) -> int:
+        found = 0
+        for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
+            run = each.as_strided((each.numel(),), (1,), each.storage_offset())
+            found = zlib.crc32(run.view(torch.uint8).cpu().numpy(), found)
+        return found
 
     def bring(self, values: Tensor) -> None:
         """Copy the chunk's values, (extent,), to where its slots lie."""
