@@ -86,7 +86,7 @@ class Stay:
         found = 0
         for each in (self.memory, *(self.views[slot] for slot in sorted(self._apart))):
             run = each.as_strided((each.numel(),), (1,), each.storage_offset())
-            found = zlib.crc32(run.view(torch.uint8).cpu().numpy(), found)
+            found = zlib.crc32(run.view(torch.uint8).cpu().numpy().data, found)
         return found
 
     def bring(self, values: Tensor) -> None:
